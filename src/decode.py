@@ -68,17 +68,17 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     looked_at = prompts[:1] if decoding.decode_prompt_tokens else prompts
     completions = [Completion(decoding, length, tokenizer, prompt) for prompt in looked_at]
     say(length_note(decoding, length, max((len(completion.prompt) for completion in completions), default=0)))
-    loaded = load_model(config, tokenizer)
-    plan, weights = unrolled(loaded.plan, loaded.weights)
+    loaded, weights = load_model(config, tokenizer)
+    plan, weights = unrolled(loaded, weights)
     if decoding.quantize_weights:
         before = _bytes(weights)
-        plan, weights = kept_in_int8(plan, weights, loaded.plan)
+        plan, weights = kept_in_int8(plan, weights, loaded)
         say([f"weights: {_bytes(weights) / 1e6:,.1f} MB in memory, {before / 1e6:,.1f} before quantize_weights=int8"])
     generator = make_generator(decoding, length, plan, weights)
     if config.interactive:
         texts = converse(decoding, tokenizer, generator)
     else:
-        rows = math.ceil(config.per_device_batch_size * loaded.plan.layout.mesh.size)
+        rows = math.ceil(config.per_device_batch_size * plan.layout.mesh.size)
         if decoding.decode_path:
             facts = {**model_facts(config), "tokenizer": tokenizer.fingerprint()}
             facts |= {"chat_template": tokenizer.chat_template, "tool_template": tokenizer.tool_template}

@@ -30,7 +30,7 @@ from src.data.types import EvalSet, InputSpec, RowArrays, Tokenizer, missing_tem
 from src.disk import check_outputs, write_output
 from src.errors import UserError, say
 from src.harness.answers import Answers
-from src.loaded_model import LoadedModel, load_model
+from src.loaded_model import load_model
 from src.model.params import Weights
 from src.report.metrics import eval_key, perplexity
 from src.scoring import eval_batch_size, score_texts, write_logits
@@ -172,26 +172,25 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         load_weights = functools.partial(load_model, config, tokenizer)
         sections = config.evaluation, config.batch, config.decoding
         return _run_tasks(sections, config.harness, tokenizer, load_weights, facts)
-    loaded = load_model(config, tokenizer)
+    plan, weights = load_model(config, tokenizer)
     if scores:
-        sections = config.evaluation, config.batch, loaded.plan, loaded.weights
+        sections = config.evaluation, config.batch, plan, weights
         if config.texts_path:
-            say([f"{score_texts(*sections, loaded.tokenizer)} texts scored: {config.scores_path}"])
+            say([f"{score_texts(*sections, tokenizer)} texts scored: {config.scores_path}"])
         if config.tokens_path:
             say([f"logits of shape {list(write_logits(*sections))}: {config.logits_path}"])
         return None
-    plan, text = loaded.plan, None
-    inputs = InputSpec.of(config, loaded.tokenizer, run_rules(config.run, config.checkpoint))
+    text, inputs = None, InputSpec.of(config, tokenizer, run_rules(config.run, config.checkpoint))
     if config.use_sft or config.batch_transform:
         say(["eval_bits_per_byte is left out: use_sft and batch_transform choose what the loss counts of a text"])
-    elif loaded.tokenizer:
-        text = TextBytes(loaded.tokenizer)
+    elif tokenizer:
+        text = TextBytes(tokenizer)
         row = jax.ShapeDtypeStruct((config.max_target_length,), np.int32)
         plan, inputs = dataclasses.replace(plan, fields={"text_bytes": row}), inputs._replace(count_bytes=text.document)
     step, metrics, counted = compile_eval_step(plan), {}, {}
     for data in open_eval_sets(inputs, config.evaluation):
         evaluator = Evaluator(config.evaluation, inputs, plan, step, data)
-        (sums,) = evaluator.sums(loaded.weights)
+        (sums,) = evaluator.sums(weights)
         set_metrics = {eval_key(metric, data.name): value for metric, value in means(sums).items()}
         say(f"{metric} {value:.5f}" for metric, value in set_metrics.items())
         if data.steps != -1 and (epochs := evaluator.batches.epochs()) > 1.05:
@@ -214,7 +213,7 @@ def _run_tasks(
     sections: tuple[schema.Evaluation, schema.BatchKeys, Decoding],
     keys: HarnessTasks,
     tokenizer: Tokenizer | None,
-    load_weights: Callable[[], LoadedModel],
+    load_weights: Callable[[], tuple[StepPlan, Weights]],
     facts: Mapping[str, Any],
 ) -> dict[str, float]:
     """Asks a model, with these facts, what the keys' tasks ask; returns their metrics, as TASK/METRIC,FILTER."""
@@ -226,7 +225,7 @@ def _run_tasks(
     if is_chat and tokenizer.chat_template is None:
         raise missing_template()
     tasks = find_tasks(keys)  # a mistake in them is told before the weights are read
-    answers = Answers(*sections, *load_weights())
+    answers = Answers(*sections, *load_weights(), tokenizer)
     results, lines = run_tasks(tasks, is_chat, answers, {"model": "mintext", "model_args": dict(facts)})
     say(lines)
     write_results(sections[0].results_path, results)

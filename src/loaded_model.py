@@ -1,7 +1,5 @@
 """Loads a model for use without training: for decode.py and evaluate.py."""
 
-from typing import NamedTuple
-
 import jax
 
 from src.checkpoint.contents import check_tokenizer, check_vocabulary
@@ -19,16 +17,11 @@ from src.step.plan import StepPlan
 from src.step.state import abstract_state
 
 
-class LoadedModel(NamedTuple):
-    """A model with its weights and the tokenizer of its texts."""
+def load_model(config: Config, tokenizer: Tokenizer | None) -> tuple[StepPlan, Weights]:
+    """Loads the config's model with `load_parameters_path`'s weights, adapters merged; raises UserError if unfit.
 
-    plan: StepPlan
-    weights: Weights
-    tokenizer: Tokenizer | None
-
-
-def load_model(config: Config, tokenizer: Tokenizer | None) -> LoadedModel:
-    """Loads the config's model with `load_parameters_path`'s weights, adapters merged; raises UserError if unfit."""
+    It is unfit, too, if it was trained with another tokenizer than this one.
+    """
     if not config.load_parameters_path:
         raise UserError(
             "load_parameters_path says whose weights to use: a run's folder, a checkpoint, a Hugging Face "
@@ -42,7 +35,7 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> LoadedModel:
     check_vocabulary(config.vocab_size, meta)
     check_tokenizer(config.accept_changes, meta, tokenizer)
     say(messages)
-    return LoadedModel(plan, plan.split(weights), tokenizer)
+    return plan, plan.split(weights)
 
 
 def model_facts(config: Config) -> dict[str, str]:

@@ -90,21 +90,21 @@ def test_a_hundred_steps_on_converted_weights_lower_the_loss_of_responses(folder
 def test_prompt_tokens_have_no_gradient(folders):
     """The gradient of the output projection is the sum over response tokens alone of h (p - y)."""
     config = command_line.load(keys_of(folders))
-    loaded = load_model(config, make_tokenizer(config.data, config.vocab_size))
+    plan, weights = load_model(config, make_tokenizer(config.data, config.vocab_size))
     tokenizer = make_tokenizer(config.data, config.vocab_size)
     data, _ = open_sources(InputSpec.of(config, tokenizer), config.evaluation)
     batches = train_batches(config, data, tokenizer, range(8), 8)
     batch = {name: jnp.asarray(array) for name, array in next(batches).items()}
     batches.close()
-    tree = loaded.weights.merged()
+    tree = weights.merged()
 
     def loss(output):
-        decoder = loaded.plan.decoder(Weights({**tree, "output": output}))
-        return next_token_loss(decoder, batch, loaded.plan).loss
+        decoder = plan.decoder(Weights({**tree, "output": output}))
+        return next_token_loss(decoder, batch, plan).loss
 
     gradient = jax.jit(jax.grad(loss))(tree["output"])
-    decoder = loaded.plan.decoder(Weights(tree))
-    hidden = np.asarray(jax.jit(lambda: hidden_states(decoder, batch, loaded.plan)[0])(), np.float64)
+    decoder = plan.decoder(Weights(tree))
+    hidden = np.asarray(jax.jit(lambda: hidden_states(decoder, batch, plan)[0])(), np.float64)
     logits = (hidden @ np.asarray(tree["output"], np.float64))[..., :VOCAB]
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)

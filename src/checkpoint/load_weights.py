@@ -178,19 +178,13 @@ def _load_hf_weights(path: str, tree: Tree) -> tuple[Tree, dict[str, Any], list[
     folder = local_folder(path)
     arrays = load_folder(folder, tree, notes)
     vocab_size = read_model_keys(folder)["vocab_size"]
-    meta = {"vocab_size": vocab_size, "tokenizer": folder_fingerprint(Path(folder).expanduser(), vocab_size, notes)}
+    meta = {"vocab_size": vocab_size, "tokenizer": None}
+    if has_tokenizer(place := Path(folder).expanduser()):
+        try:
+            meta["tokenizer"] = folder_tokenizer(place, vocab_size).fingerprint()
+        except UserError as error:
+            notes.append(f"nothing is known of the tokenizer of these weights: {error}")
     return arrays, meta, [*notes, f"read the weights of {path}."]
-
-
-def folder_fingerprint(folder: Path, vocab_size: int, notes: list[str]) -> dict[str, Any] | None:
-    """Returns the fingerprint of a Hugging Face folder's tokenizer; None, with a note if it is unreadable."""
-    if not has_tokenizer(folder):
-        return None
-    try:
-        return folder_tokenizer(folder, vocab_size).fingerprint()
-    except UserError as error:
-        notes.append(f"nothing is known of the tokenizer of these weights: {error}")
-        return None
 
 
 def identity(path: str) -> str:

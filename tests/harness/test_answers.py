@@ -50,7 +50,7 @@ def answers(reference):
     keys |= {"per_device_batch_size": 1, "ici_data_parallelism": -1, "ici_fsdp_parallelism": 1}
     keys |= {"jax_cache_dir": TINY["jax_cache_dir"]}
     config = load([BASE, *(f"{key}={value}" for key, value in keys.items())], uses_weights=True)
-    plan, weights, _ = load_model(config, BYTES)
+    plan, weights = load_model(config, BYTES)
     return Answers(config.evaluation, config.batch, config.decoding, plan, weights, BYTES)
 
 

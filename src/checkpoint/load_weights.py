@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from src.checkpoint.restore import checkpoint_identity, entries_of_weights, restore_any, restore_weights
+from src.checkpoint.restore import checkpoint_identity, restore_any, restore_weights
 from src.data.host_arrays import check_same
 from src.data.tokenizer import folder_tokenizer, has_tokenizer
 from src.errors import UserError, counted, first_few
@@ -40,7 +40,8 @@ def load_weights(
         check_same({"their identity": identity(path)}, f"weights in {path}", "the same files")
         return _load_hf_weights(path, tree)
 
-    restored, meta, messages = restore_weights(path, functools.partial(_wanted, tree, keep_dtypes), ema)
+    arrays, meta, messages = restore_weights(path, functools.partial(_wanted, tree, keep_dtypes), ema)
+    restored = nested({_undotted(name): array for name, array in arrays.items()})
     if "lora" not in meta:
         return restored, meta, messages
     adapters = restored.pop("lora")
@@ -134,13 +135,11 @@ def _load_named(path: str, wanted: Tree, tree: Tree, ema: bool) -> tuple[dict[st
         _check_names(path, wanted, arrays)
         return arrays, meta, messages
 
-    def entries(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        entry_of = entries_of_weights(path, saved, ema)
-        _check_names(path, wanted, entry_of)
-        return {f"{entry_of[name]}.{name}": leaf for name, leaf in wanted.items()}
+    def named(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> Tree:
+        _check_names(path, wanted, saved)
+        return wanted
 
-    restored, meta, messages = restore_any(path, entries, f"{len(wanted)} weights")
-    return {name.partition(".")[2]: array for name, array in restored.items()}, meta, messages
+    return restore_weights(path, named, ema, some=f"{len(wanted)} weights")
 
 
 def _check_names(path: str, wanted: Iterable[str], available: Iterable[str]) -> None:
@@ -152,17 +151,18 @@ def _check_names(path: str, wanted: Iterable[str], available: Iterable[str]) -> 
 
 def _wanted(tree: Tree, keep_dtypes: bool, meta: Mapping[str, Any], saved: Mapping[str, Any]) -> Tree:
     """Returns what to restore: all weights; of a run with adapters, these and the weights trained beside them."""
-    leaves = {path: leaf for path, leaf in by_path(tree).items() if "lora" not in meta or dotted(path) in saved}
+    leaves = {dotted(path): leaf for path, leaf in by_path(tree).items()}
+    if "lora" in meta:
+        leaves = {name: leaf for name, leaf in leaves.items() if name in saved}
     replicated = jax.tree.leaves(tree)[0].sharding
     if isinstance(replicated, NamedSharding):
         replicated = replicated.update(spec=PartitionSpec())
-    for name in (name for name in saved if name.startswith("lora.")):
-        leaves[_undotted(name)] = jax.ShapeDtypeStruct(saved[name]["shape"], saved[name]["dtype"], sharding=replicated)
-    if keep_dtypes:
-        for path, leaf in leaves.items():
-            if dotted(path) in saved:
-                leaves[path] = leaf.update(dtype=saved[dotted(path)]["dtype"])
-    return nested(leaves)
+    for name, entry in saved.items():
+        if name.startswith("lora."):
+            leaves[name] = jax.ShapeDtypeStruct(entry["shape"], entry["dtype"], sharding=replicated)
+        elif keep_dtypes and name in leaves:
+            leaves[name] = leaves[name].update(dtype=entry["dtype"])
+    return leaves
 
 
 def _undotted(name: str) -> tuple[str | int, ...]:

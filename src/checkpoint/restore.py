@@ -6,7 +6,7 @@ docs/checkpoints.md says which failures are told apart.
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -51,32 +51,26 @@ class HostArray:
     shape: tuple[int, ...] = ()
 
 
-def restore_weights(path: epath.PathLike, tree_of: AbstractOf, ema: bool = False) -> Restored:
-    """Restores the weights of any run's checkpoint, as `restore_any` does, whichever part of its state each was in.
+def restore_weights(path: epath.PathLike, wanted_of: AbstractOf, ema: bool = False, some: str = "") -> Restored:
+    """Restores weights of any run's checkpoint, as `restore_any` does, whichever part of its state each was in.
 
-    With `ema` those that were trained are their average. Raises UserError, too, where the run has none.
+    They go by their dotted names, without the part, for `wanted_of` too. With `ema` those that were trained are their
+    average. Raises UserError, too, if the run has none, or has further weights, unless only `some` are asked for.
     """
-
     entries = ENTRIES[ema]
 
-    def by_role(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        entry_of = entries_of_weights(path, saved, ema)
-        tree = tree_of(meta, {name: saved[f"{entry}.{name}"] for name, entry in entry_of.items()})
-        role_of = {name: dict(zip(entries, params.ROLES, strict=True))[entry] for name, entry in entry_of.items()}
-        roles = jax.tree.map_with_path(lambda where, _: role_of.get(_dotted(where), "trainable"), tree)
-        return dict(zip(entries, vars(params.Weights.split(tree, roles)).values(), strict=True))
+    def by_entry(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        entry_of = {name.partition(".")[2]: entry for name in saved if (entry := name.partition(".")[0]) in entries}
+        if ema and "ema" not in entry_of.values():
+            raise UserError(f"load_ema: {path} has no average of its weights: that run was made without ema_decay")
+        wanted = wanted_of(meta, {name: saved[f"{entry}.{name}"] for name, entry in entry_of.items()})
+        named = {f"{entry_of.get(name, entries[0])}.{name}": leaf for name, leaf in wanted.items()}
+        return named if some else dict.fromkeys(entries) | named  # an entry by itself has all of its names compared
 
-    what = "the average of the weights" if ema else "the weights"
-    restored, meta, messages = restore_any(path, by_role, what)
-    return Restored(params.Weights(*(restored[entry] for entry in entries)).merged(), meta, messages)
-
-
-def entries_of_weights(path: epath.PathLike, saved: Iterable[str], ema: bool) -> dict[str, str]:
-    """Returns the entry of the state that each weight is in, by its dotted name; raises as `restore_weights` does."""
-    entry_of = {name.partition(".")[2]: entry for name in saved if (entry := name.partition(".")[0]) in ENTRIES[ema]}
-    if ema and "ema" not in entry_of.values():
-        raise UserError(f"load_ema: {path} has no average of its weights: that run was made without ema_decay")
-    return entry_of
+    what = some or ("the average of the weights" if ema else "the weights")
+    restored, meta, messages = restore_any(path, by_entry, what)
+    weights = {name.partition(".")[2]: array for name, array in restored.items() if array is not None}
+    return Restored(weights, meta, messages)
 
 
 def restore_any(path: epath.PathLike, abstract_of: AbstractOf, what: str) -> Restored:

@@ -133,22 +133,21 @@ class DocumentPrompts(Sequence[Prompt]):
                 )
             say([f"decode_metrics takes prompts from {specs[0].name} alone, the first set of {key}: {names}"])
         source, limit = open_source(specs[0], self._inputs), decoding.decode_num_prompts
-        self._tokens = decoding.decode_prompt_tokens
-        is_stream, self.facts = isinstance(source, StreamSource) and limit != -1, source.fingerprint()
-        if is_stream and jax.process_count() > 1:
-            raise UserError(f"{source.name} is a stream for each process: give it to a job of one")
-        if is_stream:  # it is read forwards alone, and each evaluation takes all prompts again
-            items = list(map(StreamReader(source, inputs.data.data_shuffle_seed, None), range(limit)))
-        self._read = (items if is_stream else source).__getitem__
-        self._count = limit if is_stream else min(len(source), limit if limit != -1 else len(source))
+        self._tokens, self.facts = decoding.decode_prompt_tokens, source.fingerprint()
+        if isinstance(source, StreamSource) and limit != -1:
+            if jax.process_count() > 1:
+                raise UserError(f"{source.name} is a stream for each process: give it to a job of one")
+            # It is read forwards alone, and each evaluation takes all prompts again.
+            source = list(map(StreamReader(source, inputs.data.data_shuffle_seed, None), range(limit)))
+        self._items, self._limit = source, len(source) if limit == -1 else limit
 
     def __len__(self) -> int:
-        return self._count
+        return min(len(self._items), self._limit)
 
     def __getitem__(self, i: int | slice) -> Any:
         if isinstance(i, slice):
             return [self[n] for n in range(*i.indices(len(self)))]
-        item = self._read(i)
+        item = self._items[i]
         if isinstance(item, Conversation):
             last = max(n for n, message in enumerate(item.messages) if message["role"] == "assistant")
             return item._replace(messages=item.messages[:last])
@@ -270,10 +269,8 @@ class DecodeMetrics:
         except (AttributeError, TypeError, ValueError):
             metrics = None
         if metrics is None or any("/" in name for name in metrics):  # after a / comes the name of a set
-            message = (
-                f"decode_metrics must return a mapping of names, without /, to numbers: it returned {numbers!r:.200}"
-            )
-            raise UserError(message)
+            expected = "a mapping of names, without /, to numbers"
+            raise UserError(f"decode_metrics must return {expected}: it returned {numbers!r:.200}")
         return metrics
 
 

@@ -52,9 +52,6 @@ python -m src.evaluate --help WORD                what the key of this name does
 )
 
 
-_OF_TEXT = ("text_nats", "text_bytes", "not_text")  # sums of `eval_step`
-
-
 class Evaluator:
     """Evaluates a model on one set by `eval_step`; a rolling one goes on at `position`, None: begins at its start.
 
@@ -107,7 +104,8 @@ def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """
     loss = mean_loss(sums)
     metrics = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
-    nats, text, other = (sum(float(batch.get(name, 0)) for batch in sums) for name in _OF_TEXT)
+    of_text = ("text_nats", "text_bytes", "not_text")
+    nats, text, other = (sum(float(batch.get(name, 0)) for batch in sums) for name in of_text)
     if other:
         say([f"eval_bits_per_byte is left out: {int(other)} tokens are ids of data that are no text"])
     elif text:

@@ -174,6 +174,8 @@ def _unstaged(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
 
 # ---- Caches: nested as a decoder's layers are
 
+_map = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, CacheArray))
+
 
 def cache_arrays(spec: ModelSpec, rows: int, length: int) -> list[list[dict[str, CacheArray]]]:
     """Declares caches for `rows` texts of up to `length` tokens, by group and pattern position; dim 0: the repeats."""
@@ -187,10 +189,7 @@ def cache_arrays(spec: ModelSpec, rows: int, length: int) -> list[list[dict[str,
 
 def empty_caches(spec: ModelSpec, rows: int, length: int) -> list[list[Cache]]:
     """Makes the caches that `cache_arrays` declares, of zeros."""
-    return [
-        [{name: jnp.zeros(x.shape, x.dtype or spec.dtype) for name, x in layer.items()} for layer in pattern]
-        for pattern in cache_arrays(spec, rows, length)
-    ]
+    return _map(lambda x: jnp.zeros(x.shape, x.dtype or spec.dtype), cache_arrays(spec, rows, length))
 
 
 # ---- Generation
@@ -256,10 +255,7 @@ class Generator:
         start = time.perf_counter()
         layout, weights = self.plan.layout, self.weights
         weight_shardings = jax.tree.map(lambda leaf: leaf.sharding, weights)
-        cache_shardings = [
-            [{name: layout.sharding(array.axes) for name, array in arrays.items()} for arrays in pattern]
-            for pattern in cache_arrays(self.plan.spec, 1, self.length)
-        ]
+        cache_shardings = _map(lambda x: layout.sharding(x.axes), cache_arrays(self.plan.spec, 1, self.length))
         replicated, one_B = layout.sharding(()), jax.ShapeDtypeStruct((B,), jnp.int32)
         out_shardings = (cache_shardings, *(replicated,) * 3)
         if (B, T) not in self._compiled:

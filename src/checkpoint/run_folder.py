@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 
+from src.data.host_arrays import gather_json
 from src.disk import any_path, is_own, lock, new_file
 from src.errors import TransientError, UserError
 from src.storage_errors import Failure, StoreError, failure_of, one_line
@@ -147,8 +146,7 @@ def read_text(file: epath.Path) -> str | None:
 def dated_name() -> str:
     """Returns a name for a run without one: the time of its start by process 0's clock."""
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    agreed = multihost_utils.broadcast_one_to_all(np.frombuffer(now.encode(), np.uint8))
-    return bytes(np.asarray(agreed)).decode()
+    return gather_json(now)[0]
 
 
 def _nearest_existing(folder: epath.Path) -> epath.Path:

@@ -57,18 +57,16 @@ def _read_pair(record: Any) -> tuple[Messages, Messages, Messages, bool]:
         raise ValueError(_EXPECTED)
     texts = prompt, chosen, rejected = [record.get(name) for name in ("prompt", "chosen", "rejected")]
     if is_text := all(isinstance(text, str) for text in texts):
-        messages = _of_texts(prompt, chosen, rejected)
+        roles = ("user", "assistant", "assistant")
+        messages = tuple(
+            ({"role": role, "content": well_formed(text)},) for role, text in zip(roles, texts, strict=True)
+        )
     elif isinstance(chosen, list) and isinstance(rejected, list):
         messages = _of_lists(prompt, chosen, rejected)
     else:
         raise ValueError(_EXPECTED)
     _check(*messages)
     return *messages, is_text
-
-
-def _of_texts(prompt: str, chosen: str, rejected: str) -> tuple[Messages, ...]:
-    turns = (("user", prompt), ("assistant", chosen), ("assistant", rejected))
-    return tuple(({"role": role, "content": well_formed(text)},) for role, text in turns)
 
 
 def _of_lists(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[Messages, ...]:

@@ -1,7 +1,6 @@
 """Measures the loss on held-out data (`python -m src.evaluate CONFIG.yml ...`), scores texts, computes logits."""
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
@@ -18,7 +17,6 @@ from src.cli import run_command
 from src.command_line import load
 from src.config import schema
 from src.config.base_yml import Usage
-from src.config.command_keys import Decoding, HarnessTasks
 from src.config.source_spec import names_eval_data, train_specs
 from src.config.sources import run_folder
 from src.config.yaml import file_name
@@ -26,7 +24,7 @@ from src.data.eval_batches import EvalBatches, TextBytes
 from src.data.host_arrays import host_rows, to_global
 from src.data.open import open_eval_sets
 from src.data.tokenizer import make_tokenizer
-from src.data.types import EvalSet, InputSpec, RowArrays, Tokenizer, missing_template
+from src.data.types import EvalSet, InputSpec, RowArrays, missing_template
 from src.disk import check_outputs, write_output
 from src.errors import UserError, say
 from src.harness.answers import Answers
@@ -166,10 +164,21 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         _check_held_out(run, trained.data, trained.evaluation.eval_interval, config.data)
     tokenizer = make_tokenizer(config.data, config.vocab_size)
     if config.tasks:
-        facts = {name: config[name] for name in ("load_parameters_path", "max_target_length", "dtype")}
-        load_weights = functools.partial(load_model, config, tokenizer)
+        from src.harness.tasks import find_tasks, run_tasks  # what they import is installed for them alone
+
+        if tokenizer is None:
+            raise UserError("tasks need a tokenizer, which dataset_type=synthetic does not have: dataset_type=text")
+        if config.use_chat_template and tokenizer.chat_template is None:
+            raise missing_template()
+        tasks = find_tasks(config.harness)  # a mistake in them is told before the weights are read
         sections = config.evaluation, config.batch, config.decoding
-        return _run_tasks(sections, config.harness, tokenizer, load_weights, facts)
+        answers = Answers(*sections, *load_model(config, tokenizer), tokenizer)
+        facts = {name: config[name] for name in ("load_parameters_path", "max_target_length", "dtype")}
+        results, lines = run_tasks(tasks, config.use_chat_template, answers, {"model": "mintext", "model_args": facts})
+        say(lines)
+        write_results(config.results_path, results)
+        numbers = {f"{task}/{name}": x for task, each in results["results"].items() for name, x in each.items()}
+        return {name: x for name, x in numbers.items() if type(x) in (int, float)}
     plan, weights = load_model(config, tokenizer)
     if scores:
         sections = config.evaluation, config.batch, plan, weights
@@ -205,30 +214,6 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     numbers = (metrics | counted).items()
     write_results(config.results_path, {name: value if math.isfinite(value) else None for name, value in numbers})
     return metrics
-
-
-def _run_tasks(
-    sections: tuple[schema.Evaluation, schema.BatchKeys, Decoding],
-    keys: HarnessTasks,
-    tokenizer: Tokenizer | None,
-    load_weights: Callable[[], tuple[StepPlan, Weights]],
-    facts: Mapping[str, Any],
-) -> dict[str, float]:
-    """Asks a model, with these facts, what the keys' tasks ask; returns their metrics, as TASK/METRIC,FILTER."""
-    from src.harness.tasks import find_tasks, run_tasks  # what they import is installed for them alone
-
-    is_chat = sections[2].use_chat_template
-    if tokenizer is None:
-        raise UserError("tasks need a tokenizer, which dataset_type=synthetic does not have: dataset_type=text")
-    if is_chat and tokenizer.chat_template is None:
-        raise missing_template()
-    tasks = find_tasks(keys)  # a mistake in them is told before the weights are read
-    answers = Answers(*sections, *load_weights(), tokenizer)
-    results, lines = run_tasks(tasks, is_chat, answers, {"model": "mintext", "model_args": dict(facts)})
-    say(lines)
-    write_results(sections[0].results_path, results)
-    metrics = {f"{task}/{name}": value for task, each in results["results"].items() for name, value in each.items()}
-    return {name: value for name, value in metrics.items() if type(value) in (int, float)}
 
 
 def write_results(path: str, results: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from src.checkpoint.digest import digests
-from src.checkpoint.restore import Restored, checksum_of, flatten, of_process_0, restore_newest
+from src.checkpoint.restore import Restored, checksum_of, first_good, flatten, of_process_0, restore
 from src.checkpoint.run_folder import absolute, is_unfinished, steps_in, write_error
 from src.errors import TransientError, UserError
 from src.storage_errors import one_line, retried, tensorstore_errors
@@ -92,7 +92,9 @@ class Checkpointer:
         steps = of_process_0(lambda: steps_in(self._directory))
         if not steps:
             return None
-        _, state, meta, problems = restore_newest(self._directory, steps, lambda meta, saved: abstract_state)
+        _, (state, meta), problems = first_good(
+            self._directory, steps, lambda at: restore(at, lambda *_: abstract_state)
+        )
         self._damaged_steps, self.checksum = list(problems), meta.pop("checksum", 0)
         messages = [
             f"checkpoint {damaged} is passed over: {problem}. "

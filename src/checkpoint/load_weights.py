@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from src.checkpoint.restore import checkpoint_identity, restore_any, restore_weights
+from src.checkpoint.restore import Restored, checkpoint_identity, restore_any, restore_weights
 from src.data.host_arrays import check_same
 from src.data.tokenizer import folder_tokenizer, has_tokenizer
 from src.errors import UserError, counted, first_few
@@ -24,9 +24,7 @@ from src.model.params import Tree, by_path, dotted, join, nested
 TAIL_BYTES = 2**16  # read of each file: training changes the last bytes as it does all others
 
 
-def load_weights(
-    path: str, tree: Tree, ema: bool = False, keep_dtypes: bool = False
-) -> tuple[Tree, dict[str, Any], list[str]]:
+def load_weights(path: str, tree: Tree, ema: bool = False, keep_dtypes: bool = False) -> Restored:
     """Loads the weights of a run, a checkpoint, or a Hugging Face folder or hf:// name, merging adapters into theirs.
 
     `tree` has all of a model's weights as `jax.ShapeDtypeStruct`s with shardings; `ema` takes the averages of those
@@ -43,7 +41,7 @@ def load_weights(
     arrays, meta, messages = restore_weights(path, functools.partial(_wanted, tree, keep_dtypes), ema)
     restored = nested({_undotted(name): array for name, array in arrays.items()})
     if "lora" not in meta:
-        return restored, meta, messages
+        return Restored(restored, meta, messages)
     adapters = restored.pop("lora")
     base_ema = meta["lora"].get("base_ema", False)
     check_base(meta["lora"], meta["lora"]["base"], base_ema)
@@ -51,7 +49,7 @@ def load_weights(
     whole = join(base, restored)  # weights trained beside the adapters replace the base's
     merged = lora.merge(whole, adapters, meta["lora"]["alpha"])
     note = f"merged the adapters of {path} into the weights of {meta['lora']['base']}."
-    return merged, meta, [*base_messages, *messages, note]
+    return Restored(merged, meta, [*base_messages, *messages, note])
 
 
 def load_adapters(path: str) -> tuple[dict[tuple[str | int, ...], tuple[np.ndarray, np.ndarray]], dict[str, Any]]:
@@ -127,13 +125,13 @@ def load_by_rules(
     return nested(loaded), metas, messages
 
 
-def _load_named(path: str, wanted: Tree, tree: Tree, ema: bool) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def _load_named(path: str, wanted: Tree, tree: Tree, ema: bool) -> Restored:
     """Loads the weights with these dotted names; of a Hugging Face folder, which must have all of `tree`."""
     if _is_hf_folder(path):
         arrays, meta, messages = load_weights(path, tree, ema)
         arrays = {dotted(where): array for where, array in by_path(arrays).items()}
         _check_names(path, wanted, arrays)
-        return arrays, meta, messages
+        return Restored(arrays, meta, messages)
 
     def named(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> Tree:
         _check_names(path, wanted, saved)
@@ -170,7 +168,7 @@ def _undotted(name: str) -> tuple[str | int, ...]:
     return tuple(int(word) if word.isdecimal() else word for word in name.split("."))
 
 
-def _load_hf_weights(path: str, tree: Tree) -> tuple[Tree, dict[str, Any], list[str]]:
+def _load_hf_weights(path: str, tree: Tree) -> Restored:
     from src.hf.load import load_weights as load_folder
     from src.hf.model_keys import read_model_keys
 
@@ -184,7 +182,7 @@ def _load_hf_weights(path: str, tree: Tree) -> tuple[Tree, dict[str, Any], list[
             meta["tokenizer"] = folder_tokenizer(place, vocab_size).fingerprint()
         except UserError as error:
             notes.append(f"nothing is known of the tokenizer of these weights: {error}")
-    return arrays, meta, [*notes, f"read the weights of {path}."]
+    return Restored(arrays, meta, [*notes, f"read the weights of {path}."])
 
 
 def identity(path: str) -> str:

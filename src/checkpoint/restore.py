@@ -31,6 +31,9 @@ T = TypeVar("T")
 # Returns what to restore, given a checkpoint's meta, and the shape and dtype of each of its arrays by dotted name.
 AbstractOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 
+Wanted = Mapping[str, jax.ShapeDtypeStruct]  # arrays by dotted name
+Saved = Mapping[str, dict[str, Any]]  # the shape, dtype and digest of each array, by dotted name
+
 EVALUATIONS = "evaluations.json"  # beside the folders of steps
 ENTRIES = {False: params.ROLES, True: ("ema", *params.ROLES[1:])}  # of a checkpoint's weights, by `load_ema`
 
@@ -81,20 +84,20 @@ def restore_any(path: epath.PathLike, abstract_of: AbstractOf, what: str) -> Res
     good, or the arrays of these parts differ in name or shape.
     """
     folder, steps = _find_steps(path)
-    step, state, meta, problems = restore_newest(folder, steps, abstract_of)
+    step, (state, meta), problems = first_good(folder, steps, lambda place: restore(place, abstract_of))
     messages = [f"checkpoint {damaged} of {folder} is passed over: {problem}." for damaged, problem in problems.items()]
     return Restored(state, meta, [*messages, f"restored {what} from checkpoint {step} of {folder}."])
 
 
 def checkpoint_identity(path: epath.PathLike) -> str:
     """Returns a text that identifies the newest readable checkpoint at `path`; raises UserError if there is none."""
-    step, (meta, saved), _ = _first_good(*_find_steps(path), _read_meta)
+    step, (meta, saved), _ = first_good(*_find_steps(path), _read_meta)
     return f"step {step}, {checksum_of({'meta': meta, 'arrays': saved}):08x}"
 
 
 def newest_meta(path: epath.PathLike) -> dict[str, Any]:
     """Returns the meta of the newest readable checkpoint at `path`; raises UserError if there is none."""
-    return _first_good(*_find_steps(path), _read_meta)[1][0]
+    return first_good(*_find_steps(path), _read_meta)[1][0]
 
 
 def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
@@ -118,15 +121,7 @@ def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
     return folder, steps
 
 
-def restore_newest(
-    folder: epath.Path, steps: list[int], abstract_of: AbstractOf
-) -> tuple[int, dict[str, Any], dict[str, Any], dict[int, str]]:
-    """Restores the first good one of `steps`; returns it, its state and meta, and the problem of each damaged step."""
-    step, (state, meta), problems = _first_good(folder, steps, lambda place: _restore(place, abstract_of))
-    return step, state, meta, problems
-
-
-def _first_good(folder: epath.Path, steps: list[int], read: Callable[[epath.Path], T]) -> tuple[int, T, dict[int, str]]:
+def first_good(folder: epath.Path, steps: list[int], read: Callable[[epath.Path], T]) -> tuple[int, T, dict[int, str]]:
     """Returns the first of `steps` that is not damaged, what `read` makes of it, and the problem of each before it."""
     problems = {}
     for step in steps:
@@ -142,7 +137,7 @@ def _first_good(folder: epath.Path, steps: list[int], read: Callable[[epath.Path
     )
 
 
-def _restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str, Any], dict[str, Any]]:
+def restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str, Any], dict[str, Any]]:
     """Restores (state, meta) of one checkpoint. Raises DamagedError or UserError, on all processes alike."""
     meta, saved = _read_meta(step_folder)
     abstract_state = abstract_of(meta, saved)
@@ -214,8 +209,8 @@ def _check_seen(step_folder: epath.Path) -> None:
         )
 
 
-def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Returns the caller's meta, and the shape, dtype and digest of each array by name, from the item `meta`."""
+def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], Saved]:
+    """Returns the caller's meta, and the facts of each array, from the item `meta`."""
 
     def read() -> dict[str, Any]:
         if is_unfinished(step_folder):
@@ -247,9 +242,7 @@ def checksum_of(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _read_arrays(
-    step_folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct], saved: Mapping[str, dict[str, Any]]
-) -> dict[str, jax.Array]:
+def _read_arrays(step_folder: epath.Path, wanted: Wanted, saved: Saved) -> dict[str, jax.Array]:
     """Reads the wanted arrays, in the saved dtypes, with the wanted shardings; each process reads its devices' parts.
 
     TensorStore reads Orbax's format here, because Orbax's own `restore` waits for the other processes, which hang if
@@ -289,9 +282,7 @@ def _read_arrays(
     return {name: arrays[name] for name in wanted}
 
 
-def _check_shapes(
-    step_folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct], saved: Mapping[str, dict[str, Any]]
-) -> None:
+def _check_shapes(step_folder: epath.Path, wanted: Wanted, saved: Saved) -> None:
     configured = {name: str(list(x.shape)) for name, x in wanted.items()}
     stored = {name: str(entry["shape"]) for name, entry in saved.items()}
     lacking = {name.partition(".")[0] for name in configured} - {name.partition(".")[0] for name in stored}

@@ -33,6 +33,8 @@ class StreamSource(Source):
         self, name: str, iterable: Any, read: Callable[[int, Any], Item], facts: Fingerprint, shuffles: bool = False
     ) -> None:
         self.name, self._iterable, self._read, self._facts, self.shuffles = name, iterable, read, facts, shuffles
+        # Whether a host has other files in each epoch, as of datasets, and so other counts of documents.
+        self.moves_files = hasattr(iterable, "set_epoch") and jax.process_count() > 1
 
     def __len__(self) -> int:
         raise UserError(
@@ -62,11 +64,6 @@ class StreamSource(Source):
     def fingerprint(self) -> Fingerprint:
         """Returns the facts it was made with, which are every host's."""
         return self._facts
-
-    @property
-    def moves_files(self) -> bool:
-        """Returns whether a host has other files in each epoch, as of datasets, and so other counts of documents."""
-        return hasattr(self._iterable, "set_epoch") and jax.process_count() > 1
 
     def open(self, epoch: int, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
         """Begins an epoch, at its start or at a state of it; returns its items, and what gives the state among them."""
@@ -142,7 +139,9 @@ class StreamReader:
         source, window = self._source, self._next
         items = source.items(self._iterator, window.read)
         while not items:
-            self._check_epoch(window)
+            if not window.read or window.read != (window.length or window.read):
+                before = f", and the epoch before had {window.length:,}" if window.read else ""
+                raise UserError(f"{source.name}: the stream ended after {window.read:,} documents of an epoch{before}")
             say([f"{source.name}: all {window.read:,} documents of this host's stream are read, it begins again"])
             window = Window(window.first, window.epoch + 1, length=None if source.moves_files else window.read)
             self._iterator, self._get_state = source.open(window.epoch, None)
@@ -154,9 +153,3 @@ class StreamReader:
             items = [items[permute(i, count, self._seed, key, window.epoch)] for i in range(count)]
         self._windows.append(window)
         self._first, self._items = window.first, items
-
-    def _check_epoch(self, end: Window) -> None:
-        """Raises UserError for an epoch that ended without a document, or after more or fewer than the one before."""
-        if not end.read or end.read != (end.length or end.read):
-            before = f", and the epoch before had {end.length:,}" if end.read else ""
-            raise UserError(f"{self._source.name}: the stream ended after {end.read:,} documents of an epoch{before}")

@@ -97,7 +97,9 @@ class Answers:
                 )
             generator = Generator(self._plan, self._weights, sampling, self._decoding.decode_seed, self._T)
             decoding = dataclasses.replace(self._decoding, sample_length=length, decode_stop=until)
-            contexts = {index: self._context(requests[index][0]) for index in indices}
+            bos = np.array([self.tokenizer.bos], np.int32)
+            encoded = {index: self.tokenizer.encode_default(requests[index][0]) for index in indices}
+            contexts = {index: ids if len(ids) else bos for index, ids in encoded.items()}
             self.truncated += sum(len(ids) > self._T - length for ids in contexts.values())
             order = sorted(indices, key=lambda index: -len(contexts[index]))
             for first in _shown(range(0, len(order), self._B), -(-len(order) // self._B), "batches of texts generated"):
@@ -108,10 +110,6 @@ class Answers:
                 for index, completion in zip(rows, batch, strict=True):
                     answers[index] = self._text(completion, until)
         return answers
-
-    def _context(self, text: str) -> np.ndarray:
-        ids = self.tokenizer.encode_default(text)
-        return ids if len(ids) else np.array([self.tokenizer.bos], np.int32)
 
     def _text(self, completion: Completion, until: Sequence[str]) -> str:
         """Returns the text of what was drawn, by itself, as transformers decodes it, up to a text of `until`."""

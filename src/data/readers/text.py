@@ -23,7 +23,7 @@ from src.data.types import Fingerprint, Source
 from src.errors import UserError, say
 
 _CUT_WINDOW = 1 / 8  # of a piece: a cut is made at a line end if there is one in so much before its place
-_LONG_LINE_PIECES, _KEPT_LINES = 8, 4
+_KEPT_LINES = 4
 _CHECKED_SECONDS, _BLOCK_BYTES = 5.0, 1 << 18  # at the start: for how long, and how much at once
 _SOME_FILES = "expected text files, or .jsonl files, that are not empty"
 _EXPECTED = (
@@ -92,8 +92,8 @@ class TextSource(Source):
         self._column, self._max_bytes, self._rules = column, max_document_bytes, rules
         self._files = DocumentFiles(path, key, rules=rules)
         self.listings = [self._files.listing]
-        # Each piece of a line takes parsing all of it: the documents of some long lines are kept.
-        self._read_long_line = functools.lru_cache(maxsize=_KEPT_LINES)(self._read_line)
+        # Each piece of a line takes parsing all of it: the documents of some lines are kept.
+        self._line = functools.lru_cache(maxsize=_KEPT_LINES)(self._read_line)
         self._index = Index(_count_pieces(np.diff(self._files.extent)[:, 0], max_document_bytes))
         self._nulls = Nulls(f"{key}={path}")
         if path and rules > 1:  # of the standard library all was read to list it
@@ -108,8 +108,7 @@ class TextSource(Source):
         file, start, stop = self._files.locate(document)
         if not is_jsonl(file):
             return self._read_text(file, piece, stop, self._max_bytes)
-        is_long = stop - start > _LONG_LINE_PIECES * self._max_bytes
-        content = (self._read_long_line if is_long else self._read_line)(file, start, stop)
+        content = self._line(file, start, stop)
         if isinstance(content, bytes):
             return _piece(piece, len(content), self._max_bytes, lambda begin, end: content[begin:end]).decode()
         count = int(self._index.starts[document + 1] - self._index.starts[document])

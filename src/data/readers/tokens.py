@@ -14,7 +14,6 @@ import functools
 import hashlib
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,23 +127,19 @@ class _TokenFolder:
 
     def _verify(self) -> None:
         """Compares the digests of some shards, and looks through their indexes, before anything is read."""
-        chosen, budget = [], _VERIFIED_BYTES
+        budget = _VERIFIED_BYTES
         for number in np.argsort(order.mix64(np.arange(len(self._shards), dtype=np.uint64))).tolist():
-            if (size := self._shards[number].ids_bytes + self._shards[number].index_bytes) <= budget:
-                chosen.append(number)
-                budget -= size
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(self._verify_shard, chosen))
-
-    def _verify_shard(self, number: int) -> None:
-        shard, digest = self._shards[number], hashlib.sha256()
-        for chunk in files.chunks(self._path(IDS_FILE.format(number)), shard.ids_bytes):
-            digest.update(chunk)
-        if digest.hexdigest() != shard.sha256:
-            raise self._damaged(IDS_FILE.format(number), f"its sha256 is not the one in {SUMMARY}")
-        index = self._index(number)
-        if shard.documents:
-            self._check_order(number, index)
+            shard, digest = self._shards[number], hashlib.sha256()
+            if shard.ids_bytes + shard.index_bytes > budget:
+                continue
+            budget -= shard.ids_bytes + shard.index_bytes
+            for chunk in files.chunks(self._path(IDS_FILE.format(number)), shard.ids_bytes):
+                digest.update(chunk)
+            if digest.hexdigest() != shard.sha256:
+                raise self._damaged(IDS_FILE.format(number), f"its sha256 is not the one in {SUMMARY}")
+            index = self._index(number)
+            if shard.documents:
+                self._check_order(number, index)
 
     def _check_order(self, shard: int, pair_starts: np.ndarray) -> None:
         if len(pair_starts) < 2 or not np.all(np.diff(pair_starts) > 0):

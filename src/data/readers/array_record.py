@@ -88,7 +88,7 @@ class RecordSource(Source):
         # A range is found at once; of a list of numbers the package goes through all the chunks of the file.
         (record,) = files.attempted(f"{file}, record {number}", lambda: reader.read(number, number + 1), damaged)
         try:
-            return read_record(record, self._format, self._column, self._nulls)
+            return self._nulls(read_record(record, self._format, self._column))
         except ValueError as error:
             setting = "" if self._format == "text" else f" ({self._column_setting})"
             raise UserError(f"{file}, record {number}: {error}{setting}") from error

@@ -43,7 +43,7 @@ def document_of(name: str, column: str, vocab_size: int, nulls: Nulls, i: int, i
     """Reads the document in item `i` of what `name` gives; raises UserError where there is none."""
     read = functools.partial(as_document, vocab_size=vocab_size)
     try:
-        return from_fields(item, column, read, nulls) if isinstance(item, Mapping) else read(item)
+        return nulls(from_fields(item, column, read)) if isinstance(item, Mapping) else read(item)
     except ValueError as error:
         raise UserError(f"{name}: item {i}: {error}") from None
 

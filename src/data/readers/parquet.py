@@ -49,11 +49,8 @@ class ParquetSource(Source):
         group, row = self._rows.find(i)
         value = self._group(group)[row]
         try:
-            if not isinstance(value, pa.ListScalar):
-                return value.as_py() if value.is_valid else self._nulls()
-            if not value.is_valid:
-                self._nulls()
-                return np.empty(0, np.int32)
+            if not isinstance(value, pa.ListScalar) or not value.is_valid:
+                return self._nulls(value.as_py())
             if value.values.null_count:
                 raise ValueError("there is a null among the ids")
             return as_ids(value.values)

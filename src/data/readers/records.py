@@ -9,6 +9,8 @@ import numpy as np
 from src import json_text
 from src.errors import first_few, say
 
+Content = str | np.ndarray  # of a document: its text, or its ids as int32 [n]
+
 _EXPECTED = "expected a text, or a list of ids"
 
 
@@ -29,20 +31,22 @@ class Index:
 
 
 class Nulls:
-    """Counts the documents read from a source that are null, and so empty; prints how many at the first, tenth, ..."""
+    """Has null documents of a source be empty, and prints how many were read at the first, tenth, ..."""
 
     def __init__(self, setting: str) -> None:
         self._setting, self._counts = setting, itertools.count(1)
 
-    def __call__(self) -> str:
-        """Counts one, and returns its text; threads may call it."""
+    def __call__(self, document: Content | None) -> Content:
+        """Returns a document, or if it is null an empty text; threads may call it."""
+        if document is not None:
+            return document
         if str(count := next(self._counts)).strip("0") == "1":
             say([f"{self._setting}: null documents read so far, as empty ones: {count:,}"])
         return ""
 
 
-def read_record(record: bytes, record_format: str, column: str, null: Callable[[], str]) -> str | np.ndarray:
-    """Reads the document in a stored record: its text, or its ids as int32 [n]; `null()` if its field is null.
+def read_record(record: bytes, record_format: str, column: str) -> Content | None:
+    """Reads the document in a stored record; None if its field is null.
 
     `record_format` is example (a tf.train.Example), json (an object) or text (UTF-8), as `array_record_format` has it;
     `column` is the field that has the document. Raises ValueError, which continues a sentence that begins with the
@@ -52,33 +56,31 @@ def read_record(record: bytes, record_format: str, column: str, null: Callable[[
         case "text":
             return _text(record)
         case "json":
-            return from_json(record, column, null)
+            return from_json(record, column)
         case _:
-            return _from_example(record, column, null)
+            return _from_example(record, column)
 
 
-def from_json(data: bytes, column: str, null: Callable[[], str]) -> str | np.ndarray:
-    """Reads the document in a field of a JSON object, `null()` if it is null; raises ValueError where there is none."""
+def from_json(data: bytes, column: str) -> Content | None:
+    """Reads the document in a field of a JSON object, None if it is null; raises ValueError where there is none."""
     fields = parse_json(data)
     if not isinstance(fields, dict):
         raise ValueError(f"expected a JSON object, found {data[:80]!r}")
-    return from_fields(fields, column, as_document, null)
+    return from_fields(fields, column, as_document)
 
 
-def from_fields(
-    fields: Mapping[str, Any], column: str, read: Callable[[Any], str | np.ndarray], null: Callable[[], str]
-) -> str | np.ndarray:
-    """Returns `read` of a field, `null()` if it is null; raises ValueError where `read` does, or there is no field."""
+def from_fields(fields: Mapping[str, Any], column: str, read: Callable[[Any], Content]) -> Content | None:
+    """Returns `read` of a field, None if it is null; raises ValueError where `read` does, or there is no field."""
     if column not in fields:
         fields_listed = first_few(sorted(map(str, fields)), near=column) or "none"
         raise ValueError(f"it has no field {column}. Its fields: {fields_listed}")
     try:
-        return null() if fields[column] is None else read(fields[column])
+        return None if fields[column] is None else read(fields[column])
     except ValueError as error:
         raise ValueError(f"its field {column}: {error}") from None
 
 
-def as_document(value: Any, vocab_size: int = 1 << 31) -> str | np.ndarray:
+def as_document(value: Any, vocab_size: int = 1 << 31) -> Content:
     """Converts a text, or a list or an array of ids, to a text or int32 [n]; raises ValueError for anything else."""
     if isinstance(value, str):
         return json_text.well_formed(value)
@@ -111,7 +113,7 @@ def parse_json(data: bytes) -> Any:
         raise ValueError(f"not JSON ({error})") from None
 
 
-def _from_example(record: bytes, column: str, null: Callable[[], str]) -> str | np.ndarray:
+def _from_example(record: bytes, column: str) -> Content | None:
     from google.protobuf.message import DecodeError
     from tensorflow_datasets.proto import tf_example_pb2  # which is there without TensorFlow
 
@@ -121,10 +123,10 @@ def _from_example(record: bytes, column: str, null: Callable[[], str]) -> str | 
         raise ValueError(
             f"it is no tf.train.Example, but {record[:80]!r}: array_record_format says what a record is"
         ) from None
-    return from_fields(features, column, _from_feature, null)
+    return from_fields(features, column, _from_feature)
 
 
-def _from_feature(feature: Any) -> str | np.ndarray:
+def _from_feature(feature: Any) -> Content:
     kind = feature.WhichOneof("kind") or "int64_list"  # a list of nothing may be stored as none at all
     values = getattr(feature, kind).value
     if kind != "bytes_list":

@@ -161,7 +161,7 @@ class TextSource(Source):
 
     def _parse_line(self, line: bytes, file: str, start: int) -> bytes | np.ndarray:
         try:
-            document = from_json(line, self._column, self._nulls)
+            document = self._nulls(from_json(line, self._column))
         except ValueError as error:
             place = files.line_name(file, start)
             is_of_field = str(error).startswith(("it has no field", "its field"))  # not of what is no JSON

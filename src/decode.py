@@ -75,16 +75,15 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
         plan, weights = kept_in_int8(plan, weights, loaded)
         say([f"weights: {_bytes(weights) / 1e6:,.1f} MB in memory, {before / 1e6:,.1f} before quantize_weights=int8"])
     generator = make_generator(decoding, length, plan, weights)
+    rows = math.ceil(config.per_device_batch_size * plan.layout.mesh.size)
     if config.interactive:
         texts = converse(decoding, tokenizer, generator)
+    elif decoding.decode_path:
+        facts = {**model_facts(config), "tokenizer": tokenizer.fingerprint()}
+        facts |= {"chat_template": tokenizer.chat_template, "tool_template": tokenizer.tool_template}
+        texts = write_completions(decoding, tokenizer, generator, prompts, rows, facts)
     else:
-        rows = math.ceil(config.per_device_batch_size * plan.layout.mesh.size)
-        if decoding.decode_path:
-            facts = {**model_facts(config), "tokenizer": tokenizer.fingerprint()}
-            facts |= {"chat_template": tokenizer.chat_template, "tool_template": tokenizer.tool_template}
-            texts = write_completions(decoding, tokenizer, generator, prompts, rows, facts)
-        else:
-            texts = complete_all(generator, completions, rows)
+        texts = complete_all(generator, completions, rows)
     say(generator.speed.lines())
     return texts
 

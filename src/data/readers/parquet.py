@@ -49,8 +49,11 @@ class ParquetSource(Source):
         group, row = self._rows.find(i)
         value = self._group(group)[row]
         try:
-            if not isinstance(value, pa.ListScalar) or not value.is_valid:
+            if not isinstance(value, pa.ListScalar):
                 return self._nulls(value.as_py())
+            if not value.is_valid:
+                self._nulls(None)
+                return np.empty(0, np.int32)
             if value.values.null_count:
                 raise ValueError("there is a null among the ids")
             return as_ids(value.values)

@@ -130,8 +130,13 @@ def test_rules_read_each_path_once(runs, monkeypatch):
     folder, kept = runs
     plan, tree = tree_of()
     read = []
-    original = load_weights_module.restore_any
-    monkeypatch.setattr(load_weights_module, "restore_any", lambda *args: read.append(args[0]) or original(*args))
+    original = load_weights_module.restore_weights
+
+    def counted(path, *args, **named):
+        read.append(path)
+        return original(path, *args, **named)
+
+    monkeypatch.setattr(load_weights_module, "restore_weights", counted)
     rules = [
         {"match": f".*{name}", "path": str(folder / path), "name": "segments.0.0.attention_norm.scale"}
         for name, path in (("attention_norm.scale", "b"), ("embedding", "a"), ("feed_forward_norm.scale", "b"))

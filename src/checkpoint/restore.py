@@ -125,9 +125,10 @@ def first_good(folder: epath.Path, steps: list[int], read: Callable[[epath.Path]
     """Returns the first of `steps` that is not damaged, what `read` makes of it, and the problem of each before it."""
     problems = {}
     for step in steps:
-        _check_seen(folder / str(step))
+        place, needed = folder / str(step), "the same folder; a network disk may show new files late"
+        check_same({"a checkpoint": str(on_all_processes(place.is_dir))}, f"contents in {place}", needed)
         try:
-            return step, read(folder / str(step)), problems
+            return step, read(place), problems
         except DamagedError as error:
             problems[step] = str(error)
     listed = "\n".join(f"  {step}: {problem}" for step, problem in problems.items())
@@ -196,17 +197,6 @@ def of_process_0(read: Callable[[], Any]) -> Any:
     size = int(multihost_utils.broadcast_one_to_all(np.array(content.size)))
     padded = np.concatenate([content, np.zeros(size, np.uint8)])[:size]
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
-
-
-def _check_seen(step_folder: epath.Path) -> None:
-    """Raises UserError on every process if one of them does not see a checkpoint that process 0 sees."""
-    seen = multihost_utils.process_allgather(np.array(on_all_processes(step_folder.is_dir))).reshape(-1)
-    if seen[0] and not seen.all():
-        raise UserError(
-            f"process {np.flatnonzero(~seen)[0]} does not see the checkpoint {step_folder}, which process 0 sees: all "
-            "processes of a job need the same folder. Nothing was changed; where they share a network disk, which "
-            "shows new files late, try again."
-        )
 
 
 def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], Saved]:

@@ -9,6 +9,8 @@ from src.data.streams import StreamSource
 from src.data.types import Document, EvalSet, Fingerprint, InputSpec, Item, RowSource, Source, TrainData
 from src.errors import UserError
 
+AnySource = Source | RowSource
+
 
 def open_sources(inputs: InputSpec, evaluation: Evaluation) -> tuple[TrainData, list[EvalSet]]:
     """Opens the data to train on, and to evaluate on if the run does: only then are training data held out.
@@ -39,7 +41,7 @@ def open_eval_sets(inputs: InputSpec, evaluation: Evaluation) -> list[EvalSet]:
     return [EvalSet("", train_validation_split(source, data.eval_fraction)[1], steps)]
 
 
-def open_source(spec: SourceSpec, inputs: InputSpec) -> Source | RowSource:
+def open_source(spec: SourceSpec, inputs: InputSpec) -> AnySource:
     """Opens one set of data. Raises UserError if it can't be read, or what reads it is not installed."""
     try:
         source = _open(spec, inputs)
@@ -52,7 +54,7 @@ def open_source(spec: SourceSpec, inputs: InputSpec) -> Source | RowSource:
     return source
 
 
-def _open(spec: SourceSpec, inputs: InputSpec) -> Source | RowSource:
+def _open(spec: SourceSpec, inputs: InputSpec) -> AnySource:
     match spec.dataset_type:
         case "text" if inputs.data.use_sft:
             if not spec.dataset_path:
@@ -106,9 +108,9 @@ def _open(spec: SourceSpec, inputs: InputSpec) -> Source | RowSource:
 class _Subset:
     """Selects items of another source by their numbers, ascending; `name` tells it from the source's other subsets."""
 
-    def __init__(self, source: Source | RowSource, items: np.ndarray | range, name: str) -> None:
+    def __init__(self, source: AnySource, items: np.ndarray | range, name: str) -> None:
         self._source, self._items, self._name = source, items, name
-        self.listings = getattr(source, "listings", ())
+        self.listings, self.is_remote = getattr(source, "listings", ()), getattr(source, "is_remote", False)
 
     def fingerprint(self) -> Fingerprint:
         return {**self._source.fingerprint(), "part": self._name}
@@ -116,10 +118,6 @@ class _Subset:
 
 class Subset(_Subset, Source):
     """Selects some items of another source."""
-
-    @property
-    def is_remote(self) -> bool:
-        return self._source.is_remote
 
     def __len__(self) -> int:
         return len(self._items)
@@ -151,9 +149,7 @@ class RowSubset(_Subset, RowSource):
         return self._source.row(self._items[i])
 
 
-def train_validation_split(
-    source: Source | RowSource, fraction: float
-) -> tuple[Source | RowSource, Source | RowSource]:
+def train_validation_split(source: AnySource, fraction: float) -> tuple[AnySource, AnySource]:
     """Splits a source into items to train on and items held out; the pieces of a document stay together.
 
     Of files whose documents are known one by one, a document is held out where its hash falls in the lowest `fraction`

@@ -105,10 +105,20 @@ class ArrayRecordSource(RecordSource):
     """
 
     def __init__(self, spec: SourceSpec, rules: int = PRESENT_RULES) -> None:
-        listing = _list_record_files(spec, rules)
+        check_store(spec)
+        listing = files.list_files(spec.dataset_path, spec.key("dataset_path"), rules)
+        setting, none = spec.setting("dataset_path"), "has no ArrayRecord file: none with array_record in its name"
+        if listing.is_whole and any(Path(name).name == "dataset_info.json" for name in listing.sizes):
+            raise UserError(
+                f"{setting} has a TFDS dataset (dataset_info.json), maybe of several splits: dataset_type=tfds reads "
+                "it, and a glob such as FOLDER/*-train.array_record* names one split's files"
+            )
+        listing = listing.only(_NAME.search)
+        if not listing.sizes:
+            raise UserError(f"{setting} {none}. A glob names others")
         counts = files.in_threads(count_records, listing.paths, listing.sizes.values())
         if not sum(counts):
-            raise UserError(f"{spec.setting('dataset_path')}: the {len(counts)} ArrayRecord files there have no record")
+            raise UserError(f"{setting}: the {len(counts)} ArrayRecord files there have no record")
         ranges = [RecordRange(file, 0, count) for file, count in zip(listing.paths, counts, strict=True)]
         facts = {"type": "array_record", "format": spec.array_record_format}
         super().__init__(spec, ranges, spec.array_record_format, listing, facts, open_reader)
@@ -121,21 +131,6 @@ def check_store(spec: SourceSpec) -> None:
             f"{spec.setting('dataset_path')}: ArrayRecord files are read from gs:// and from this machine's file "
             "system. Mount the bucket or copy the files, and give the folder where they then are"
         )
-
-
-def _list_record_files(spec: SourceSpec, rules: int) -> files.Listing:
-    check_store(spec)
-    listing = files.list_files(spec.dataset_path, spec.key("dataset_path"), rules)
-    setting = spec.setting("dataset_path")
-    if listing.is_whole and any(Path(name).name == "dataset_info.json" for name in listing.sizes):
-        raise UserError(
-            f"{setting} has a TFDS dataset (dataset_info.json), maybe of several splits: dataset_type=tfds reads it, "
-            "and a glob such as FOLDER/*-train.array_record* names one split's files"
-        )
-    listing = listing.only(_NAME.search)
-    if not listing.sizes:
-        raise UserError(f"{setting} has no ArrayRecord file: none with array_record in its name. A glob names others")
-    return listing
 
 
 def open_reader(file: str, place: str) -> Any:

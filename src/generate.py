@@ -25,6 +25,7 @@ from src.model.spec import LayerGroup, LayerSpec, ModelSpec
 from src.parallel.mesh import Layout, add_mesh_axes, axes_of_dim
 from src.step.plan import StepPlan
 
+_Next = tuple[Any, jax.Array, jax.Array, jax.Array]  # caches; tokens [B], their positions and log-probabilities
 MIN_PREFILL = 16  # tokens that prompts are padded to, at least: short ones share one program
 
 
@@ -285,9 +286,7 @@ class Generator:
             self.log_probs_B = last_log_probs_B
             yield np.asarray(last_B)
 
-    def _prefill(
-        self, weights: Weights, tokens_BT: jax.Array, lengths_B: jax.Array, indices_B: jax.Array
-    ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
+    def _prefill(self, weights: Weights, tokens_BT: jax.Array, lengths_B: jax.Array, indices_B: jax.Array) -> _Next:
         """Returns caches that hold the prompts, the first new tokens [B], their positions and log-probabilities."""
         plan = self.plan
         B, T = tokens_BT.shape
@@ -308,7 +307,7 @@ class Generator:
 
     def _step(
         self, weights: Weights, caches: Any, tokens_B: jax.Array, positions_B: jax.Array, indices_B: jax.Array
-    ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
+    ) -> _Next:
         """Returns caches that hold these tokens too, the tokens after them [B], their positions, log-probabilities."""
         plan = self.plan
         tokens_B1 = plan.layout.constrain(tokens_B[:, None], "batch", "length")

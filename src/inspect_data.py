@@ -188,7 +188,6 @@ def _summary(shown: list[HostBatch], batches: Iterator[HostBatch]) -> list[tuple
 
 
 def _round_trip(inputs: InputSpec, data: TrainData) -> str:
-    """Says how many documents decode to text that encodes to the same ids."""
     tokenizer, checked, different = inputs.tokenizer, 0, []
     for name, source in zip(data.names, data.sources, strict=True):
         stream = DocumentStream(inputs, source, name)

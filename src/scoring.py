@@ -184,7 +184,6 @@ def _compiled(plan: StepPlan, function: Callable[..., Any]) -> Callable[..., Any
 
 
 def _logits(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> jax.Array:
-    """Returns logits [B, T, V] of rows that each are one text."""
     hidden_BTD, logits_of = _hidden_states(weights, tokens_BT, plan)
     hidden_BTD = plan.layout.constrain(hidden_BTD, "batch", None, None)
     return logits_of(from_zigzag(hidden_BTD, plan.layout.shards("length")))

@@ -88,8 +88,6 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
         f"{folder}: {sum(shard.documents for shard in shards):,} documents, "
         f"{sum(shard.ids for shard in shards):,} tokens, {size / 1e6:,.1f} MB"
     )
-    if config.eval_dataset_path or config.eval_dataset_name:
-        print("data to evaluate on are of type tokens then too: write them likewise, each with dataset_path=DATA")
     show(
         f"train on it: dataset_type=tokens dataset_path={config.tokenized_path}{' datasets=[]' * bool(config.datasets)}"
         ", instead of the keys that name the data here; keep the others"

@@ -256,7 +256,6 @@ def _remove(folder: epath.Path) -> None:
 
 
 def _encode_meta(meta: Mapping[str, Any], arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """Returns the content of the item `meta`."""
     digest_of = jax.device_get(digests(arrays))
     entries = {
         name: {"shape": x.shape, "dtype": x.dtype.name, "digest": int(digest_of[name])} for name, x in arrays.items()

@@ -139,7 +139,6 @@ def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fin
 
 
 def _changed(old: Any, new: Any, fact: Fact) -> str:
-    """Returns a fact's change in words."""
     if fact.is_file and old is None:
         return f"added, {new} bytes"
     return f"removed, it had {old} bytes" if fact.is_file and new is None else f"{old} -> {new}"

@@ -101,20 +101,17 @@ def load_by_rules(
             left = first_few(sorted(map(dotted, leaves.keys() - taken)), near=rule["match"])
             raise UserError(f"load_weights_rules: {rule['match']} fits none of the weights that are left: {left}")
         if len(set(names.values())) < len(names):
-            raise UserError(
-                f"load_weights_rules: {rule['match']} gives two weights one name: {first_few(names.values())}"
-            )
+            twice = first_few(names.values())
+            raise UserError(f"load_weights_rules: {rule['match']} gives two weights one name: {twice}")
         taken |= names.keys()
         sources[rule["path"]] = sources.get(rule["path"], {}) | names
     for source, names in sources.items():
         arrays, meta, notes = _load_named(source, {name: leaves[path] for path, name in names.items()}, tree, ema)
         for path, name in names.items():
-            array, shape = arrays[name], leaves[path].shape
-            if array.shape != shape:
-                raise UserError(
-                    f"load_weights_rules: {name} of {source} has the shape {list(array.shape)}, and {dotted(path)} "
-                    f"{list(shape)}"
-                )
+            array = arrays[name]
+            if array.shape != (shape := leaves[path].shape):
+                there, here = f"{name} of {source} has the shape {list(array.shape)}", f"{dotted(path)} {list(shape)}"
+                raise UserError(f"load_weights_rules: {there}, and {here}")
             # Arrays are donated, so two weights that have one name there must not be one array.
             loaded[path] = array if list(names.values()).count(name) == 1 else jnp.array(array, leaves[path].dtype)
         metas += [meta] if any("vocab" in axes_of[path] for path in names) else []
@@ -141,7 +138,6 @@ def _load_named(path: str, wanted: Tree, tree: Tree, ema: bool) -> Restored:
 
 
 def _check_names(path: str, wanted: Iterable[str], available: Iterable[str]) -> None:
-    """Raises UserError for a weight that is not there."""
     for name in wanted:
         if name not in available:
             raise UserError(f"load_weights_rules: {path} has no {name}: it has {first_few(available, near=name)}")

@@ -169,7 +169,6 @@ def walk(folder: str, without: Collection[str] = (), rules: int = PRESENT_RULES)
 
 
 def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Says whether the parts of a file's path match those of a glob."""
     if not parts or not pattern:
         return not parts and not pattern
     if pattern[0] == "**":

@@ -38,8 +38,7 @@ def open_hf(spec: SourceSpec, inputs: InputSpec) -> StreamSource:
         path, revision = match.groups()
         commit = call(what, lambda: HfApi().dataset_info(path, revision=revision).sha)
         facts |= {"dataset": path, "commit": commit}  # else a run would go on with whatever the hub has by then
-    make = functools.partial(datasets.load_dataset_builder, path, spec.dataset_name or None, revision=commit)
-    builder = call(what, make)
+    builder = call(what, lambda: datasets.load_dataset_builder(path, spec.dataset_name or None, revision=commit))
     _check_inside(what, path, builder.config.data_files or {})
     whole = call(what, builder.as_streaming_dataset, spec.split)
     facts |= {"configuration": spec.dataset_name, "shards": whole.num_shards}

@@ -68,8 +68,6 @@ class ParquetSource(Source):
         return {**self.listings[0].fingerprint, **facts, "order in a row group": "its own"}  # all had the same before
 
     def _count_rows(self, file: str, size: int) -> list[int]:
-        """Counts the rows of each row group of a file, and checks that it has the column."""
-
         def read_footer() -> tuple[pa.Schema, list[int]]:
             with _open(file, size) as opened:
                 groups = range(opened.metadata.num_row_groups)

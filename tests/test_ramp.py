@@ -144,7 +144,8 @@ def test_updates_are_those_of_sgd_by_hand_on_the_rows_of_a_run_without_a_ramp(co
 
 def test_the_remaining_time_is_reckoned_by_rows(capsys):
     clock = iter([0.0, 2.0])
-    printer = StepPrinter(4, rows_before=[0, 1, 3, 7, 15].__getitem__, clock=lambda: next(clock))
+    printer = StepPrinter(4, rows_before=[0, 1, 3, 7, 15].__getitem__)
+    printer._clock = lambda: next(clock)
     entry = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "step_time_seconds": 1, "tokens_per_second": 1}
     for step in (1, 2):
         printer.train({"step": step, **entry})

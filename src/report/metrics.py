@@ -33,7 +33,6 @@ EVAL_KEYS = ("eval_loss", "eval_perplexity")
 PER_LAYER: dict[str, Callable[[Sequence[float]], float]] = {"expert_load_max": max, "tokens_dropped": statistics.fmean}
 # How the keys begin of the lines that `log_internals` adds, lists with a number for each layer or one for a variable.
 INTERNALS = ("activation_rms", "weight_norm/", "gradient_norm/", "update_norm/")
-Clock = Callable[[], float]  # returns seconds
 Entry = Mapping[str, Any]  # a line of metrics.jsonl: numbers, or None for what is not finite, and lists of such
 
 
@@ -194,10 +193,9 @@ class StepPrinter:
         log_period: int = 1,
         quiet: bool = False,
         rows_before: Callable[[int], int] = int,
-        clock: Clock = time.monotonic,
     ) -> None:
         self._steps, self._first_step, self._log_period, self._quiet = steps, done + 1, log_period, quiet
-        self._rows_before, self._clock, self._first_time = rows_before, clock, math.nan
+        self._rows_before, self._clock, self._first_time = rows_before, time.monotonic, math.nan
         # The stream itself decides: rich would also draw in a notebook, and in a log if FORCE_COLOR is set.
         terminal = sys.stdout.isatty()
         self._console = _Output(

@@ -295,7 +295,8 @@ def test_perplexity_of_any_loss():
 def test_a_log_gets_plain_lines_with_the_time_left(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     clock = iter([100.0, 102.0, 106.0])  # the ends of steps 41, 42, 44: 2 s per step, of which 6 are left at 44
-    with StepPrinter(steps=50, done=40, log_period=2, clock=lambda: next(clock)) as printer:
+    with StepPrinter(steps=50, done=40, log_period=2) as printer:
+        printer._clock = lambda: next(clock)
         for step in (41, 42, 43, 44):
             printer.train(train_entry(step))
         printer.evaluation(eval_entry(44))

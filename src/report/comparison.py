@@ -94,9 +94,7 @@ def loss_note(runs: Mapping[str, Run]) -> str:
         return ", ".join(key for key in keys if len({each.get(key) for each in settings}) > 1)
 
     if differing(["loss"]):
-        return (
-            "These runs differ in loss: their losses and perplexities measure different things and can't be compared."
-        )
+        return "These runs differ in loss: their losses and perplexities measure other things and can't be compared."
     notes = []
     if keys := differing(("tokenizer_type", "tokenizer_path")):
         notes.append(

@@ -4,6 +4,7 @@
 fast it should run (docs/aot.md). The exit code is 3 where it does not fit.
 """
 
+import contextlib
 import itertools
 import json
 import resource
@@ -23,7 +24,6 @@ from src.config.schema import Config
 from src.disk import check_outputs, write_output
 from src.errors import UserError, show
 from src.parallel.topology import Topology, parse_topology
-from src.report.metrics import duration
 from src.report.summary import print_header
 from src.startup import configured
 from src.step.build import TracedStep, build
@@ -37,8 +37,7 @@ python -m src.train_compile --help WORD           what the key of this name does
     ("Compilation ahead of time",),
 )
 DOES_NOT_FIT = 3  # exit code
-# So many of the changes that should make a step fit are compiled, if the step itself took no more seconds than this.
-MAX_TRIES, MAX_SECONDS_TO_TRY = 3, 300
+MAX_SECONDS_TO_TRY = 600  # after which no further change is compiled
 
 
 def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
@@ -123,28 +122,19 @@ def _compile(
 def _advise(
     result: report.Report, config: Config, topology: Topology, devices: Sequence[jax.Device], built: TracedStep
 ) -> None:
-    """Adds to the report what would make its step fit; compiles the first changes, since an estimate may be wrong."""
+    """Adds to the report what makes its step need less, each compiled, until it fits or it has taken long enough."""
     needed, capacity = result["memory"]["needed"], result["memory"]["capacity"]
-    seconds = sum(result["seconds"].values())
-    tries = MAX_TRIES if seconds <= MAX_SECONDS_TO_TRY else 0
-    result["not_tried"] = "" if tries else f"the step itself took {duration(seconds)} to compile"
-    listed = []
+    begun, listed = time.monotonic(), []
     for keys, cost, changed, estimated in changes(config, devices, built, needed, capacity):
-        entry = {"keys": keys, "cost": cost, "estimated": estimated, "compiled": None, "fits": estimated <= capacity}
-        if not (entry["fits"] and tries):
-            listed.append(entry)
-            continue
-        tries -= 1
         print(f"compiling with {report.typed(keys)}, by estimate {report.readable(estimated)}", flush=True)
-        try:
+        memory = {"needed": needed, "fits": False}
+        with contextlib.suppress(UserError):  # of a compiler that failed: it is no help
             compiled, refusal = _compile(changed.traced.lower(), topology, {})
-        except UserError:  # it is no help either
-            continue
-        memory = report.device_memory(topology, changed, compiled, refusal)
+            memory = report.device_memory(topology, changed, compiled, refusal)
         if memory["needed"] < needed:
-            listed.append(entry | {"compiled": memory["needed"], "fits": memory["fits"]})
-        if memory["fits"]:  # then no estimates are needed
-            listed = [entry for entry in reversed(listed) if entry["compiled"] is not None]
+            entry = {"keys": keys, "cost": cost, "estimated": estimated}
+            listed.insert(0, entry | {"compiled": memory["needed"], "fits": memory["fits"]})
+        if memory["fits"] or time.monotonic() - begun > MAX_SECONDS_TO_TRY:
             break
     result["changes"] = listed
 

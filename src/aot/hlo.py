@@ -20,7 +20,7 @@ RING_SHARE: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "collective-permute": lambda n: 1.0,
     "collective-broadcast": lambda n: 1.0,  # passed on from one to the next
-    "ragged-all-to-all": lambda n: (n - 1) / n,  # of the room for what arrives: how much does, the data say
+    "ragged-all-to-all": lambda n: (n - 1) / n,  # if each sends as much to each; how much it is, the data say
 }
 
 _INNER = r"[^()]*"
@@ -51,10 +51,11 @@ class Collective:
     kind: str  # of RING_SHARE
     axes: tuple[str, ...]  # mesh axes along which the devices of a group differ
     network: str  # ici: within a TPU slice or a GPU's host; dcn: between them
-    times: int  # executions per step
+    times: int  # executions per step, not counting loops whose rounds the data decide
     whole_bytes: int  # of the array that is gathered, reduced or exchanged; of a permute what a device passes on
     sent_bytes: int  # by a device over this network
     links: float = 1.0  # the share of a device's links of this network that lead to others of its group
+    per_round: int = 0  # further executions per step if each of those loops runs one round
     name: str = field(default="", compare=False)  # of its instruction
     dtype: str = field(default="", compare=False)  # in HLO's words: bf16
     asynchronous: bool = field(default=False, compare=False)  # whether other instructions may run meanwhile
@@ -82,15 +83,17 @@ Computation = Mapping[str, Instruction]  # by name
 def collectives(text: str, mesh: Mesh) -> list[Collective]:
     """Returns the collectives of a compiled program's text, one for each place where they stand.
 
-    `mesh` has the devices in the order of the program's partitions. A loop whose number of rounds the program does not
-    say, as of a `while_loop` on data, counts as one round, and so does every branch of a condition.
+    `mesh` has the devices in the order of the program's partitions. Of a loop whose number of rounds the program does
+    not say, as of the windows that only unevenly chosen experts need, `per_round` counts one round. Every branch of a
+    condition counts.
     """
     operations: list[Collective] = []
     computations, entry = parse(text)
     partitions = re.search(r"num_partitions=(\d+)", text)
     places = _MeshPlaces(mesh, int(partitions[1]) if partitions else 1)
     wrapped = set(re.findall(rf" async-start\(.*{_CALLS['async-start']}", text))
-    for computation, instruction, times in executed(computations, entry, 1):
+    unknown_rounds = (executed(computations, entry, 1, rounds) for rounds in (0, 1))
+    for (computation, instruction, times), (*_, at_most) in zip(*unknown_rounds, strict=True):
         kind = instruction.opcode.removesuffix("-start")
         if instruction.opcode == "send" and "_xla_megascale_target" in instruction.attributes:
             if re.search(r'_ragged_operand_index="[1-9]', instruction.attributes):
@@ -105,6 +108,8 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
                 whole *= groups.shape[1]
             elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"  # fused of a sum and the slice that is wanted of it, as the TPU compiler does
+            elif kind == "ragged-all-to-all":  # of rows for which either side has room, and one of them no more
+                whole = min(whole, type_bytes(computations[computation][instruction.operands[0]].type))
         else:
             continue
         # A start may be told to wait, as XLA's for GPUs is where nothing runs meanwhile.
@@ -112,7 +117,8 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
         asynchronous = starts or instruction.opcode == "send" or "chain_id" in instruction.attributes
         facts = {"dtype": first_array(instruction.type)[0], "asynchronous": asynchronous or computation in wrapped}
         on_networks = places.collectives(kind, groups, times, whole)
-        operations += [replace(collective, name=instruction.name, **facts) for collective in on_networks]
+        facts |= {"name": instruction.name, "per_round": at_most - times}
+        operations += [replace(collective, **facts) for collective in on_networks]
     return operations
 
 
@@ -134,13 +140,18 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     return computations, entry
 
 
-def executed(computations: Mapping[str, Computation], name: str, times: int) -> Iterator[tuple[str, Instruction, int]]:
-    """Yields (computation, instruction, executions) of all that `times` runs of a computation execute."""
+def executed(
+    computations: Mapping[str, Computation], name: str, times: int, unknown: int = 0
+) -> Iterator[tuple[str, Instruction, int]]:
+    """Yields (computation, instruction, executions) of all that `times` runs of a computation execute.
+
+    Loops whose number of rounds the program does not say run `unknown` rounds.
+    """
     for instruction in computations[name].values():
         yield name, instruction, times
-        rounds = times * loop_rounds(instruction, computations[name], computations)
+        rounds = loop_rounds(instruction, computations[name], computations)
         for callee in callees(instruction):
-            yield from executed(computations, callee, rounds)
+            yield from executed(computations, callee, times * (unknown if rounds is None else rounds), unknown)
 
 
 def callees(instruction: Instruction) -> list[str]:
@@ -151,8 +162,8 @@ def callees(instruction: Instruction) -> list[str]:
     return [name for names in called for name in _NAME.findall(names.replace(" ", ""))]
 
 
-def loop_rounds(loop: Instruction, caller: Computation, computations: Mapping[str, Computation]) -> int:
-    """Returns how often an instruction runs what it calls: of a loop by the compiler's note or its counter, else 1."""
+def loop_rounds(loop: Instruction, caller: Computation, computations: Mapping[str, Computation]) -> int | None:
+    """Returns how often an instruction runs what it calls: of a loop by the compiler's note or its counter, or None."""
     if loop.opcode != "while":
         return 1
     if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
@@ -163,15 +174,15 @@ def loop_rounds(loop: Instruction, caller: Computation, computations: Mapping[st
     compare, after = (next(each for each in part.values() if each.root) for part in (condition, body))
     before = caller[loop.operands[0]]
     if (compare.opcode, before.opcode, after.opcode) != ("compare", "tuple", "tuple"):
-        return 1
+        return None
     counter = condition[compare.operands[0]]
     if counter.opcode != "get-tuple-element" or "direction=LT" not in compare.attributes:
-        return 1
+        return None
     place = int(re.search(r"index=(\d+)", counter.attributes)[1])
     start, bound = _constant(caller, before.operands[place]), _constant(condition, compare.operands[1])
     added = body[after.operands[place]]
     step = _constant(body, added.operands[1]) if added.opcode == "add" else None
-    return 1 if start is None or bound is None or not step else math.ceil((bound - start) / step)
+    return None if start is None or bound is None or not step else math.ceil((bound - start) / step)
 
 
 def _constant(computation: Computation, name: str) -> int | None:

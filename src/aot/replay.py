@@ -70,7 +70,7 @@ class _Clock(NamedTuple):
                 now = max(now, arrives.get(instruction.operands[0], now))
             elif instruction.opcode in ("while", "call", "conditional", "async-start"):
                 inner = [self.run(callee) for callee in hlo.callees(instruction)]
-                times = hlo.loop_rounds(instruction, computation, self.computations)
+                times = hlo.loop_rounds(instruction, computation, self.computations) or 0
                 longest = max(inner, key=lambda each: each.step_seconds)
                 now += times * longest.step_seconds
                 free = max(free, now) if longest.communication_seconds else free

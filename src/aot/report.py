@@ -25,7 +25,6 @@ from src.step.build import TracedStep
 
 Report = dict[str, Any]
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-USUAL_ERROR = "a fifth"  # of an estimate, compared with compiled steps (docs/performance.md)
 # How the TPU compiler says what a program would need; its "temporaries" have the arguments too.
 TOTAL = re.compile(r"(?:HLO temporaries \(|Total hbm usage >= |Used )([\d.]+)([KMGT])")
 
@@ -206,22 +205,20 @@ def _collective_lines(communication: Sequence[Mapping[str, Any]]) -> Iterator[st
         times[kind] += each["times"]
         sent[kind] += each["times"] * each["sent_bytes"]
     for kind, size in sent.most_common():
-        yield f"{kind[0]:<18} over {kind[1]} ({kind[2]}): {times[kind]:,} per step, each device sends {readable(size)}"
+        if times[kind]:
+            words = f"{times[kind]:,} per step, each device sends {readable(size)}"
+            yield f"{kind[0]:<18} over {kind[1]} ({kind[2]}): {words}"
+    if more := sum(each["per_round"] * each["sent_bytes"] for each in communication):
+        yield f"not counted: {readable(more)} for a round of the loops whose rounds the data decide (uneven experts)"
 
 
 def change_lines(report: Report) -> Iterator[str]:
-    """Yields what would help a step that does not fit."""
-    if report["not_tried"]:
-        yield f"by estimate alone: {report['not_tried']}"
-    if not report["changes"]:
-        yield "none of what is looked at here: it takes shorter rows, a smaller model or more devices"
+    """Yields what helps a step that does not fit, as compiled."""
+    if not any(change["fits"] for change in report["changes"]):
+        yield "nothing that was compiled fits: it takes shorter rows, a smaller model or more devices"
     for change in report["changes"]:
-        if change["compiled"] is None:
-            estimate = f"about {readable(change['estimated'])}, give or take {USUAL_ERROR}"
-            estimate += "" if change["fits"] else ", still too much"
-        else:
-            estimate = f"compiled: {readable(change['compiled'])}, {'fits' if change['fits'] else 'still too much'}"
-        yield f"{typed(change['keys'])}\n    {estimate}; {change['cost']}"
+        fits = "fits" if change["fits"] else "still too much"
+        yield f"{typed(change['keys'])}\n    compiled: {readable(change['compiled'])}, {fits}; {change['cost']}"
 
 
 def typed(keys: Mapping[str, Any]) -> str:

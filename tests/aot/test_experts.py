@@ -12,6 +12,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 from scripts.program_stats import copies, instructions, kernels
 from src.aot import eight_bits
 from src.aot.devices import abstract_devices
+from src.aot.hlo import collectives
 from src.model import params, quantization
 from src.model.forward_context import ForwardContext
 from src.model.moe.grouped_gpu import TILE
@@ -156,6 +157,24 @@ def test_experts_on_gpus_cost_what_their_rows_do(experts):
     assert found == {(f, rows, 1), (d, rows, 1), (f, d, here)}
     every_row_for_every_expert = 2 * 64 * TOKENS * k * F
     assert step.compile().memory_analysis().temp_size_in_bytes < every_row_for_every_expert
+
+
+@pytest.mark.usefixtures("little_effort")
+@pytest.mark.parametrize(
+    "topology", [pytest.param("a3", marks=needs_cuda), pytest.param("v5e-8", marks=[needs_libtpu, pytest.mark.long])]
+)
+def test_exchanges_count_the_rows_of_balanced_experts(topology):
+    """Rows travel there and back, forward and backward, with a weight beside each; an eighth stays on its device.
+
+    On a TPU a weight takes as much as 256 numbers.
+    """
+    D, k = (SMALL_DEEPSEEK[f] for f in ("base_emb_dim", "num_experts_per_tok"))
+    step = lowered({**SMALL_DEEPSEEK, "base_moe_mlp_dim": 256}, topology, 8)
+    mesh = make_layout(load(ici_expert_parallelism=8).mesh, abstract_devices(parse_topology(topology, 1))).mesh
+    found = [each for each in collectives(step.compile().as_text(), mesh) if each.kind == "ragged-all-to-all"]
+    numbers = 4 * D + 2 * (256 if topology == "v5e-8" else 1)
+    assert sum(each.times * each.sent_bytes for each in found) == numbers * TOKENS * k * 2 * 7 // 8
+    assert any(each.per_round for each in found), "further windows, which balanced experts don't need"
 
 
 @needs_cuda

@@ -237,7 +237,6 @@ TYPES = {
     "(f32[7], s8[5]) all-reduce-start": ("all-reduce", 7 * 4 + 5),
     "(u8[9]{0}, u8[9]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start": ("collective-permute", 9),
     "(pred[2,8], pred[2,8], /*index=2*/f8e4m3fn[3]) all-to-all": ("all-to-all", 16 + 16 + 3),
-    "bf16[16,8]{1,0:T(8,128)(2,1)} ragged-all-to-all": ("ragged-all-to-all", 16 * 8 * 2),
     "bf16[16,8]{1,0} collective-broadcast": ("collective-broadcast", 16 * 8 * 2),
 }
 
@@ -250,10 +249,61 @@ def test_types_of_what_is_started_and_combined(written, expected):
     assert [(each.kind, each.whole_bytes) for each in found] == [expected]
 
 
-@pytest.mark.parametrize(("kind", "sent"), [("ragged-all-to-all", 24), ("collective-broadcast", 32)])
-def test_what_of_the_rarer_kinds_is_sent(kind, sent):
-    found = collectives(program([f"%s = f32[8]{{0}} {kind}(%p), replica_groups=[2,4]<=[8]"]), slices(1))
-    assert found == [Collective(kind, ("tensor",), "ici", 1, 32, sent, 0.5)]
+def test_a_broadcast_is_passed_on_whole():
+    found = collectives(program(["%s = f32[8]{0} collective-broadcast(%p), replica_groups=[2,4]<=[8]"]), slices(1))
+    assert found == [Collective("collective-broadcast", ("tensor",), "ici", 1, 32, 32, 0.5)]
+
+
+def ragged(rows, room):
+    """Rows of eight numbers to their experts, or back, into a buffer with room for so many."""
+    return [
+        f"%rows = bf16[{rows},8]{{1,0:T(8,128)(2,1)}} parameter(1)",
+        f"%s = bf16[{room},8]{{1,0:T(8,128)(2,1)}} ragged-all-to-all(%rows, %into, %a, %b, %c, %d), "
+        "replica_groups=[2,4]<=[8]",
+    ]
+
+
+@pytest.mark.parametrize(("rows", "room"), [(16, 20), (20, 16)])
+def test_a_ragged_exchange_moves_the_rows_not_the_room(rows, room):
+    """A buffer has a quarter of its rows to spare; of 16 a device keeps 4 and sends 12, there and back."""
+    found = collectives(program(ragged(rows, room)), slices(1))
+    assert found == [Collective("ragged-all-to-all", ("tensor",), "ici", 1, 16 * 8 * 2, 12 * 8 * 2, 0.5)]
+
+
+def test_rounds_that_the_data_decide_are_told_apart():
+    """Layers run five times; within each a loop runs as often as a number of the data says."""
+    body = "\n".join(f"  {line}" for line in ragged(16, 20))
+    others = f"""%windows (p: (u32[], u32[])) -> (u32[], u32[]) {{
+{body}
+  %q = (u32[], u32[]) parameter(0)
+  %i = u32[] get-tuple-element(%q), index=0
+  %n = u32[] get-tuple-element(%q), index=1
+  %one = u32[] constant(1)
+  %next = u32[] add(%i, %one)
+  ROOT %t = (u32[], u32[]) tuple(%next, %n)
+}}
+
+%more (p: (u32[], u32[])) -> pred[] {{
+  %p = (u32[], u32[]) parameter(0)
+  %i = u32[] get-tuple-element(%p), index=0
+  %n = u32[] get-tuple-element(%p), index=1
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}}
+
+%layer (p: (u32[], u32[])) -> (u32[], u32[]) {{
+  %p = (u32[], u32[]) parameter(0)
+  %one = u32[] constant(1)
+  %count = u32[] get-tuple-element(%p), index=1
+  %start = (u32[], u32[]) tuple(%one, %count)
+  %y = f32[8]{{0}} collective-permute(%x), source_target_pairs={{{{0,4}},{{4,0}}}}
+  ROOT %w = (u32[], u32[]) while(%start), condition=%more, body=%windows
+}}
+"""
+    known = 'backend_config={"known_trip_count":{"n":"5"}}'
+    lines = [f"ROOT %w = (u32[], u32[]) while(%init), condition=%any, body=%layer, {known}"]
+    exchange, permute = collectives(program(lines, others=others), slices(1))[::-1]
+    assert (permute.kind, permute.times, permute.per_round) == ("collective-permute", 5, 0)
+    assert (exchange.kind, exchange.times, exchange.per_round) == ("ragged-all-to-all", 0, 5)
 
 
 def fusion(name, line, root):

@@ -103,28 +103,19 @@ def test_the_lines_name_what_a_user_asks_for(step):
     assert "not measured" in said["prediction"]
 
 
-def test_what_would_help_is_said_as_it_is_known():
+def test_what_would_help_is_said_as_it_was_compiled():
     change = {"keys": {"per_device_batch_size": 0.5}, "cost": "half of it", "estimated": 12 * GIB}
-    found = {
-        "not_tried": "",
-        "changes": [
-            change | {"compiled": 13 * GIB, "fits": True},
-            change | {"compiled": 16 * GIB, "fits": False},
-            change | {"compiled": None, "fits": True},
-            change | {"compiled": None, "fits": False, "keys": {"remat_custom": {"a": "offload"}}},
-        ],
-    }
-    assert list(change_lines(found)) == [
-        "per_device_batch_size=0.5\n    compiled: 13.00 GiB, fits; half of it",
+    rule = {"logical_axis_rules.norm_length": ["context", "tensor"]}
+    fits = change | {"compiled": 13 * GIB, "fits": True, "keys": rule}
+    too_large = change | {"compiled": 16 * GIB, "fits": False}
+    assert list(change_lines({"changes": [fits, too_large]})) == [
+        "'logical_axis_rules.norm_length=[context, tensor]'\n    compiled: 13.00 GiB, fits; half of it",
         "per_device_batch_size=0.5\n    compiled: 16.00 GiB, still too much; half of it",
-        "per_device_batch_size=0.5\n    about 12.00 GiB, give or take a fifth; half of it",
-        "'remat_custom={a: offload}'\n    about 12.00 GiB, give or take a fifth, still too much; half of it",
     ]
-    found = {"not_tried": "the step itself took 6:00 to compile", "changes": []}
-    assert [line.partition(":")[0] for line in change_lines(found)] == [
-        "by estimate alone",
-        "none of what is looked at here",
-    ]
+    first, second = change_lines({"changes": [too_large]})
+    assert first.startswith("nothing that was compiled fits")
+    assert "16.00 GiB, still too much" in second
+    assert len(list(change_lines({"changes": []}))) == 1
 
 
 @pytest.mark.parametrize(

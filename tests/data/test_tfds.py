@@ -201,12 +201,6 @@ def test_a_name_that_is_not_prepared_is_an_error_that_says_what_prepares_it(prep
         source(prepared[0], name, is_eval=True)
 
 
-def test_a_folder_of_text_files_is_said_to_be_one(tmp_path):
-    (tmp_path / "notes.md").write_text("a note")
-    with pytest.raises(UserError, match=r"has text files, and no dataset of TFDS: set dataset_type=text$"):
-        source(tmp_path, "c4/en:3.0.1")
-
-
 def test_an_empty_data_folder_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"No dataset is\. .*tfds build c4/en --"):
         source(tmp_path, "c4/en:3.0.1")

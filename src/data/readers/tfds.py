@@ -4,6 +4,7 @@ TFDS knows which records of which files make a split, and the kinds of the featu
 builder or TensorFlow. The records are read as those of other ArrayRecord files, and of each only the wanted feature.
 """
 
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -62,9 +63,6 @@ def _find(spec: SourceSpec) -> str:
     infos = [info for depth in ("*/*", "*/*/*") for info in epath.Path(root).glob(f"{depth}/{_INFO}")]
     folders = sorted(info.parent.relative_to(epath.Path(root)) for info in infos)
     prepared = [f"{folder.parent}:{folder.name}" for folder in folders]
-    suffixes = {file.suffix for file in epath.Path(root).glob("*")}
-    if not prepared and suffixes and suffixes <= {".jsonl", ".md", ".txt"}:
-        raise UserError(f"{root} has text files, and no dataset of TFDS: set {spec.key('dataset_type')}=text")
     where = spec.setting("dataset_path") if spec.dataset_path else f"{root}, TFDS's own data folder"
     listed = f"There: {first_few(prepared, near=full_name)}" if prepared else "No dataset is"
     raise UserError(
@@ -154,11 +152,7 @@ def _check_files(
         counts = files.in_threads(count_records, names, sizes)
     else:
         starts = dict(zip(names, indices(names, sizes), strict=True))
-        counts = [len(each) - 1 for each in starts.values()]
-
-        def open_file(name: str, place: str) -> TfRecordReader:
-            return TfRecordReader(place, starts[name])
-
+        counts, open_file = [len(each) - 1 for each in starts.values()], functools.partial(TfRecordReader, starts)
     for name, count in zip(names, counts, strict=True):
         if count != expected[name]:
             raise UserError(

@@ -7,7 +7,7 @@ but those before it. The index, int64 [records + 1], has where each begins; it l
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +20,10 @@ _CHUNK_BYTES, _SAMPLE_BYTES = 1 << 23, 1 << 12
 
 
 class TfRecordReader:
-    """Reads one file; several threads may use it at a time."""
+    """Reads the file of this name, which is at `place`; several threads may use it at a time."""
 
-    def __init__(self, file: str, starts: np.ndarray) -> None:
-        self._file, self._starts = file, starts
+    def __init__(self, starts: Mapping[str, np.ndarray], name: str, place: str) -> None:
+        self._file, self._starts = place, starts[name]
 
     def read(self, first: int, stop: int) -> list[bytes]:
         """Returns the records [first, stop); raises UserError for one whose CRC is another."""

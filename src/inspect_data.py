@@ -14,7 +14,6 @@ from src.cli import run_command
 from src.config.base_yml import Usage
 from src.config.source_spec import train_specs
 from src.data.batch_schedule import BatchSchedule
-from src.data.batch_transform import added_fields
 from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.loader import HostBatch, train_batches
 from src.data.open import open_sources
@@ -85,8 +84,6 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             *([("conversations", describe_conversations(inputs, data))] if config.use_sft else []),
         ]
     )
-    for name, field in added_fields(config.batch, config.vocab_size).items():
-        show(f"batch_transform adds {name}: {field.dtype} {['rows', *field.shape]}")
     # Where packing streams keep a position, all batches before the first one shown are made too.
     first = config.inspect_first_step
     computed = not is_stream and all(rows_per_epoch(inputs, source) is not None for source in data.sources)

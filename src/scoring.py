@@ -1,6 +1,7 @@
 """Scores given tokens with a model: the log-probabilities of texts, and whole logits."""
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ class Scorer:
     def __init__(self, evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weights: Weights) -> None:
         self._plan, self._weights, self._T = plan, weights, batch.max_target_length
         self._B = eval_batch_size(evaluation, batch, plan)
-        self._programs: dict[int, Callable[..., Any]] = {}
+        self._program = functools.cache(lambda T: _compiled(whole_texts(plan, T), _scores))
 
     def __call__(self, sequences: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields for each sequence of n ids, n <= T + 1, two arrays [n - 1] of its ids but the first.
@@ -46,10 +47,8 @@ class Scorer:
         for first in range(0, len(sequences), B):
             rows = sequences[first : first + B]
             T = self._row_length(max(map(len, rows)) - 1)
-            if T not in self._programs:
-                self._programs[T] = _compiled(whole_texts(self._plan, T), _scores)
             tokens_BT, targets_BT = (_padded([ids[part] for ids in rows], B, T) for part in (_INPUTS, _TARGETS))
-            scores = self._programs[T](self._weights, tokens_BT, targets_BT)
+            scores = self._program(T)(self._weights, tokens_BT, targets_BT)
             for ids, log_probs_T, likeliest_T in zip(rows, *scores, strict=False):  # further rows are padding
                 yield log_probs_T[: len(ids) - 1], likeliest_T[: len(ids) - 1]
 

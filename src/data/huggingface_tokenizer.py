@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -16,8 +16,6 @@ from src.json_text import read_object
 
 # Threads are the loader's: the package is to start none of its own, nor to complain of processes started after that.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-T = TypeVar("T")
 
 # The files that name special tokens, in order of precedence: by their text, then by their ids.
 _TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -148,7 +146,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _backend(self) -> tokenizers.Tokenizer:
         return self._of_rules[self.rules]
 
-    def _encoded(self, encode: Callable[[], T]) -> T:
+    def _encoded(self, encode: Callable[[], Any]) -> Any:
         try:
             return encode()
         except BaseException as error:

@@ -156,10 +156,9 @@ def serve(cpu_seconds: int, memory_bytes: int) -> None:
                 reply = {"error": f"it wrote {longest:,} characters, and {MAX_CHARACTERS:,} are the most"}
         except MemoryError:
             reply = {"error": f"it takes more than {memory_bytes >> 20:,} MiB"}
-        except jinja2.TemplateError as error:
-            reply = {"error": str(error)[:_SHOWN]}
         except Exception as error:  # a template is a program, and fails as one
-            reply = {"error": f"{type(error).__name__}: {error}"[:_SHOWN]}
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            reply = {"error": f"{kind}{error}"[:_SHOWN]}
         print(json.dumps(reply), flush=True)
 
 

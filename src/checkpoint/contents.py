@@ -1,5 +1,6 @@
 """Says what a run's folder holds of a state, and what of it a later start may not change."""
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -75,12 +76,10 @@ def kept_in(folder: RunFolder, facts: Any, compute: Callable[[], LogProbs]) -> L
         content = {"log_probs": compute()}
         folder.write_text(name, json.dumps(content | {"checksum": checksum_of(content)}))
         return content["log_probs"]
-    try:
+    with contextlib.suppress(ValueError, KeyError, AttributeError):
         content = parse_json(saved)
         if content.pop("checksum") == checksum_of(content):
             return content["log_probs"]
-    except (ValueError, KeyError, AttributeError):
-        pass
     raise UserError(f"{folder.path / name} is damaged: restore it, or use another run_name")
 
 

@@ -14,13 +14,11 @@ from etils import epath
 
 from src.checkpoint.run_folder import is_remote
 
-_Atomicity = ocp.options.AtomicityMode
-
 
 def open_manager(directory: epath.Path, *, async_save: bool, compress: bool) -> ocp.CheckpointManager:
     """Opens the manager of the checkpoints in `directory`; the arguments are `Checkpointer`'s."""
     # A store cannot rename, so there a file that is written last marks a complete checkpoint.
-    mode = _Atomicity.COMMIT_FILE if is_remote(directory) else _Atomicity.ATOMIC_RENAME
+    mode = ocp.options.AtomicityMode.COMMIT_FILE if is_remote(directory) else ocp.options.AtomicityMode.ATOMIC_RENAME
     options = ocp.CheckpointManagerOptions(
         enable_async_checkpointing=async_save,
         # Otherwise Orbax reads the metadata of every checkpoint at its start, and stops at a damaged one.

@@ -180,9 +180,7 @@ def write_error(checkpoints: epath.Path, step: int, size: int, error: Exception)
     stands = f"Checkpoint {steps[0]} stands" if steps else "No other checkpoint is there"
     failure = failure_of(error)
     if failure is Failure.FULL:
-        free = (
-            "" if is_remote(checkpoints) else f", and {_gib(shutil.disk_usage(checkpoints).free)} are free without it"
-        )
+        free = "" if is_remote(checkpoints) else f", and {_gib(shutil.disk_usage(checkpoints).free)} are free"
         return UserError(
             f"no space is left in {checkpoints}: checkpoint {step} has {_gib(size)} of arrays{free}. {stands}. Make "
             "room, or keep fewer checkpoints (max_num_checkpoints_to_keep); then the same command goes on."

@@ -11,6 +11,7 @@ that it finished.
 import contextlib
 import errno
 import json
+import os
 import select
 import socket
 import threading
@@ -146,11 +147,15 @@ class Meeting:
 
 
 def _listen(address: str, count: int) -> socket.socket:
-    """Listens at the port, on all of this machine's addresses."""
-    port, dual_stack = int(address.rpartition(":")[2]), socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual_stack else socket.AF_INET
+    """Listens at the port, on all of this machine's addresses or the one that the environment gives JAX."""
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    host, _, port = (bind or address).rpartition(":")
+    host = host.strip("[]") if bind else ""
+    dual_stack = host in ("", "::") and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual_stack or ":" in host else socket.AF_INET
+    place = ("" if dual_stack else host, int(port))
     try:
-        return socket.create_server(("", port), family=family, backlog=count, dualstack_ipv6=dual_stack)
+        return socket.create_server(place, family=family, backlog=count, dualstack_ipv6=dual_stack)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise TransientError(

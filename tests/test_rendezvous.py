@@ -212,6 +212,18 @@ def test_an_address_where_nobody_or_another_program_answers_is_named():
             join(address, 2, 1, timeout=0)
 
 
+@pytest.mark.parametrize(("bind", "host"), [("127.0.0.1:{port}", "127.0.0.1"), (None, "")])
+def test_it_listens_where_the_environment_has_jax_listen(bind, host, monkeypatch):
+    """Nobody else is to reach it, not while processes join either."""
+    address = runs.free_address()
+    port = int(address.rpartition(":")[2])
+    if bind:
+        monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", bind.format(port=port))
+    with rendezvous._listen(address, 1) as listening:
+        where = listening.getsockname()[:2]
+    assert where == (host, port) if host else where in (("::", port), ("0.0.0.0", port))
+
+
 def test_a_port_in_use_is_one_sentence():
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"

@@ -50,6 +50,7 @@ def make_report(
         "tokens": built.tokens,
         "smaller_batches": [rows for rows, _ in built.schedule.ramp],
         "attention": plan.kernel,
+        "attention_not_fused": plan.why_not_fused,
         "loss_tiles": plan.step.num_vocab_tiling,
         "seconds": dict(seconds),
         "memory": device_memory(topology, built, compiled, refusal),
@@ -150,7 +151,8 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
     yield "model", f"{report['parameters']:,} parameters{a_token}"
     ramp = ", the full batch; src.train compiles that of each smaller one" * bool(report["smaller_batches"])
     yield "step", f"{report['rows']:,} rows, {report['tokens']:,} tokens{ramp}"
-    yield "attention", report["attention"]
+    plain = report["attention_not_fused"]
+    yield "attention", f"{report['attention']} ({plain})" if plain else report["attention"]
     if report["loss_tiles"] > 1:
         yield "loss", f"in {report['loss_tiles']} tiles (num_vocab_tiling)"
     parts = ", ".join(f"{name} {value:.1f}" for name, value in report["seconds"].items())

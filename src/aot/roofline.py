@@ -131,15 +131,17 @@ def step_work(
     # An array between two products is written and read forward, and again if it is not kept; backward it is read, and
     # its gradient is written and read.
     passes = 5 if execution.remat_policy == "none" else 7
-    arrays = heads = 0
+    arrays = pairs = 0.0
     for layer, count in flops.all_layers(spec).items():
         # As wide as the embedding: the input, its norm, attention's output, their sum, its norm, and the last sum.
         costs = layer_costs(layer)
         arrays += count * (6 * spec.emb_dim * sharing + sum(part.width for part in costs.values()))
-        heads += count * (costs["attention"].scores.num_heads if costs["attention"].scores else 0)
+        if scores := costs["attention"].scores:
+            keys = length if kernel == "dot_product" else flops.mean_keys(scores, length)
+            pairs += count * scores.num_heads * keys
     activations = passes * tokens * arrays * itemsize
-    if kernel == "dot_product":  # scores and weights of each key, in float32
-        activations += passes * tokens * 2 * heads * length * 4
+    if kernel in ("dot_product", "blocked"):  # scores and weights of each key, in float32
+        activations += passes * tokens * 2 * pairs * 4
     quantized = {path[3:] for path in quantization.places}
     if quantized:
         inputs, outputs = flops.product_widths(spec, quantized)

@@ -47,8 +47,8 @@ class Numerics:
     weight_dtype: str = key("float32", "of the weights, and of Adam's second moment", DTYPES, fixed=True)
     matmul_precision: str = key("default", "default, high, highest: TPU and GPU round float32 but with highest",
         ("default", "high", "highest"))
-    attention: str = key("autoselected", "autoselected, dot_product, flash (TPU) or cudnn_flash (NVIDIA GPU)",
-        ("autoselected", "dot_product", "flash", "cudnn_flash"))
+    attention: str = key("autoselected", "autoselected, dot_product, blocked, flash (TPU), cudnn_flash (NVIDIA GPU)",
+        ("autoselected", "dot_product", "blocked", "flash", "cudnn_flash"))
     num_vocab_tiling: int = key(0, "tiles of the sequence for the loss: logits of one are held at once; 0: by size",
         FROM_0, 2**24)
 

@@ -158,6 +158,8 @@ def attend(
         from src.model.attention_kernels.splash import splash as kernel
     elif context.kernel == "cudnn_flash":
         from src.model.attention_kernels.cudnn import cudnn as kernel
+    elif context.kernel == "blocked":
+        from src.model.attention_kernels.blocked import blocked as kernel
     else:
         kernel = dot_product
     out_BTNH = kernel(q_BTNH, k_BSKH, v_BSKH, spec, sinks_N, context)

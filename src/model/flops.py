@@ -147,14 +147,14 @@ def _flops(passes: int, elements: float, in_layers: float, spec: ModelSpec, leng
         if scores := layer_costs(layer)["attention"].scores:
             # Both products, scores and weighted values, of one query and one key.
             per_key = passes * count * 2.0 * scores.num_heads * (scores.head_dim + scores.value_dim)
-            causal += per_key * _mean_keys(scores, length)
+            causal += per_key * mean_keys(scores, length)
             palm += per_key * length
         beside = passes * count * sum(part.products for part in layer_costs(layer).values())
         causal, palm = causal + beside, palm + beside
     return FlopsPerToken(causal, palm, 2.0 * passes * in_layers)
 
 
-def _mean_keys(scores: ScoreSpec, length: int) -> float:
+def mean_keys(scores: ScoreSpec, length: int) -> float:
     """Returns how many keys a query attends to on average in a row of one segment."""
 
     def total(block: int) -> int:

@@ -79,7 +79,7 @@ def run_header(
         ("FLOPs per token", f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)"),
         ("precision", f"weights {config.weight_dtype}, compute {config.dtype}, matmul {config.matmul_precision}"),
         *([("8 bits", plan.quantization.description)] if plan.quantization.kind else []),
-        ("attention", plan.kernel),
+        ("attention", f"{plan.kernel} ({plain})" if (plain := plan.why_not_fused) else plan.kernel),
         ("layers", f"{'scanned' if plan.execution.scan_layers else 'unrolled'} (scan_layers={config.scan_layers})"),
         *([("loss", ", ".join(loss))] if loss else []),
         ("recomputed", f"remat_policy {config.remat_policy}"),

@@ -16,7 +16,7 @@ from src.model.decoder import Decoder
 from src.model.execution import Execution, make_execution
 from src.model.moe import layer as moe
 from src.model.params import Rngs, Weights
-from src.model.parts import kernel_for
+from src.model.parts import kernel_for, why_not_fused
 from src.model.pipeline import make_schedule
 from src.model.selection import weight_roles
 from src.model.spec import ModelSpec
@@ -45,6 +45,7 @@ class StepPlan:
     layout: Layout
     execution: Execution
     kernel: str
+    why_not_fused: str  # the kernel, where the platform has one that is
     packed: bool
     ramped: bool  # batches grow: a shard has every so many-th of their rows (src/data/batch_schedule.py)
     fields: Fields  # of a batch, beside BATCH_ARRAYS
@@ -103,6 +104,7 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
     if step.shard_optimizer_over_data:
         updates = jax.tree.map(lambda at, shape: add_mesh_axes(at, shape.shape, replicas), trainable, trained)
     micro_batches = step.gradient_accumulation_steps
+    kernel = kernel_for(step.attention, spec, batch.max_target_length, layout)
     return StepPlan(
         step=step,
         spec=spec,
@@ -116,7 +118,8 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
         quantization=quantized,
         layout=layout,
         execution=make_execution(step, spec, layout, schedule),
-        kernel=kernel_for(step.attention, spec, batch.max_target_length, layout),
+        kernel=kernel,
+        why_not_fused=why_not_fused(kernel, spec, batch.max_target_length, layout),
         packed=batch.packing,
         ramped=batch.enable_rampup_batch_size,
         fields=added_fields(batch, spec.vocab_size),

@@ -15,7 +15,6 @@ from src.errors import UserError
 from src.model import attention
 from src.model.attention import attend, repeat_kv
 from src.model.attention_kernels.choose import choose_kernel
-from src.model.attention_kernels.cudnn import cudnn
 from src.model.attention_kernels.scores import ScoreSpec, dot_product
 from src.model.attention_kernels.splash import ZigzagCausalMask, block_sizes, splash
 from src.model.forward_context import ForwardContext
@@ -225,26 +224,6 @@ def test_blocks_are_seen_as_the_mask_in_full_says(window, parts):
         assert (sight[part].any(), sight[part].all()) == (mask[part].any(), mask[part].all())
 
 
-@pytest.mark.parametrize(
-    ("packed", "facts"),
-    [(True, {}), (False, {"window": 50}), pytest.param(True, {"window": 50}, marks=pytest.mark.long)],
-)
-def test_what_cudnn_is_asked_for_is_attention_within_segments(packed, facts, monkeypatch):
-    """Its kernels run on GPUs alone: here JAX's plain function computes by the same arguments."""
-    asked, plain = [], jax.nn.dot_product_attention
-
-    def instead(*arrays, implementation, **arguments):
-        asked.append((implementation, arguments["is_causal"]))
-        return plain(*arrays, implementation="xla", **arguments)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
-    _, plan = make()
-    context = context_of(plan, (70, 100, 190) if packed else (LENGTH,), packed=packed)
-    expected = output_and_gradients(dot_product, *inputs(kv_heads=4), context, **facts)
-    assert_close(output_and_gradients(cudnn, *inputs(kv_heads=4), context, **facts), expected, 1e-5)
-    assert set(asked) == {("cudnn", True)}
-
-
 BFLOAT16 = {"dtype": "bfloat16"}
 ALONE = make_layout(load().mesh, jax.devices()[:1])
 FOUR_SHARE = make_layout(load(ici_context_parallelism=4).mesh, jax.devices()[:4])
@@ -253,7 +232,8 @@ FOUR_SHARE = make_layout(load(ici_context_parallelism=4).mesh, jax.devices()[:4]
 @pytest.mark.parametrize(
     ("attention", "platform", "length", "overrides", "kernel"),
     [
-        ("autoselected", "cpu", 256, BFLOAT16, "dot_product"),
+        ("autoselected", "cpu", 64, BFLOAT16, "dot_product"),
+        ("autoselected", "cpu", 256, BFLOAT16, "blocked"),
         ("autoselected", "gpu", 256, BFLOAT16, "cudnn_flash"),
         ("autoselected", "gpu", 256, {}, "dot_product"),  # cuDNN has no float32
         ("autoselected", "gpu", 256, {**BFLOAT16, "head_dim": 12}, "dot_product"),
@@ -271,38 +251,22 @@ def test_the_kernel_of_a_platform(attention, platform, length, overrides, kernel
 @pytest.mark.parametrize(
     ("attention", "platform", "length", "kernel"),
     [
-        ("autoselected", "cpu", 1024, "dot_product"),
+        ("autoselected", "cpu", 1024, "blocked"),
         ("autoselected", "tpu", 1024, "flash"),
         ("dot_product", "gpu", 1024, "dot_product"),
         ("dot_product", "tpu", 1024 + 512, "dot_product"),
+        ("autoselected", "tpu", 1024 + 512, "blocked"),  # not dot_product: it holds the scores of whole rows
+        ("autoselected", "gpu", 1024 + 512, "cudnn_flash"),
+        ("blocked", "gpu", 1024, "blocked"),
     ],
 )
 def test_the_kernel_where_four_devices_share_a_row(attention, platform, length, kernel):
     assert choose_kernel(attention, platform, *model_of(**BFLOAT16), length, FOUR_SHARE) == kernel
 
 
-@pytest.mark.parametrize(
-    ("attention", "platform", "sentence"),
-    [
-        ("cudnn_flash", "gpu", "context=4 share it: set ici_context_parallelism and dcn_context_parallelism to 1"),
-        # Not dot_product without a word: it holds the scores of whole rows.
-        ("autoselected", "gpu", "cudnn_flash has all of a row .* attention=dot_product runs"),
-        ("autoselected", "tpu", "flash needs .* attention=dot_product runs"),
-        ("flash", "tpu", "max_target_length to be a multiple of 1024, not 1536"),
-    ],
-)
-def test_a_kernel_that_devices_cannot_share_a_row_by_is_an_error(attention, platform, sentence):
-    with pytest.raises(UserError, match=sentence):
-        choose_kernel(attention, platform, *model_of(**BFLOAT16), 1536, FOUR_SHARE)
-
-
-def test_what_shards_rows_is_named_where_the_rules_say_another_axis():
-    keys = {"logical_axis_rules__length": "[tensor]", "logical_axis_rules__heads": "[]"}
-    layout = make_layout(load(ici_tensor_parallelism=4, **keys).mesh, jax.devices()[:4])
-    with pytest.raises(
-        UserError, match="tensor=4 share it: set ici_tensor_parallelism and dcn_tensor_parallelism to 1"
-    ):
-        choose_kernel("cudnn_flash", "gpu", *model_of(**BFLOAT16), 1536, layout)
+def test_a_kernel_that_devices_cannot_share_a_row_by_is_an_error():
+    with pytest.raises(UserError, match="max_target_length to be a multiple of 1024, not 1536"):
+        choose_kernel("flash", "tpu", *model_of(**BFLOAT16), 1536, FOUR_SHARE)
 
 
 @pytest.mark.parametrize(

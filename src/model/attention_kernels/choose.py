@@ -1,14 +1,15 @@
-"""Chooses an attention kernel: plain JAX (dot_product), cuDNN on NVIDIA GPUs, Pallas (splash) on TPUs."""
+"""Chooses an attention kernel: cuDNN's on NVIDIA GPUs, Pallas's (splash) on TPUs, or plain JAX's, whole or in tiles."""
 
+import re
 from collections.abc import Sequence
 
 from src.errors import UserError
 from src.model.attention_kernels.scores import FLASH_BLOCK, ScoreSpec
 from src.parallel.mesh import Layout
-from src.parallel.sequence import sharing_keys, zigzag_parts
+from src.parallel.sequence import zigzag_parts
 
 PLATFORMS = {"flash": "tpu", "cudnn_flash": "gpu"}  # of the fused kernels
-CUDNN_HEAD_DIM = 128  # largest that cuDNN takes on every GPU; Hopper's 256 is left out
+LONGEST_WHOLE = {"cpu": 64, "gpu": 4096, "tpu": 4096}  # keys of which dot_product is chosen to hold all scores
 
 
 def choose_kernel(
@@ -16,48 +17,57 @@ def choose_kernel(
 ) -> str:
     """Returns the kernel that the key `attention` means on this platform, for layers of these scores.
 
-    Raises UserError if the kernel asked for does not run here, or only plain JAX's does and devices share rows.
+    Raises UserError if the kernel asked for does not run here.
     """
-    shards = layout.shards("length")
     if attention != "autoselected":
-        if obstacle := _obstacle(attention, platform, scores, dtype, length, layout):
-            other = "dot_product" if shards > 1 else "autoselected"
-            raise UserError(f"attention={attention} {obstacle}. Use attention={other}.")
+        if obstacle := kernel_obstacle(attention, platform, scores, dtype, length, layout):
+            raise UserError(f"attention={attention} {obstacle}. Use attention=autoselected.")
         return attention
-    fused = next((kernel for kernel, home in PLATFORMS.items() if home == platform), "dot_product")
-    obstacle = _obstacle(fused, platform, scores, dtype, length, layout)
-    if obstacle and shards > 1:
-        raise UserError(
-            f"{shards} devices share a row ({layout.sharded_by('length')}), and attention={fused} {obstacle}. "
-            "attention=dot_product runs, but holds the scores of all pairs of tokens"
-        )
-    return "dot_product" if obstacle else fused
+    fused = fused_kernel(platform)
+    if fused and not kernel_obstacle(fused, platform, scores, dtype, length, layout):
+        return fused
+    return "blocked" if length > LONGEST_WHOLE[platform] or (fused and layout.shards("length") > 1) else "dot_product"
 
 
-def _obstacle(kernel: str, platform: str, scores: Sequence[ScoreSpec], dtype: str, length: int, layout: Layout) -> str:
+def fused_kernel(platform: str) -> str:
+    """Returns the kernel that fuses attention on this platform; "" if there is none."""
+    return next((kernel for kernel, home in PLATFORMS.items() if home == platform), "")
+
+
+def kernel_obstacle(
+    kernel: str, platform: str, scores: Sequence[ScoreSpec], dtype: str, length: int, layout: Layout
+) -> str:
     """Says why a kernel does not run here; "" where it does."""
     home = PLATFORMS.get(kernel, platform)
     if platform != home:
         return f"runs on {home}, and this is {platform}"
-    shards = layout.shards("length")
-    whole = FLASH_BLOCK * zigzag_parts(shards)
+    whole = FLASH_BLOCK * zigzag_parts(layout.shards("length"))
     if kernel == "flash" and length % whole:
         return f"needs max_target_length to be a multiple of {whole}, not {length}"
     if kernel == "cudnn_flash":
-        if shards > 1:
-            return (
-                f"has all of a row on one device, and {layout.sharded_by('length')} share it: set "
-                f"{sharing_keys(layout, 'length', 'and')} to 1"
-            )
         if dtype != "bfloat16":
             return f"needs dtype=bfloat16, not {dtype}"
         if length % 2:
             return f"needs an even max_target_length, not {length}"
+        # As JAX's own function checks (cuDNN 9.10 and newer).
+        hopper = _capability(layout) >= 9.0
+        largest, on_these = (256, "") if hopper else (128, " on GPUs older than Hopper (H100)")
         sizes = sorted({size for spec in scores for size in (spec.head_dim, spec.value_dim)})
-        if any(size % 8 or size > CUDNN_HEAD_DIM for size in sizes):
-            return f"needs head_dim to be a multiple of 8 up to {CUDNN_HEAD_DIM}, not {', '.join(map(str, sizes))}"
-        if any(spec.head_dim != spec.value_dim for spec in scores):
-            return "needs values of the size of queries, which latent attention does not have"
-        if any(spec.soft_cap or spec.sink for spec in scores):
-            return "has neither attn_logits_soft_cap nor attention_sink"
+        if any(size % 8 or size > largest for size in sizes):
+            of_256 = on_these if max(sizes) <= 256 else ""
+            return f"needs head_dim to be a multiple of 8 up to {largest}, not {', '.join(map(str, sizes))}{of_256}"
+        if not hopper and any(spec.head_dim != spec.value_dim for spec in scores):
+            return f"needs values of the size of queries{on_these}, which latent attention does not have"
+        lacks = {
+            "attn_logits_soft_cap": any(spec.soft_cap for spec in scores),
+            "attention_sink": any(spec.sink for spec in scores),
+        }
+        if missing := [key for key, asked in lacks.items() if asked]:
+            return f"does not have {' or '.join(missing)}"
     return ""
+
+
+def _capability(layout: Layout) -> float:
+    """Returns the compute capability of a layout's NVIDIA GPUs, here or compiled for, such as 9.0; 0 of others."""
+    capability = str(getattr(layout.mesh.devices.flat[0], "compute_capability", ""))
+    return float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0

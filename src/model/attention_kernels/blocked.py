@@ -1,0 +1,188 @@
+"""Attention in tiles, in plain JAX for any device: no array has an entry for every pair of a query and a key.
+
+A tile of queries meets one tile of keys after the other, and its softmax is corrected as larger scores come (Milakov
+and Gimelshein 2018, arXiv:1805.02867). The backward pass computes a tile's scores again from the logarithm of the
+softmax's normaliser (FlashAttention-2, Dao 2023, arXiv:2307.08691). Pairs of tiles that the mask hides are left out.
+
+Letters beside those of src/model/spec.py: i tiles of t queries, j tiles of s keys, G query heads that read one head of
+keys, R = G t, V size of values, n devices that share a row, P pairs of tiles.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from src.model.attention_kernels.scores import MASKED, ScoreSpec
+from src.model.forward_context import ForwardContext
+from src.model.products import with_gradient
+from src.parallel.mesh import Layout
+from src.parallel.sequence import replicate_rows, zigzag_order, zigzag_parts
+
+# Queries or keys of a tile, at most. Small ones stay in a CPU's caches; others start fewer kernels for large ones.
+TILE = {"cpu": 128, "gpu": 1024, "tpu": 1024}
+
+
+def blocked(
+    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, spec: ScoreSpec, sinks_N: Array | None, context: ForwardContext
+) -> Array:
+    """Attends with q [B, T, N, H] to k, v [B, n S, K, H] on each device's rows, heads and queries."""
+    layout = context.layout
+    # `attend` made segments of chunks; a window of their length spares the tiles beyond.
+    pairs_nP3 = tile_pairs(q_BTNH.shape[1], spec.window or spec.chunk, layout)
+    sharded, rows = layout.spec(("batch", "length", "heads", None)), layout.spec(("batch", "length"))
+    arrays = (q_BTNH, k_BSKH, v_BSKH, context.segment_ids_BT, replicate_rows(context.segment_ids_BT, layout))
+    arrays, specs = (*arrays, pairs_nP3), (*(sharded,) * 3, rows, rows, layout.spec(("length", None, None)))
+    if sinks_N is not None:
+        sinks_N = sinks_N.astype(jnp.promote_types(sinks_N.dtype, jnp.float32))
+        arrays, specs = (*arrays, sinks_N), (*specs, layout.spec(("heads",)))
+    shards, tile = layout.shards("length"), TILE[layout.platform]
+    return layout.shard_map(_on_device(spec, zigzag_parts(shards) // shards, tile), specs, sharded)(*arrays)
+
+
+def tile_size(length: int, tile: int) -> int:
+    """Returns the size of the fewest equal tiles that cover `length` tokens, the last of them perhaps in part."""
+    return -(-length // -(-length // tile))
+
+
+def tile_pairs(length: int, window: int, layout: Layout) -> np.ndarray:
+    """Returns each device's pairs of tiles, [n, P, (queries' tile, keys' tile, the first query's index in the text)].
+
+    Those are the pairs in which a query may see a key, which is not after it, nor before its window (0: none). A device
+    with fewer pairs than others has more at the end, whose queries come before all keys.
+    """
+    n, parts = layout.shards("length"), zigzag_parts(layout.shards("length"))
+    part, starts_np = length // parts, zigzag_order(length, layout).reshape(n, parts // n, -1)[:, :, 0]
+    t, s = (tile_size(size, TILE[layout.platform]) for size in (part, length))
+    pairs: list[list[tuple[int, int, int]]] = []
+    for starts_p in starts_np:
+        tiles = [(start + first, min(t, part - first)) for start in starts_p for first in range(0, part, t)]
+        oldest = [max(first - window + 1, 0) if window else 0 for first, _ in tiles]
+        pairs.append([])
+        for i, (first, size) in enumerate(tiles):
+            pairs[-1] += [(i, j, first) for j in range(oldest[i] // s, (first + size - 1) // s + 1)]
+    most = max(map(len, pairs))
+    return np.array([[*each, *[(0, 0, -length)] * (most - len(each))] for each in pairs], np.int32)
+
+
+def _on_device(spec: ScoreSpec, parts: int, tile: int) -> Callable[..., Array]:
+    """Returns attention on one device, whose queries come in `parts` that each are neighbours in the text.
+
+    The function takes q [B, T, N, H], k, v [B, S, K, H], their segments [B, T] and [B, S], pairs [1, P, 3], and perhaps
+    sinks [N].
+    """
+
+    def cut(q: Array, k: Array, v: Array, q_ids: Array, k_ids: Array) -> tuple[Array, ...]:
+        K = k.shape[2]
+        heads = (_heads(x, K, of, tile) for x, of in ((q, parts), (k, 1), (v, 1)))
+        return *heads, _cut(q_ids, parts, tile), _cut(k_ids, 1, tile)
+
+    def score(q_BKRH: Array, k_BKsH: Array, q_ids_Bt: Array, k_ids_Bs: Array, pair: Array) -> tuple[Array, Array]:
+        """Returns a tile's scores [B, K, R, s], masked, and their derivatives by the products of queries and keys."""
+        B, K, R, _ = q_BKRH.shape
+        t, s = q_ids_Bt.shape[1], k_ids_Bs.shape[1]
+        scores = _sum("BKRH,BKsH->BKRs", q_BKRH, k_BKsH) * spec.scale
+        slope = jnp.full((), spec.scale, scores.dtype)
+        if spec.soft_cap:
+            capped = jnp.tanh(scores / spec.soft_cap)
+            scores, slope = spec.soft_cap * capped, spec.scale * (1 - capped * capped)
+        distance_ts = (pair[2] + jnp.arange(t))[:, None] - (pair[1] * s + jnp.arange(s))
+        seen_Bts = (distance_ts >= 0) & (q_ids_Bt[..., None] == k_ids_Bs[:, None])
+        if spec.window:
+            seen_Bts &= distance_ts < spec.window
+        seen_BKGts = jnp.broadcast_to(seen_Bts[:, None, None], (B, K, R // t, t, s))
+        return jnp.where(seen_BKGts.reshape(scores.shape), scores, MASKED), slope
+
+    def run(*given: Array) -> tuple[Array, tuple]:
+        *arrays, pairs = given[:6]
+        sinks, (q, k, v, q_ids, k_ids) = given[6:], cut(*arrays)
+        by_query, dtype = q.shape[:-1], jnp.promote_types(q.dtype, jnp.float32)
+        # A sink is a key of its own, without a value.
+        largest = _of_queries(sinks[0], by_query).astype(dtype) if sinks else jnp.full(by_query, MASKED, dtype)
+        total = jnp.full(by_query, 1.0 if sinks else 0.0, dtype)
+
+        def add(sums: tuple[Array, ...], pair: Array) -> tuple[tuple[Array, ...], None]:
+            sums, pair = jax.lax.optimization_barrier((sums, pair))  # or XLA makes the masks of all pairs beforehand
+            i, j = pair[0], pair[1]
+            largest, total, out = (x[i] for x in sums)
+            scores, _ = score(q[i], k[j], q_ids[i], k_ids[j], pair)
+            larger = jnp.maximum(largest, jnp.max(scores, axis=-1))
+            weights, kept = jnp.exp(scores - larger[..., None]), jnp.exp(largest - larger)
+            added = _sum("BKRs,BKsV->BKRV", weights.astype(v.dtype), v[j])
+            new = (larger, total * kept + jnp.sum(weights, axis=-1), out * kept[..., None] + added)
+            return tuple(x.at[i].set(value) for x, value in zip(sums, new, strict=True)), None
+
+        sums = (largest, total, jnp.zeros((*by_query, v.shape[-1]), dtype))
+        (largest, total, out), _ = jax.lax.scan(add, sums, pairs[0])
+        out_BTNV = _rows((out / total[..., None]).astype(v.dtype), arrays[0], parts)
+        return out_BTNV, (*arrays, pairs, sinks, out_BTNV, largest + jnp.log(total))
+
+    def gradients(kept: tuple, d_out_BTNV: Array) -> tuple[Array | None, ...]:
+        *arrays, pairs, sinks, out_BTNV, normaliser = kept
+        q, k, v, q_ids, k_ids = cut(*arrays)
+        d_out, dtype = _heads(d_out_BTNV, k.shape[2], parts, tile), normaliser.dtype
+        # The mean of the weights' gradients, by the weights.
+        mean = jnp.sum(d_out_BTNV.astype(dtype) * out_BTNV.astype(dtype), axis=-1, keepdims=True)
+        mean = _heads(mean, k.shape[2], parts, tile)[..., 0]
+
+        def add(sums: tuple[Array, ...], pair: Array) -> tuple[tuple[Array, ...], None]:
+            sums, pair = jax.lax.optimization_barrier((sums, pair))  # or XLA makes the masks of all pairs beforehand
+            i, j = pair[0], pair[1]
+            d_q, d_k, d_v = sums
+            scores, slope = score(q[i], k[j], q_ids[i], k_ids[j], pair)
+            weights = jnp.exp(scores - normaliser[i][..., None])
+            d_weights = _sum("BKRV,BKsV->BKRs", d_out[i], v[j])
+            d_scores = (weights * (d_weights - mean[i][..., None]) * slope).astype(q.dtype)
+            d_q = d_q.at[i].add(_sum("BKRs,BKsH->BKRH", d_scores, k[j]))
+            d_k = d_k.at[j].add(_sum("BKRs,BKRH->BKsH", d_scores, q[i]))
+            d_v = d_v.at[j].add(_sum("BKRs,BKRV->BKsV", weights.astype(v.dtype), d_out[i]))
+            return (d_q, d_k, d_v), None
+
+        sums, _ = jax.lax.scan(add, tuple(jnp.zeros(x.shape, dtype) for x in (q, k, v)), pairs[0])
+        d_q, d_k, d_v = (d.astype(x.dtype) for d, x in zip(sums, arrays, strict=False))
+        d_sinks = []
+        for sinks_N in sinks:
+            d_scores = -jnp.exp(_of_queries(sinks_N, mean.shape) - normaliser) * mean
+            d_scores_iBNt = d_scores.reshape(*mean.shape[:2], len(sinks_N), -1)
+            d_sinks.append(jnp.sum(d_scores_iBNt, axis=(0, 1, 3)).astype(sinks_N.dtype))
+        d_q, d_k, d_v = _rows(d_q, arrays[0], parts), _rows(d_k, arrays[1], 1), _rows(d_v, arrays[2], 1)
+        return d_q, d_k, d_v, None, None, None, *d_sinks
+
+    return with_gradient(run, gradients)
+
+
+def _sum(einsum: str, x: Array, y: Array) -> Array:
+    """Multiplies and sums in float32 at least."""
+    return jnp.einsum(einsum, x, y, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _cut(x_BT: Array, parts: int, tile: int) -> Array:
+    """Cuts each part of the rows [B, T, ...] into tiles, the last one padded: [i, B, t, ...]."""
+    B, T, *rest = x_BT.shape
+    size = tile_size(T // parts, tile)
+    x_BT = x_BT.reshape(B * parts, T // parts, *rest)
+    x_BT = jnp.pad(x_BT, ((0, 0), (0, -(T // parts) % size), *[(0, 0)] * len(rest)))
+    return jnp.moveaxis(x_BT.reshape(B, -1, size, *rest), 1, 0)
+
+
+def _heads(x_BTNH: Array, K: int, parts: int, tile: int) -> Array:
+    """Cuts rows into tiles whose queries are together by the head of keys that they read: [i, B, K, R, H]."""
+    x_iBtNH = _cut(x_BTNH, parts, tile)
+    i, B, t, N, H = x_iBtNH.shape
+    return jnp.moveaxis(x_iBtNH, 2, 3).reshape(i, B, K, N // K * t, H)
+
+
+def _rows(x_iBKRH: Array, like_BTNH: Array, parts: int) -> Array:
+    """Joins tiles to rows as long as those of `like_BTNH`: the inverse of `_heads`."""
+    B, T, N, _ = like_BTNH.shape
+    x_iBNtH = x_iBKRH.reshape(x_iBKRH.shape[0], B, N, -1, x_iBKRH.shape[-1])
+    x_BitNH = jnp.moveaxis(x_iBNtH, (0, 3), (1, 2))
+    return x_BitNH.reshape(B * parts, -1, N, x_iBKRH.shape[-1])[:, : T // parts].reshape(B, T, N, -1)
+
+
+def _of_queries(sinks_N: Array, shape: tuple[int, ...]) -> Array:
+    """Repeats each head's sink for the head's queries of every tile: [i, B, K, R]."""
+    _, _, K, R = shape
+    return jnp.broadcast_to(jnp.repeat(sinks_N, R * K // len(sinks_N)).reshape(K, R), shape)

@@ -204,7 +204,7 @@ def soft_cap(machine: Machine) -> dict:
 
 
 def head_dim_256(machine: Machine) -> dict:
-    """A model with half as many heads of 256, and whether cuDNN, which is not chosen for it, computes such heads."""
+    """A model with half as many heads of 256, which cuDNN computes on Hopper and newer, and its kernel."""
     heads = 8 if machine.is_gpu else 1
     keys = ("head_dim=256", f"base_num_query_heads={heads}", f"base_num_kv_heads={heads}")
     found = machine.beside_plain("head_dim_256", *keys)

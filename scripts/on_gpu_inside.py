@@ -65,6 +65,9 @@ def kernels(keys: Sequence[str]) -> dict[str, Any]:
         found[f"attention_{name}"] = attention_differs(B, T, N, N, H, packed, window)
         # Rows as long as those of the trained model, and fewer heads of keys than of queries.
         found[f"attention_{name}_grouped"] = attention_differs(1, 4 * T, N, N // 4, H, packed, window)
+    # In pieces, as rows of more than 4,096 tokens are; and latent attention's sizes of queries and values.
+    found["attention_pieces"] = attention_differs(1, 8 * T, N, N // 4, H, True, 0)
+    found["attention_latent"] = attention_differs(B, T, N, N, 3 * H // 2, True, 0, value_dim=H)
     sizes = jnp.asarray([T // 2, 3, 0, T // 2 - 3], jnp.int32)
     found["grouped_products"] = differs(
         lambda x, kernel: grouped_matmul(x, kernel, sizes, "gpu", interpret=not on_gpu),
@@ -90,7 +93,9 @@ def is_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def attention_differs(B: int, T: int, N: int, K: int, H: int, packed: bool, window: int) -> float:
+def attention_differs(
+    B: int, T: int, N: int, K: int, H: int, packed: bool, window: int, value_dim: int | None = None
+) -> float:
     """Compares cuDNN's attention over B rows of T with plain attention; N heads of queries, K of keys, of size H."""
     import jax
     import jax.numpy as jnp
@@ -106,12 +111,13 @@ def attention_differs(B: int, T: int, N: int, K: int, H: int, packed: bool, wind
     segments = np.arange(T) * 5 // (T + 7) if packed else np.zeros(T)
     segment_ids = jnp.asarray(np.tile(1 + segments, (B, 1)), jnp.int32)
     context = ForwardContext(jnp.tile(jnp.arange(T), (B, 1)), segment_ids, layout, "", packed)
-    facts = (ScoreSpec(N, H, H, H**-0.5, window=window), None, context)
+    V = value_dim or H
+    facts = (ScoreSpec(N, H, V, H**-0.5, window=window), None, context)
     kernel = cudnn if is_gpu() else dot_product
     return differs(
         lambda q, k, v: kernel(q, k, v, *facts),
         lambda q, k, v: dot_product(q, k, v, *facts),
-        *((B, T, heads, H) for heads in (N, K, K)),
+        *((B, T, N, H), (B, T, K, H), (B, T, K, V)),
     )
 
 

@@ -235,6 +235,7 @@ def test_kernels_are_held_to_plain_ones(tmp_path):
     found = checked(tmp_path, "kernels")["kernels"]
     assert 0 < found["greatest_difference"] < 0.02
     attention = [f"attention_{name}{of}" for name in ("packed", "unpacked", "window") for of in ("", "_grouped")]
+    attention += ["attention_pieces", "attention_latent"]
     assert found["greatest_difference"] == max(found[name] for name in (*attention, "grouped_products"))
 
 

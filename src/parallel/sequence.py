@@ -21,8 +21,7 @@ def zigzag_order(length: int, layout: Layout) -> np.ndarray:
     if length % zigzag_parts(n):
         raise UserError(
             f"max_target_length={length} does not divide into {2 * n} parts, two for each device that shares a row "
-            f"({layout.sharded_by('length')}): use a multiple of {2 * n}, or another "
-            + sharing_keys(layout, "length", "or")
+            f"({layout.sharded_by('length')}): use a multiple of {2 * n}, or another " + sharing_keys(layout, "length")
         )
     if n == 1:
         return np.arange(length)
@@ -30,10 +29,10 @@ def zigzag_order(length: int, layout: Layout) -> np.ndarray:
     return np.concatenate([parts[:n], parts[n:][::-1]], axis=1).reshape(-1)
 
 
-def sharing_keys(layout: Layout, axis: str, conjunction: str) -> str:
-    """Lists the keys whose product is the number of devices that share a dim of this logical axis."""
+def sharing_keys(layout: Layout, axis: str) -> str:
+    """Lists with "or" the keys whose product is the number of devices that share a dim of this logical axis."""
     keys = [size_key(kind, name) for name in layout.axes(axis) for kind in ("ici", "dcn")]
-    return f"{', '.join(keys[:-1])} {conjunction} {keys[-1]}"
+    return f"{', '.join(keys[:-1])} or {keys[-1]}"
 
 
 def zigzag_parts(n: int) -> int:

@@ -90,7 +90,7 @@ def abstract_batch(plan: StepPlan, rows: int, length: int, key: str = "per_devic
     check_rows(rows // plan.accumulation.micro_batches, plan.layout, plan.execution.schedule, key)
     tiles, shards = plan.step.num_vocab_tiling, plan.layout.shards("norm_length")
     if length % (tiles * shards):
-        sharing, keys = plan.layout.sharded_by("norm_length"), sharing_keys(plan.layout, "norm_length", "or")
+        sharing, keys = plan.layout.sharded_by("norm_length"), sharing_keys(plan.layout, "norm_length")
         raise UserError(
             f"max_target_length={length} is not divisible by num_vocab_tiling={tiles} times the number of devices that "
             f"share a row between blocks ({sharing}): use a multiple of {tiles * shards}, or another {keys}"

@@ -1,36 +1,239 @@
-"""cuDNN's fused attention, for NVIDIA GPUs."""
+"""cuDNN's fused attention, for NVIDIA GPUs.
+
+A long row of several segments, or one that devices share, is attended to in pieces, and no mask is as large as T x T.
+Of two neighbouring blocks one segment at most is in both, so that the first queries of the later block see the last
+keys of the earlier one: with its keys in reverse, two numbers say which. Blocks of twice the size are joined each time;
+with a window each block is joined with the few before it. The pieces' outputs are weighted by their softmax's
+normalisers. Backward, each piece is given normaliser and output of the whole, by which its gradients are those of the
+whole (as in Ring Attention, Liu et al. 2023, arXiv:2310.01889).
+
+JAX's own function asks the device at hand what it can do, has values of the queries' size only, and takes no normaliser
+backward. So its primitives are called here, of the versions that requirements/ pins.
+"""
 
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
+from jax._src.cudnn import fused_attention_stablehlo as fused
 
-from src.model.attention_kernels.scores import ScoreSpec, causal_mask
+from src.model.attention_kernels.blocked import blocked
+from src.model.attention_kernels.scores import MASKED, ScoreSpec
 from src.model.forward_context import ForwardContext
+from src.model.products import with_gradient
+from src.parallel.sequence import replicate_rows, zigzag_order, zigzag_parts
+
+LONGEST_MASK = 4096  # tokens of a row whose mask [T, T] is made
+BLOCK = 1024  # tokens of a block of a longer row, at most
+NO_WEIGHT = 1e30  # a normaliser beside which any score vanishes
 
 
 def cudnn(
     q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, spec: ScoreSpec, sinks_N: Array | None, context: ForwardContext
 ) -> Array:
-    """Attends with q [B, T, N, H] to k, v [B, S, K, H] on each device's rows and heads.
-
-    Packed rows pass their segments as a mask [B, 1, T, S] in the compute dtype. No devices share rows here, so the
-    mask's dim of those devices (n = 1) stands where cuDNN's mask has its dim of heads.
-    """
+    """Attends with q [B, T, N, H] to k, v [B, n S, K, H] on each device's rows, heads and queries."""
     assert sinks_N is None, "choose_kernel"
-    layout = context.layout
-    sharded = layout.spec(("batch", None, "heads", None))
+    layout, T = context.layout, q_BTNH.shape[1]
+    shards, window = layout.shards("length"), spec.window if spec.window < T else 0
+    if window and shards > 1:
+        return blocked(q_BTNH, k_BSKH, v_BSKH, spec, sinks_N, context)
+    pieces = _Pieces(spec.scale, window, context.packed, shards, T // zigzag_parts(shards))
+    sharded, rows = layout.spec(("batch", "length", "heads", None)), layout.spec(("batch", "length"))
+    starts_np = zigzag_order(T, layout).reshape(shards, zigzag_parts(shards) // shards, -1)[:, :, 0]
+    ids = (context.segment_ids_BT, replicate_rows(context.segment_ids_BT, layout))
+    specs = (sharded, sharded, sharded, rows, rows, layout.spec(("length", None)))
+    mapped = layout.shard_map(with_gradient(pieces.run, pieces.gradients), specs, sharded)
+    return mapped(q_BTNH, k_BSKH, v_BSKH, *ids, jnp.asarray(starts_np, jnp.int32))
 
-    def on_device(q: Array, k: Array, v: Array, segments: Array) -> Array:
-        local = dataclasses.replace(context, segment_ids_BT=segments)
-        return jax.nn.dot_product_attention(
-            *(q, k, v),
-            mask=causal_mask(local, spec.window) if context.packed else None,
-            is_causal=True,  # beside a mask that says it too: cuDNN then skips the blocks above the diagonal
-            scale=spec.scale,
-            local_window_size=(spec.window - 1, 0) if spec.window and not context.packed else None,
-            implementation="cudnn",
-        )
 
-    mapped = layout.shard_map(on_device, (sharded, sharded, sharded, layout.spec(("batch", None))), sharded)
-    return mapped(q_BTNH, k_BSKH, v_BSKH, context.segment_ids_BT)
+class _Mask(NamedTuple):
+    """What a piece's queries see: keys up to themselves and by a bias, keys by a bias, or its first queries first keys.
+
+    A query that sees nothing, and a key that none sees, have results that cuDNN does not document: they are not used.
+    """
+
+    bias_b1ts: Array | None = None
+    lengths: tuple[Array, Array] | None = None  # [b]: numbers of the first queries and keys
+    used: tuple[Array, Array] | None = None  # [b, t] and [b, s]: which queries see a key, and the reverse; None: all
+
+    def of_queries(self, x_bt: Array, otherwise: float = 0.0) -> Array:
+        """Replaces what belongs to queries that see no key."""
+        return x_bt if self.used is None else _where(self.used[0], x_bt, otherwise)
+
+    def of_keys(self, x_bs: Array) -> Array:
+        """Replaces what belongs to keys that no query sees by zeros."""
+        return x_bs if self.used is None else _where(self.used[1], x_bs, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+    """Attention on one device. A piece has b rows of t queries and s keys: its blocks, or what joins two of them."""
+
+    scale: float
+    window: int
+    packed: bool
+    shards: int  # devices that share a row, of which each has two parts
+    length: int  # tokens of a row, or of such a part
+
+    @property
+    def levels(self) -> int:
+        """Counts how often a row or part is halved to make blocks."""
+        in_blocks = self.packed and (self.shards > 1 or self.length > LONGEST_MASK)
+        return (-(-self.length // BLOCK) - 1).bit_length() if in_blocks else 0
+
+    @property
+    def block(self) -> int:
+        """Counts the tokens of a block: of several, a multiple of 8, for which a row or part is padded."""
+        size = -(-self.length >> self.levels)
+        return size if self.levels == 0 and self.shards == 1 else -(-size // 8) * 8
+
+    @property
+    def joins(self) -> list[tuple[str, int]]:
+        """Lists what joins blocks: halves of so many blocks each, or with a window each block and that so many before.
+
+        Where the window ends within that block, a bias says what is seen.
+        """
+        if not self.window:
+            return [("halves", 1 << level) for level in range(self.levels)]
+        furthest = min(-(-(self.window - 1) // self.block), (1 << self.levels) - 1)
+        return [
+            ("before" if (number + 1) * self.block <= self.window else "biased", number)
+            for number in range(1, furthest + 1)
+        ]
+
+    def queries(self, x_BT: Array, fill: int = 0) -> list[Array]:
+        """Returns each piece's queries [b, t, ...] of arrays by query."""
+        blocks, sizes = self._blocks(x_BT, fill), x_BT.shape[2:]
+        pieces = [blocks.reshape(-1, self.block, *sizes)]
+        for kind, number in self.joins:
+            halves = blocks.reshape(-1, 2, number * self.block, *sizes) if kind == "halves" else None
+            pieces.append(pieces[0] if halves is None else halves[:, 1])
+        parts = x_BT.reshape(x_BT.shape[0], -1, self.length, *sizes)
+        return pieces if self.shards == 1 else [*pieces, parts[:, 0], parts[:, 1]]
+
+    def keys(self, x_BS: Array, starts_1p: Array, fill: int = 0) -> list[Array]:
+        """Returns each piece's keys [b, s, ...]; a device's parts of a row begin at `starts_1p`."""
+        own, sizes = x_BS, x_BS.shape[2:]
+        if self.shards > 1:
+            parts = [jax.lax.dynamic_slice_in_dim(x_BS, start, self.length, axis=1) for start in starts_1p[0]]
+            own = jnp.concatenate(parts, axis=1)
+        blocks = self._blocks(own, fill)
+        pieces = [blocks.reshape(-1, self.block, *sizes)]
+        for kind, number in self.joins:
+            if kind == "halves":
+                earlier = blocks.reshape(-1, 2, number * self.block, *sizes)[:, 0]
+            else:
+                earlier = _pad(blocks[:, :-number], (number, 0), fill).reshape(-1, self.block, *sizes)
+            pieces.append(earlier if kind == "biased" else jnp.flip(earlier, axis=1))
+        if self.shards > 1:
+            back = _pad(jnp.flip(x_BS, axis=1), (0, x_BS.shape[1]), fill)  # from a part's start on, all before it
+            for start, most in zip(starts_1p[0], (self.shards - 1, 2 * self.shards - 1), strict=True):
+                first = x_BS.shape[1] - start
+                pieces.append(jax.lax.dynamic_slice_in_dim(back, first, most * self.length, axis=1))
+        return pieces
+
+    def _blocks(self, x_BT: Array, fill: int) -> Array:
+        """Cuts a device's rows to [rows or parts of rows, blocks, tokens of a block, ...]."""
+        x_rt = x_BT.reshape(-1, self.length, *x_BT.shape[2:])
+        x_rt = _pad(x_rt, (0, (self.block << self.levels) - self.length), fill)
+        return x_rt.reshape(x_rt.shape[0], -1, self.block, *x_BT.shape[2:])
+
+    def masks(self, q_ids_BT: Array, k_ids_BS: Array, starts_1p: Array, dtype: jnp.dtype) -> list[_Mask]:
+        """Returns each piece's mask, by the segments of queries and keys."""
+        if not self.packed:  # one segment, and what follows it needs no mask
+            q_ids_BT, k_ids_BS = jnp.ones_like(q_ids_BT), jnp.ones_like(k_ids_BS)
+        ids = list(zip(self.queries(q_ids_BT, -1), self.keys(k_ids_BS, starts_1p, -1), strict=True))
+
+        def seen_bts(q_bt: Array, k_bs: Array, distance: int) -> Array:
+            index = jnp.arange(self.block)
+            near_ts = index[:, None] - index + distance < (self.window or self.length)
+            return (q_bt[:, :, None] == k_bs[:, None]) & near_ts
+
+        def bias_b1ts(seen_bts: Array) -> Array:
+            return fused.combine_bias_and_mask(None, seen_bts[:, None], dtype)
+
+        masks = [_Mask(bias_b1ts(seen_bts(*ids[0], 0)) if self.packed else None)]
+        for (q_bt, k_bs), (kind, number) in zip(ids[1:], [*self.joins, *[("parts", 0)] * 2], strict=False):
+            if kind == "biased":
+                seen = seen_bts(q_bt, k_bs, number * self.block)
+                masks.append(_Mask(bias_b1ts(seen), None, (seen.any(axis=2), seen.any(axis=1))))
+            else:  # each row's first segment, where queries and keys have it in common
+                shared_b1 = q_bt[:, :1] == k_bs[:, :1]
+                used = tuple(jnp.cumprod((x == x[:, :1]) & shared_b1, axis=1) > 0 for x in (q_bt, k_bs))
+                masks.append(_Mask(None, tuple(jnp.sum(x, axis=1, dtype=jnp.int32) for x in used), used))
+        return masks
+
+    def run(self, *given: Array) -> tuple[Array, tuple[Array, ...]]:
+        """Returns the output of q, k, v, the segments of queries and keys, and starts; and what `gradients` takes."""
+        q, k, v, q_ids, k_ids, starts_1p = given
+        masks = self.masks(q_ids, k_ids, starts_1p, q.dtype)
+        outs, normalisers = [], []
+        for *arrays, mask in zip(self.queries(q), self.keys(k, starts_1p), self.keys(v, starts_1p), masks, strict=True):
+            operands, settings = self._call(arrays, mask)
+            out, normaliser = fused._dot_product_attention_fwd_p_wrapper.bind(*operands, is_training=True, **settings)
+            outs.append(mask.of_queries(out))
+            normalisers.append(mask.of_queries(jnp.swapaxes(normaliser, 1, 2), MASKED))
+        normaliser_BTN = self._rows(0, normalisers[0], q.shape[:3])
+        for p, normaliser in enumerate(normalisers[1:], start=1):
+            before = self.queries(normaliser_BTN)[p]
+            normaliser_BTN += self._rows(p, jnp.logaddexp(before, normaliser) - before, q.shape[:3])
+        if len(outs) > 1:
+            shares = [jnp.exp(x - y) for x, y in zip(normalisers, self.queries(normaliser_BTN), strict=True)]
+            outs = [share[..., None] * out for share, out in zip(shares, outs, strict=True)]
+        out_BTNV = sum(self._rows(p, out, (*q.shape[:3], v.shape[3])) for p, out in enumerate(outs)).astype(q.dtype)
+        return out_BTNV, (*given, out_BTNV, normaliser_BTN)
+
+    def gradients(self, kept: tuple[Array, ...], d_out_BTNV: Array) -> tuple[Array | None, ...]:
+        """Returns the gradients of q, k and v, from what `run` kept and the output's."""
+        q, k, v, q_ids, k_ids, starts_1p, *of_out = kept
+        masks, of_keys = self.masks(q_ids, k_ids, starts_1p, q.dtype), functools.partial(self.keys, starts_1p=starts_1p)
+        found = []
+        for q_p, out, normaliser, d_out, k_p, v_p, mask in zip(
+            *map(self.queries, (q, *of_out, d_out_BTNV)), of_keys(k), of_keys(v), masks, strict=True
+        ):
+            operands, settings = self._call((q_p, k_p, v_p), mask)
+            normaliser = jnp.swapaxes(mask.of_queries(normaliser, NO_WEIGHT), 1, 2)
+            operands = (*operands, normaliser, mask.of_queries(out), mask.of_queries(d_out))
+            d_q, d_k, d_v = fused._dot_product_attention_bwd_p_wrapper.bind(*operands, **settings)
+            found.append((mask.of_queries(d_q), mask.of_keys(d_k), mask.of_keys(d_v)))
+
+        def whole(d: Sequence[Array], x: Array, cut: Callable[[Array], list[Array]]) -> Array:
+            in_float32 = [piece.astype(jnp.float32) for piece in d]
+            return jax.linear_transpose(cut, x.astype(jnp.float32))(in_float32)[0].astype(x.dtype)
+
+        d_q, d_k, d_v = zip(*found, strict=True)
+        return whole(d_q, q, self.queries), whole(d_k, k, of_keys), whole(d_v, v, of_keys), None, None, None
+
+    def _rows(self, p: int, x_bt: Array, shape: Sequence[int]) -> Array:
+        """Puts what belongs to a piece's queries into zeros [B, T, ...] of this shape."""
+        zeros = jax.ShapeDtypeStruct(shape, x_bt.dtype)
+        return jax.linear_transpose(lambda x: self.queries(x)[p], zeros)(x_bt)[0]
+
+    def _call(self, arrays: Sequence[Array], mask: _Mask) -> tuple[tuple[Array, ...], dict[str, Any]]:
+        """Returns the primitives' operands and settings for queries, keys and values of a piece."""
+        none, has_bias = jnp.zeros(0, arrays[0].dtype), mask.bias_b1ts is not None
+        kind, lengths = fused.MaskType.CAUSAL if mask.used is None else fused.MaskType.NO_MASK, (none, none)
+        if mask.lengths is not None:
+            kind, lengths = fused.MaskType.PADDING, tuple(jnp.maximum(number, 1) for number in mask.lengths)
+        settings = {
+            "scale": self.scale,
+            "seed": 0,
+            "dropout_rate": 0.0,
+            "variadic_args": (has_bias, False),  # no gradient of the bias
+            "mask_type": kind,
+            "layout": fused.AttentionLayout.BTNH.value,
+            "sliding_window_length": None if self.packed else self.window or None,
+        }
+        return (*arrays, mask.bias_b1ts if has_bias else none, *lengths, none, none, none, none), settings
+
+
+def _pad(x_bt: Array, count: tuple[int, int], fill: int) -> Array:
+    return jnp.pad(x_bt, ((0, 0), count, *[(0, 0)] * (x_bt.ndim - 2)), constant_values=fill)
+
+
+def _where(used_bt: Array, x_bt: Array, otherwise: float) -> Array:
+    return jnp.where(used_bt.reshape(*x_bt.shape[:2], *[1] * (x_bt.ndim - 2)), x_bt, otherwise)

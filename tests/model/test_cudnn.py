@@ -1,0 +1,168 @@
+"""What cuDNN is asked for: its primitives run on GPUs only, so here their formulas stand for them.
+
+The stand-ins return NaN where cuDNN's results are not documented: past the lengths that a call states.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from src.model.attention_kernels import cudnn as module
+from src.parallel.sequence import zigzag_order
+from tests.model.test_blocked import computed, context_of, inputs, segments_of, written_out
+from tests.tiny import assert_close, make
+
+CALLS = []
+
+
+def seen(q, k, bias, q_len, k_len, mask_type, window):
+    """[b, 1, t, s]: what a call's queries see, and its lengths [b]."""
+    (b, t), s = q.shape[:2], k.shape[1]
+    query, key = np.arange(t)[:, None], np.arange(s)
+    mask = jnp.ones((b, 1, t, s), bool)
+    if "CAUSAL" in mask_type.name:
+        mask &= query >= key
+    if window:
+        mask &= query - key < window
+    if bias.size:
+        mask &= bias == 0
+    if "PADDING" not in mask_type.name:
+        return mask, jnp.full(b, t), jnp.full(b, s)
+    mask &= (query < q_len[:, None, None, None]) & (key < k_len[:, None, None, None])
+    # Of no queries or keys its results are not documented.
+    defined = (q_len > 0) & (k_len > 0)
+    return mask, jnp.where(defined, q_len, 0), jnp.where(defined, k_len, 0)
+
+
+def repeated(x, q):
+    return jnp.repeat(x, q.shape[2] // x.shape[2], axis=2)
+
+
+def weights_of(q, k, mask, scale):
+    """exp of the scores [b, n, t, s], and their sum."""
+    weights = jnp.where(mask, jnp.exp(jnp.einsum("btnh,bsnh->bnts", q, repeated(k, q)) * scale), 0)
+    return weights, weights.sum(-1)
+
+
+def defined(x, lengths):
+    return jnp.where(np.arange(x.shape[1])[:, None, None] < lengths[:, None, None, None], x, jnp.nan)
+
+
+class Forward:
+    @staticmethod
+    def bind(q, k, v, bias, q_len, k_len, *others, is_training, scale, mask_type, sliding_window_length, **settings):
+        assert is_training
+        assert all(other.size == 0 for other in others)
+        CALLS.append((mask_type.name, bias.shape))
+        mask, q_len, k_len = seen(q, k, bias, q_len, k_len, mask_type, sliding_window_length)
+        weights, total = weights_of(q, k, mask, scale)
+        out = jnp.einsum("bnts,bsnh->btnh", weights / total[..., None], repeated(v, q))
+        normaliser = jnp.where(np.arange(q.shape[1]) < q_len[:, None, None], jnp.log(total), jnp.nan)
+        return defined(out, q_len), normaliser
+
+
+class Backward:
+    @staticmethod
+    def bind(q, k, v, bias, q_len, k_len, *others, scale, mask_type, sliding_window_length, **settings):
+        *others, normaliser, out, d_out = others
+        assert all(other.size == 0 for other in others)
+        mask, q_len, k_len = seen(q, k, bias, q_len, k_len, mask_type, sliding_window_length)
+        weights = weights_of(q, k, mask, scale)[0] * jnp.exp(-normaliser)[..., None]
+        d_weights = jnp.einsum("btnh,bsnh->bnts", d_out, repeated(v, q))
+        d_scores = weights * (d_weights - jnp.moveaxis((out * d_out).sum(-1), 1, 2)[..., None]) * scale
+        d_q = jnp.einsum("bnts,bsnh->btnh", d_scores, repeated(k, q))
+        d_k, d_v = (
+            jnp.einsum("bnts,btnh->bsnh", *products).reshape(*k.shape[:3], q.shape[2] // k.shape[2], -1).sum(3)
+            for products in ((d_scores, q), (weights, d_out))
+        )
+        return [defined(d_q, q_len), defined(d_k, k_len), defined(d_v, k_len)]
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch):
+    """And as if rows of these tests were long: blocks are of at most 16 tokens."""
+    monkeypatch.setattr(module.fused, "_dot_product_attention_fwd_p_wrapper", Forward)
+    monkeypatch.setattr(module.fused, "_dot_product_attention_bwd_p_wrapper", Backward)
+    # The number that bfloat16's masks have, for float32 too.
+    monkeypatch.setattr(module.fused, "get_large_negative_number", lambda dtype: jnp.asarray(-2 << 40, dtype))
+    monkeypatch.setattr(module, "LONGEST_MASK", 60)
+    monkeypatch.setattr(module, "BLOCK", 16)
+    CALLS.clear()
+
+
+@pytest.mark.parametrize("length", [40, 128, 200, 346])
+@pytest.mark.parametrize(("kv_heads", "value_dim"), [(2, 16), (4, 8)])
+def test_pieces_of_packed_rows_are_the_attention_of_whole_rows(length, kv_heads, value_dim):
+    """Lengths of one piece with a mask, of halves, of blocks that divide by nothing, and values of another size."""
+    arrays, segments = inputs(kv_heads, value_dim, length), segments_of(max(length, 70))[:, :length]
+    *values, direction = (x.astype(np.float32) for x in arrays)
+    found = computed("cudnn_flash", *values, direction, None, context_of(make()[1].layout, segments))
+    assert_close(found, written_out(*arrays, None, segments), 1e-5)
+    halvings = 0 if length == 40 else math.ceil(math.log2(length / 16))
+    assert len(CALLS) == 1 + halvings
+    assert max(math.prod(bias) for _, bias in CALLS) <= 2 * (16**2 << halvings if halvings else 40**2)
+
+
+@pytest.mark.parametrize(("facts", "packed"), [({}, False), ({"window": 30}, False), ({"chunk": 40}, True)])
+def test_rows_of_one_segment_and_chunks(facts, packed):
+    """Unpacked rows have no mask at all, with a window neither; what padding attends to is for nobody to read."""
+    arrays, segments = inputs(), np.ones((2, 200), np.int32)
+    context = dataclasses.replace(context_of(make()[1].layout, segments), packed=packed)
+    *values, direction = (x.astype(np.float32) for x in arrays)
+    assert_close(
+        computed("cudnn_flash", *values, direction, None, context, **facts),
+        written_out(*arrays, None, segments, **facts),
+        1e-5,
+    )
+    if not packed:
+        assert [bias for _, bias in CALLS] == [(0,)]
+
+
+@pytest.mark.parametrize("length", [128, 200])
+@pytest.mark.parametrize("window", [2, 7, 16, 17, 18, 33, 60, 150])
+def test_windows_in_packed_rows_join_each_block_with_those_before_it(window, length):
+    arrays, segments = inputs(length=length), segments_of(length)
+    *values, direction = (x.astype(np.float32) for x in arrays)
+    found = computed("cudnn_flash", *values, direction, None, context_of(make()[1].layout, segments), window=window)
+    assert_close(found, written_out(*arrays, None, segments, window=window), 1e-5)
+    assert max(math.prod(bias) for _, bias in CALLS) <= 2 * 256 * 16
+
+
+def test_a_window_in_short_packed_rows_is_in_the_mask():
+    arrays, segments = inputs(length=40), segments_of(70)[:, :40]
+    *values, direction = (x.astype(np.float32) for x in arrays)
+    found = computed("cudnn_flash", *values, direction, None, context_of(make()[1].layout, segments), window=7)
+    assert_close(found, written_out(*arrays, None, segments, window=7), 1e-5)
+    assert len(CALLS) == 1
+
+
+CONTEXT = {"ici_fsdp_parallelism": 1, "ici_context_parallelism": 4}
+MESHES = {
+    "context 4": CONTEXT,
+    "context 2 x tensor 2": {"ici_fsdp_parallelism": 1, "ici_context_parallelism": 2, "ici_tensor_parallelism": 2},
+    "context 4 x data 2": {**CONTEXT, "ici_data_parallelism": 2},
+}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_devices_that_share_rows_compute_the_attention_of_one(mesh, packed):
+    size = math.prod(size for key, size in MESHES[mesh].items() if key.endswith("_parallelism"))
+    layout = make(devices=size, **MESHES[mesh])[1].layout
+    arrays, segments = inputs(), segments_of() if packed else np.ones((2, 200), np.int32)
+    order = zigzag_order(200, layout)
+    axes = ("heads", "kv_heads", "kv_heads", "heads")
+    placed = [
+        jax.device_put(np.float32(x[:, order]), layout.sharding(("batch", "length", axis, None)))
+        for x, axis in zip(arrays, axes, strict=True)
+    ]
+    context = dataclasses.replace(context_of(layout, segments), packed=packed)
+    out, (*gradients, _) = computed("cudnn_flash", *placed, None, context)
+    back = np.argsort(order)
+    out, *gradients = (x[:, back] for x in (out, *gradients))
+    assert_close((out, (*gradients, None)), written_out(*arrays, None, segments), 1e-5)
+    assert {kind for kind, _ in CALLS} == {"CAUSAL", "PADDING"}

@@ -57,6 +57,9 @@ def _mesh(config: FlatKeys) -> Iterator[str]:
             by_default = [key for key in unset if KEYS[key].default == -1]
             hint = f": -1 is the default of {by_default[0]}, so add {by_default[0]}=1" if by_default else ""
             yield f"only one {kind} size may be -1 (what is left), not {' and '.join(unset)}{hint}"
+
+
+def _rules(config: FlatKeys) -> Iterator[str]:
     for name in config.logical_axis_rules:
         if name not in LOGICAL_AXES:
             hint = did_you_mean(name, LOGICAL_AXES) or f" It has {first_few(LOGICAL_AXES, near=name)}"
@@ -130,10 +133,13 @@ def _mup(config: FlatKeys) -> Iterator[str]:
             yield f"mup_base_emb_dim={config.mup_base_emb_dim} needs {keys}: its learning rates are of no other"
 
 
-def _batch(config: FlatKeys) -> Iterator[str]:
+def _tiles(config: FlatKeys) -> Iterator[str]:
     length, tiles = config.max_target_length, config.num_vocab_tiling
     if tiles and length % tiles:
         yield f"max_target_length={length} does not divide into num_vocab_tiling={tiles} tiles"
+
+
+def _ramp(config: FlatKeys) -> Iterator[str]:
     if not config.enable_rampup_batch_size:
         return
     full, start = config.per_device_batch_size, config.per_device_batch_size_start
@@ -156,11 +162,6 @@ def _sources(config: FlatKeys) -> Iterator[str]:
         needed = "dataset_path" if spec.name and spec.dataset_type == "text" else _NEEDED.get(spec.dataset_type)
         if needed and not getattr(spec, needed):
             yield f"dataset_type={spec.dataset_type} needs {spec.key(needed)}"
-    # One of the two is enough to evaluate on; who trains without the first is told so where the data are opened.
-    has_path = config.dataset_path or config.eval_dataset_path or config.datasets
-    is_text = all(spec.dataset_type == "text" for spec in source_spec.train_specs(config))
-    if config.use_sft and not (is_text and has_path):
-        yield "use_sft=true reads .jsonl files of conversations: set dataset_type=text and dataset_path"
     try:
         source_spec.whole_numbers(source_spec.train_weights(config))
     except UserError as error:
@@ -180,6 +181,14 @@ def _tokenizer(config: FlatKeys) -> Iterator[str]:
             f"tokenizer_path={path} is not read with tokenizer_type=byte; set tokenizer_type=sentencepiece (a .model "
             "file) or tokenizer_type=huggingface (a model's folder or a tokenizer.json)"
         )
+
+
+def _finetuning(config: FlatKeys) -> Iterator[str]:
+    # One of the two is enough to evaluate on; who trains without the first is told so where the data are opened.
+    has_path = config.dataset_path or config.eval_dataset_path or config.datasets
+    is_text = all(spec.dataset_type == "text" for spec in source_spec.train_specs(config))
+    if config.use_sft and not (is_text and has_path):
+        yield "use_sft=true reads .jsonl files of conversations: set dataset_type=text and dataset_path"
 
 
 def _evaluation(config: FlatKeys) -> Iterator[str]:
@@ -281,8 +290,8 @@ def _accepted(config: FlatKeys) -> Iterator[str]:
 
 CHECKS = (
     *model_checks.CHECKS,
-    *(_remat, _mesh, _schedule, _moments, _mup, _profile, _batch),
-    *(_sources, _tokenizer, _evaluation),
+    *(_remat, _mesh, _rules, _schedule, _moments, _mup, _profile, _tiles, _ramp),
+    *(_sources, _tokenizer, _finetuning, _evaluation),
     *(_scoring, _decoding, _loading, _quantization, _processes, _accepted),
 )
 

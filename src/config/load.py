@@ -59,6 +59,9 @@ def load(
 
     Raises UserError: everything that is wrong, in one message. Raises OSError: a file cannot be read.
     """
+    if isinstance(argv, str | Mapping) or not all(isinstance(word, str) for word in argv):
+        expected = 'a list of words, such as ["configs/base.yml", "steps=100"], or an ml_collections.ConfigDict'
+        raise UserError(f"expected {expected}, got {argv!r}")
     try:
         return _load(argv, [] if notes is None else notes, uses_weights, command, read_folder)
     except UserError as error:

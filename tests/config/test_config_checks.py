@@ -169,6 +169,26 @@ def test_blanks_around_the_equals_sign_are_one_problem():
     assert str(error.value).startswith("steps = 20 eval_interval=-1: type key=value without blanks around =")
 
 
+@pytest.mark.parametrize("argv", ["steps=3", {}, {"steps": 3}, [BASE, 3]])
+def test_what_is_no_command_line_is_told_what_is(argv):
+    with pytest.raises(UserError, match=r'a list of words, such as \["configs/base.yml"'):
+        load(argv)
+
+
+@pytest.mark.parametrize(
+    ("unreadable", "other", "said"),
+    [
+        ("ici_fsdp_parallelism=x", "logical_axis_rules.nope=[data]", "logical_axis_rules has no nope"),
+        ("num_vocab_tiling=x", "enable_rampup_batch_size=true per_device_batch_size_start=99", "does not grow to"),
+        ("use_sft=maybe", "dataset_type=hf", "dataset_type=hf needs dataset_path"),
+    ],
+)
+def test_a_value_that_cannot_be_read_hides_no_other_mistake(unreadable, other, said):
+    message = error_of(unreadable, *other.split())
+    assert "expected" in message
+    assert said in message
+
+
 @pytest.mark.parametrize(
     ("words", "corrected"),
     [

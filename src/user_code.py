@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import importlib
 import os
+import pkgutil
 import re
 import sys
 import sysconfig
@@ -50,9 +51,10 @@ def code_digests(name: str, key: str) -> dict[str, str]:
     modules, found = [name.partition(":")[0]], dict[str, str]()
     for module in modules:  # more are added meanwhile
         package = module.rpartition(".")[0]
-        file = _user_file(module) if found else getattr(sys.modules[module], "__file__", None)
+        imported = () if found else (vars(sys.modules[module]).get(fact) for fact in ("__file__", "__loader__"))
+        file, loader = imported or _user_file(module)
         if file and module not in found:
-            code = Path(file).read_bytes()
+            code = loader.get_data(file) if hasattr(loader, "get_data") else Path(file).read_bytes()
             found[module] = hashlib.sha256(code).hexdigest()[:8]
             with contextlib.suppress(SyntaxError, ValueError):  # it is not Python
                 modules += _imports(ast.parse(code), module if Path(file).stem == "__init__" else package)
@@ -70,13 +72,15 @@ def _imports(code: ast.AST, package: str) -> Iterator[str]:
             yield from (".".join(filter(None, (parent, node.module, alias.name))) for alias in node.names)
 
 
-def _user_file(module: str) -> Path | None:
-    """Finds the file of a module that is neither installed nor a part of Python or MinText."""
+def _user_file(module: str) -> tuple[str | None, Any]:
+    """Finds the file of a module that is neither installed nor a part of Python or MinText, and what reads it."""
     library = re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}|.*(site|dist)-packages")
     folders = [each for each in map(str, sys.path) if not library.match(each) and module.partition(".")[0] != "src"]
-    places = [Path(folder, *module.split(".")) for folder in folders]
-    files = (file for place in places for file in (place / "__init__.py", place.with_name(f"{place.name}.py")))
-    return next(filter(Path.is_file, files), None)
+    parents = module.split(".")[:-1]
+    # A .zip on the path has a finder too. Python's own for "" is that of the folder it was made in.
+    finders = filter(None, (pkgutil.get_importer(os.path.join(each or os.getcwd(), *parents)) for each in folders))
+    specs = filter(None, (finder.find_spec(module) for finder in finders))
+    return next(((spec.origin, spec.loader) for spec in specs if (spec.origin or "").endswith(".py")), (None, None))
 
 
 def call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,11 +1,13 @@
 """Data and code that are others than a run began with: named when it is resumed, and while it goes on."""
 
+import hashlib
 import itertools
 import os
 import re
 import shutil
 import sys
 import textwrap
+import zipfile
 
 import pytest
 
@@ -136,6 +138,18 @@ def test_code_is_a_module_and_what_it_imports_of_the_users(tmp_path, monkeypatch
         changed = code_digests("of_test_main:f", "loss")
         assert [each for each in found if changed[each] != found[each]] == [module]
         (tmp_path / name).write_text(text)
+
+
+def test_code_is_read_where_it_was_imported_from_a_zip(tmp_path, monkeypatch):
+    file = tmp_path / "code.zip"
+    texts = {"of_zip_main.py": "def f(): from of_zip_package import inner", "of_zip_package/inner.py": "x = 1"}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, text in {**texts, "of_zip_package/__init__.py": ""}.items():
+            archive.writestr(name, text)
+    monkeypatch.syspath_prepend(file)
+    found = code_digests("of_zip_main:f", "loss")
+    assert found.keys() == {"of_zip_main", "of_zip_package", "of_zip_package.inner"}
+    assert found["of_zip_main"] == hashlib.sha256(texts["of_zip_main.py"].encode()).hexdigest()[:8]
 
 
 def test_a_function_of_an_installed_package_counts_with_its_own_file_alone():

@@ -44,6 +44,13 @@ class RunFolder:
 
     def check_writable(self) -> None:
         """Raises UserError if the folder is not writable, or has files that a run would replace and none wrote."""
+        for name in () if self._is_remote else FILES + FOLDERS:
+            kind, place = ("folder" if name in FOLDERS else "file"), Path(self.path / name)
+            # `lexists`, because a broken link would otherwise pass for an unused name.
+            if os.path.lexists(place) and not (place.is_dir() if name in FOLDERS else place.is_file()):
+                raise UserError(
+                    f"{place} is not a {kind}, and a run writes its own there: move it away, or use another run_name"
+                )
         if jax.process_index() != 0:
             return
         try:
@@ -59,8 +66,7 @@ class RunFolder:
                 f"{problem}. Expected base_output_directory to be a folder or bucket this user may write to."
             ) from error
         config, found = self.path / "config.yml", [name for name in FILES if (self.path / name).exists()]
-        found += [name for name in FOLDERS if (self.path / name).is_file()]
-        if found and not (self.path / "checkpoints").is_dir() and not (config.is_file() and is_own("run", config)):
+        if found and not (self.path / "checkpoints").exists() and not (config.exists() and is_own("run", config)):
             there = f"{self.path / found[0]} is there, and {config} is not a run's"
             raise UserError(f"{there}: a run would replace it. Move it away, or use another run_name")
 

@@ -118,12 +118,17 @@ def test_an_output_folder_that_can_not_be_made_is_an_error(tmp_path, place):
 
 
 @pytest.mark.parametrize("name", FILES + FOLDERS)
-def test_what_stands_where_the_run_writes_must_be_of_its_kind(tmp_path, name):
+@pytest.mark.parametrize("kind", ["the other kind", "a link to itself"])
+def test_what_stands_where_the_run_writes_must_be_of_its_kind(tmp_path, name, kind):
     place = tmp_path / "a" / name
     place.parent.mkdir()
-    if name in FOLDERS:
+    if name != "config.yml":  # so that the folder is a run's own
+        (place.parent / "config.yml").touch()
+    if kind == "a link to itself":
+        place.symlink_to(place)
+    elif name in FOLDERS:
         place.write_text("")
     else:
         place.mkdir()
-    with pytest.raises(UserError, match=f"{place} is there, and {place.parent}/config.yml is not a run's"):
+    with pytest.raises(UserError, match=f"{place} is not a {'folder' if name in FOLDERS else 'file'}"):
         RunFolder(str(tmp_path), "a").check_writable()

@@ -55,7 +55,9 @@ def _limit(cpu_seconds: int, memory_bytes: int) -> None:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     seconds = math.ceil(usage.ru_utime + usage.ru_stime) + cpu_seconds
     limits = {resource.RLIMIT_CORE: (0, 0), resource.RLIMIT_AS: (memory_bytes, memory_bytes)}
-    for limit, most in {**limits, resource.RLIMIT_CPU: (seconds, resource.RLIM_INFINITY)}.items():
+    # Only root may raise a hard limit, such as that of `ulimit -t`.
+    limits[resource.RLIMIT_CPU] = seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]
+    for limit, most in limits.items():
         with contextlib.suppress(ValueError):  # macOS sets not every limit
             resource.setrlimit(limit, most)
 

@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import transformers
@@ -168,6 +171,16 @@ def test_ids_of_another_type_are_refused(tmp_path, eos):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     with pytest.raises(UserError, match=r"has eos_token_id .*expected an id, or a list of ids"):
         folder_tokenizer(folder, 10_000)
+
+
+def test_a_process_is_limited_below_a_limit_of_its_user():
+    """Only root may raise a hard limit, and so nothing may try to."""
+    command = (
+        "import resource; from src.data import untrusted\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (900, 1000)); untrusted._limit(5, 1 << 40)\n"
+        "soft, hard = resource.getrlimit(resource.RLIMIT_CPU); assert soft < 900 and hard == 1000, (soft, hard)"
+    )
+    subprocess.run([sys.executable, "-c", command], cwd=Path(__file__).parents[2], check=True)
 
 
 def test_a_file_is_tried_once(tmp_path, monkeypatch):

@@ -40,6 +40,7 @@ class ParquetSource(Source):
             raise UserError(f"{spec.setting('dataset_path')} has no row: expected Parquet files that have some")
         # Columns of row groups, those used last at the end.
         self._cached: collections.OrderedDict[int, pa.ChunkedArray] = collections.OrderedDict()
+        self._cached_bytes = 0
         self._lock, self._reading = threading.Lock(), [threading.Lock() for _ in self._sizes]
 
     def __len__(self) -> int:
@@ -95,8 +96,9 @@ class ParquetSource(Source):
             column = self._read_group(group)
             with self._lock:
                 self._cached[group] = column
-                while len(self._cached) > 1 and sum(each.nbytes for each in self._cached.values()) > _CACHE_BYTES:
-                    self._cached.popitem(last=False)
+                self._cached_bytes += column.nbytes
+                while len(self._cached) > 1 and self._cached_bytes > _CACHE_BYTES:
+                    self._cached_bytes -= self._cached.popitem(last=False)[1].nbytes
             return column
 
     def _read_group(self, group: int) -> pa.ChunkedArray:

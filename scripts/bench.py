@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("arguments", nargs="*", metavar="case or key=value", help=f"cases: {', '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=10, help="steps timed, after some to warm up")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     overrides = [argument for argument in options.arguments if "=" in argument]
     cases = [argument for argument in options.arguments if "=" not in argument] or ["quickstart"]
     for case in cases:

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("cases", nargs="*", metavar="case", help=", ".join(CASES))
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each turn, after it has begun")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     cases = options.cases or CASES
     if unknown := set(cases).difference(CASES):
         parser.error(f"no case {unknown.pop()}")

@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=12, help="turns of each side")
     parser.add_argument("--without-torch", action="store_true")
     parser.add_argument("--worker", nargs=2, metavar=("SIDE", "CASE"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     keys = [argument for argument in options.arguments if "=" in argument]
     if options.worker:
         return take_turns(*options.worker, keys)

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
     arguments.add_argument("--json", default="", help="file to write")
     arguments.add_argument("--save", default="", help="file to write the program's text to")
     arguments.add_argument("--bundles", action="store_true", help="of a config's program for TPUs: those of kernels")
-    given = arguments.parse_args(argv)
+    given = arguments.parse_intermixed_args(argv)  # options between keys too
     bundles = {}
     if given.program[0].endswith((".yml", ".yaml")):
         with tempfile.TemporaryDirectory() as folder:

@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("keys", nargs="*", metavar="key=value")
     parser.add_argument("--starts", type=int, default=3)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     times = [time_start(options.keys) for _ in range(options.starts)]
     for first_line, first_step, cpu in times:
         print(f"first line {first_line:.2f} s, first step {first_step:.2f} s, {cpu:.2f} s of CPU")

@@ -197,7 +197,7 @@ def test_a_step_for_gpus_is_read_as_one_for_tpus_is(tmp_path):
     keys = [*SMALL, "head_dim=64", "max_target_length=128", "per_device_batch_size=1", "compile_topology=a3"]
     keeps = jax.config.jax_enable_compilation_cache
     try:
-        main(["configs/base.yml", *keys, "compile_xla_flags=auto", "--json", str(tmp_path / "j")])
+        main(["configs/base.yml", "--json", str(tmp_path / "j"), *keys, "compile_xla_flags=auto"])
     finally:
         jax.config.update("jax_enable_compilation_cache", keeps)
     found = json.loads((tmp_path / "j").read_text())

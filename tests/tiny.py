@@ -6,12 +6,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType
 
 from src import command_line
 from src.checkpoint.resume import new_state
 from src.model.params import Weights
 from src.model.spec import model_spec
-from src.parallel.mesh import make_layout
+from src.parallel.mesh import Layout, make_layout
 from src.step.build import plan_step
 from src.step.loss import next_token_loss
 from src.step.optimizer import hparams_at
@@ -64,6 +65,15 @@ def make(devices=1, **overrides):
     """A config and its plan on the first `devices` devices."""
     config = load(**overrides)
     return config, plan_step(config, make_layout(config.mesh, jax.devices()[:devices]))
+
+
+def abstract_layout(config, platform="tpu", **sizes):
+    """A layout of a config's rules on a mesh of devices that are nowhere, for what needs their number alone."""
+    axes = config.mesh.mesh_axes
+    mesh = AbstractMesh(
+        tuple(sizes.get(name, 1) for name in axes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
+    )
+    return type("AbstractLayout", (Layout,), {"platform": platform})(mesh, config.logical_axis_rules)
 
 
 class Trainer:

@@ -21,6 +21,7 @@ from src.model.flops import count_active_params, count_params
 from src.parallel.slices import describe_mesh
 from src.parallel.topology import GPU_MEMORY_FRACTION, Topology, peak_flops, run_peak
 from src.report.metrics import duration
+from src.report.whole_arrays import whole_lines
 from src.step.build import TracedStep
 
 Report = dict[str, Any]
@@ -54,6 +55,7 @@ def make_report(
         "loss_tiles": plan.step.num_vocab_tiling,
         "seconds": dict(seconds),
         "memory": device_memory(topology, built, compiled, refusal),
+        "whole": whole_lines(plan, built.state, device_capacity(topology)),
         "flops": {
             "model": work.model_flops.causal,
             "model_palm": work.model_flops.palm,
@@ -177,7 +179,7 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
         yield "prediction", f"none: {report['no_prediction']}"
     if report["compiler_message"]:
         yield "compiler", report["compiler_message"]
-    yield "verdict", verdict(report)
+    yield "verdict", "\n".join([verdict(report), *report["whole"]])
 
 
 def describe(topology: str, slices: int) -> str:

@@ -101,7 +101,8 @@ def _load(
                 problems += _another_model(model_name, model, files, {setting.key for setting in arguments})
     elif model_name != _model_name(files):
         problems.append(f"model_name={model_name}: {run} is a run with a model of its own, which keeps it")
-    config, failed = _resolve([*model, *files, *arguments], problems, notes)
+    settings = [*model, *files, *arguments]
+    config, failed = _resolve([*_kept_defaults(settings), *settings], problems, notes)
     # The model of another run has the name that it has there.
     config["model_name"] = next((str(setting.value) for setting in model if setting.key == "model_name"), model_name)
     problems += check_config(config, failed)
@@ -217,6 +218,19 @@ def _model_name(settings: Sequence[Setting]) -> str:
     """Returns the model name that wins; empty for none, which MaxText calls default."""
     names = ["", *(setting.value for setting in settings if setting.key == "model_name")]
     return "" if names[-1] in (*NOTHING, "default") else file_name(str(names[-1]))
+
+
+def _kept_defaults(settings: Sequence[Setting]) -> list[Setting]:
+    """Returns the rule of latents that the run has with which these go on, if it began when the default was []."""
+    typed = {"base_output_directory": defaults()["base_output_directory"], "run_name": ""}
+    typed |= {setting.key: str(setting.value) for setting in settings}
+    path = f"{typed['base_output_directory']}/{typed['run_name']}"
+    with contextlib.suppress(UserError):  # which the command meets when it opens the run
+        if typed["run_name"] and (run := run_folder(path)):
+            rules = run_keys(run).get("logical_axis_rules")
+            if isinstance(rules, Mapping) and rules.get("latent") == []:
+                return [Setting("logical_axis_rules.latent", [], f"in {path}")]
+    return []
 
 
 def _file_of_model(name: str) -> str:

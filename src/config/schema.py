@@ -32,7 +32,10 @@ LOGICAL_AXES = {
     "mlp": (("tensor",), ""),
     "expert": (("expert",), ""),
     "expert_embed": (("fsdp", "context"), "embed, of the weights of experts"),
-    "latent": ((), ""),
+    "latent": (
+        ("fsdp", "context", "expert"),
+        "ranks of latent attention; a mesh that does not divide them has them whole",
+    ),
     "position": ((), ""),
     "layers": (("stage",), "the repeats of the segment with the most layers"),
     "other_layers": ((), "those of the others"),

@@ -7,6 +7,7 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from src.config.schema import LOGICAL_AXES
 from src.model.attention import attend
 from src.model.attention_kernels.scores import ScoreSpec, masked_attention, score_spec
 from src.model.cache import Cache, CacheArray, cache_slots, decode_mask, update
@@ -16,7 +17,8 @@ from src.model.forward_context import ForwardContext
 from src.model.norm import Norm
 from src.model.params import Rngs, matmul, weight
 from src.model.rope_stretching import yarn_size
-from src.model.spec import LayerSpec
+from src.model.spec import LayerSpec, ModelSpec
+from src.parallel.mesh import Layout
 from src.parallel.sequence import replicate_rows
 
 
@@ -113,6 +115,21 @@ class LatentAttention(nnx.Module):
         mask_BTS = decode_mask(self.scores, context.positions_BT, cache_BS1R.shape[1])
         out_BTNR = masked_attention(q_BTNR, cache_BS1R, cache_BS1R[..., :R], mask_BTS, self.scores, None)
         return matmul(out_BTNR, kv_up[..., nope_dim:], "BTNR,RNH->BTNH")
+
+
+def undivided_latents(layout: Layout, spec: ModelSpec) -> list[str]:
+    """Returns for each size of a latent that the mesh axes of the default rule do not divide a description."""
+    latents = [layer for layer in dict.fromkeys(spec.layers) if layer.attention_type == "mla"]
+    sizes = sorted({size for layer in latents for size in (layer.q_lora_rank, layer.kv_lora_rank) if size})
+    by_default = dataclasses.replace(layout, rules={**layout.rules, "latent": LOGICAL_AXES["latent"][0]})
+    return [problem for _, problem in by_default.indivisible(sizes, ["latent"] * len(sizes))]
+
+
+def place_latents(layout: Layout, spec: ModelSpec) -> Layout:
+    """Returns the layout, without the default rule for latents if it does not divide them; another rule must."""
+    if layout.rules["latent"] == LOGICAL_AXES["latent"][0] and undivided_latents(layout, spec):
+        return dataclasses.replace(layout, rules={**layout.rules, "latent": ()})
+    return layout
 
 
 def _head_dim(spec: LayerSpec) -> int:

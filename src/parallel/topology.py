@@ -237,6 +237,12 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
     return _PEAK_FLOPS.get(device_kind, {}).get(dtype)
 
 
+def memory_of(device_kind: str) -> int | None:
+    """Returns the bytes of memory of one JAX device that a `compile_topology` has; None for others."""
+    chips = [generation.chip for generation in _GENERATIONS.values()] + list(_GPU_HOSTS.values())
+    return next((chip.memory for chip in chips if chip.kind == device_kind), None)
+
+
 def kinds_with(dtype: str) -> list[str]:
     """Returns the names of the devices whose rate in products of this dtype is published."""
     return [kind for kind, rates in _PEAK_FLOPS.items() if dtype in rates]

@@ -20,7 +20,9 @@ from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, 
 from src.errors import UserError, counted, from_here, show
 from src.model.flops import FlopsPerToken, count_params
 from src.parallel.slices import describe_mesh
+from src.parallel.topology import memory_of
 from src.report.comparison import read_facts
+from src.report.whole_arrays import whole_lines
 from src.startup import environment
 from src.step.build import TracedStep
 from src.step.optimizer_rules import describe_rules
@@ -64,12 +66,14 @@ def run_header(
     compiled = "compiled by this run" + (f" by the profile {config.pgle_profile}" if config.pgle_profile else "")
     compiled = f"loaded from {file}" if (file := config.compiled_trainstep_file) else compiled
     ramp = built.schedule.ramp
+    whole = whole_lines(plan, built.state, memory_of(plan.layout.mesh.devices.flat[0].device_kind))
     about_data = describe_data(train_specs(config.data), data) + few_documents(inputs, data, built.rows, config.steps)
     return [
         ("run", f"{folder.path} (run_name={folder.name} resumes it)"),
         ("software", ", ".join(f"{name} {software[name]}" for name in ("MinText", "jax", "Python"))),
         ("devices", f"{software['devices']}, processes: {software['processes']}"),
         ("mesh", describe_mesh(plan.layout.mesh.shape)),
+        *([("whole", "\n".join(whole))] if whole else []),
         *([("pipeline", schedule.describe())] if (schedule := plan.execution.schedule) else []),
         ("model", f"{count_params(plan.spec):,} parameters, {counted(len(plan.spec.layers), 'layer')}"),
         *([("optimizer", by_rule)] if by_rule else []),

@@ -14,6 +14,7 @@ from src.data.batch_transform import Fields, added_fields
 from src.model import lora, params, quantization
 from src.model.decoder import Decoder
 from src.model.execution import Execution, make_execution
+from src.model.latent_attention import place_latents
 from src.model.moe import layer as moe
 from src.model.params import Rngs, Weights
 from src.model.parts import kernel_for, why_not_fused
@@ -89,6 +90,7 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
     `trainable_parameters`, `lora_parameters`, `optimizer_rules` or `quantization_exclude` fits no weight.
     """
     moe.check_mesh(spec, layout)
+    layout = place_latents(layout, spec)
     schedule = make_schedule(mesh, spec, layout)
     graphdef, declarations = params.abstract(functools.partial(Decoder, spec))
     quantized = quantization.select(step, declarations, layout)

@@ -49,6 +49,21 @@ def test_a_run_that_began_with_anothers_state_is_asked_for_its_own(tmp_path):
     assert load([str(tmp_path)]).load_full_state_path == "runs/another"
 
 
+def test_a_run_that_began_with_another_default_keeps_it(tmp_path):
+    """Resumed by its folder or by its own command; a new run has the new one, and so has one that types it."""
+    keys, typed = [runs.BASE, f"base_output_directory={tmp_path}"], "logical_axis_rules.latent=[fsdp,context,expert]"
+    new = load([*keys, "run_name=new"])
+    for name, rules in (("old", {**new.logical_axis_rules, "latent": ()}), ("recent", new.logical_axis_rules)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yml").write_text(to_yaml(new.replace(run_name=name, logical_axis_rules=rules)))
+    for argv in ([*keys, "run_name=old"], [str(tmp_path / "old")], [*keys, "run_name=old", "run_name=old"]):
+        assert load(argv).logical_axis_rules == {**new.logical_axis_rules, "latent": ()}
+        assert load([*argv, typed]).logical_axis_rules == new.logical_axis_rules
+    for name in ("recent", "none", ""):
+        assert load([*keys, f"run_name={name}"]).logical_axis_rules == new.logical_axis_rules
+    assert new.logical_axis_rules["latent"] == ("fsdp", "context", "expert")
+
+
 def test_a_runs_folder_is_a_model_with_its_weights(trained, answer):
     keys = ["dtype=float32", f"jax_cache_dir={runs.TINY['jax_cache_dir']}", "max_target_length=24"]
     assert decode.main([runs.BASE, f"model_name={trained[0]}", *keys, *ASKED]) == answer

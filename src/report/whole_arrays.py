@@ -1,0 +1,51 @@
+"""Reports the weights and optimizer state that every device has whole, if they take much of its memory."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import jax
+
+from src.model.latent_attention import undivided_latents
+from src.parallel.mesh import Layout, mesh_axes_of
+from src.step.plan import StepPlan
+from src.step.state import TrainState
+
+SHARE = 0.05  # of a device's memory
+
+
+def whole_arrays(state: Any, layout: Layout) -> Counter[str]:
+    """Returns the bytes on a device of arrays that no axis of `_row_axes` shards, by their weights' names.
+
+    `state` is a pytree of arrays with shardings, in which weights lie in nested dicts by name.
+    """
+    axes, sizes = _row_axes(layout), Counter[str]()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        at = leaf.sharding
+        names = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]  # none: a count of updates
+        if axes and names and not mesh_axes_of(at.spec).intersection(axes) and at.memory_kind != "pinned_host":
+            sizes[".".join(names[-2:])] += math.prod(at.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return sizes
+
+
+def whole_lines(plan: StepPlan, state: TrainState, capacity: int | None) -> list[str]:
+    """Returns what to tell a user of arrays that are whole on each device of `capacity` bytes (None: not known)."""
+    layout, lines = plan.layout, []
+    if problems := undivided_latents(layout, plan.spec):
+        lines.append(f"{'; '.join(problems)}: these weights of latent attention are whole on every device")
+    sizes = whole_arrays((state.weights, state.opt, state.ema), layout)
+    total = sum(sizes.values())
+    if capacity and total > SHARE * capacity:
+        largest = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sizes.most_common(4))
+        lines.append(
+            f"{total / 2**30:.2f} GiB of weights and optimizer state, {total / capacity:.0%} of a device's memory, are "
+            f"whole on every device along {', '.join(_row_axes(layout))}, the largest {largest}: shard a dim of theirs "
+            "(logical_axis_rules), or raise ici_fsdp_parallelism"
+        )
+    return lines
+
+
+def _row_axes(layout: Layout) -> list[str]:
+    """Returns the mesh axes of several devices that have other tokens; if there are none, all of several devices."""
+    axes = [name for name, size in layout.mesh.shape.items() if size > 1]
+    return [name for name in axes if name in layout.rules["batch"] + layout.rules["length"]] or axes

@@ -11,6 +11,7 @@ import optax
 from src.model.moe import router
 from src.model.params import DROPOUT, Tree, Weights, random_stream
 from src.parallel.accumulate import accumulate
+from src.step.cast_weights import cast_matrices
 from src.step.eval_step import compile_eval_step
 from src.step.internals import activation_rms, by_kind, norms
 from src.step.loss import LossFunction, Metrics, TokenCounts, count_tokens, next_token_loss, objective
@@ -120,10 +121,12 @@ def loss_gradient(
     """Returns the gradient of a micro-batch's objective by the trainable weights, and what `objective` reports."""
     weights, counts = inputs
     of_trainable = functools.partial(objective, weights=weights, counts=counts, batch=batch, plan=plan, loss=loss)
-    total, backward, (losses, buffers) = jax.vjp(of_trainable, weights.trainable, has_aux=True)
+    trainable = cast_matrices(weights.trainable, plan) if loss is next_token_loss else weights.trainable
+    total, backward, (losses, buffers) = jax.vjp(of_trainable, trainable, has_aux=True)
     # The loss is there before the backward pass begins: else XLA may keep the logits through it, to sum them up then.
     one, losses = jax.lax.optimization_barrier((jnp.ones_like(total), losses))
-    return backward(one)[0], (losses, buffers)
+    grads = jax.tree.map(lambda gradient, w: gradient.astype(w.dtype), backward(one)[0], weights.trainable)
+    return grads, (losses, buffers)
 
 
 @jax.named_scope("optimizer")

@@ -49,7 +49,8 @@ class Numerics:
         ("default", "high", "highest"))
     attention: str = key("autoselected", "autoselected, dot_product, blocked, flash (TPU), cudnn_flash (NVIDIA GPU)",
         ("autoselected", "dot_product", "blocked", "flash", "cudnn_flash"))
-    num_vocab_tiling: int = key(0, "tiles of the sequence for the loss: logits of one are held at once; 0: by size",
+    num_vocab_tiling: int = key(0,
+        "tiles of the vocabulary (if devices share that, of the sequence) in the loss, one at a time; 0: by size",
         FROM_0, 2**24)
 
 

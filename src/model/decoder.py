@@ -1,7 +1,7 @@
 """The decoder: an embedding, groups of repeated layers, a final norm; hidden states out, logits on request."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,24 @@ from jax import Array
 
 from src.model.attention_kernels.scores import MASKED
 from src.model.block import Block
-from src.model.embeddings import look_up, sinusoidal
+from src.model.embeddings import sinusoidal
 from src.model.execution import Execution
 from src.model.forward_context import ForwardContext
 from src.model.layers import run_layer_group
+from src.model.lookup import look_up
 from src.model.mtp import MtpLayer, run_mtp_layers
 from src.model.norm import Norm
 from src.model.params import Rngs, Tree, matmul, stack, weight
 from src.model.spec import ModelSpec
+from src.parallel.mesh import Layout
+
+
+class OutputPart(NamedTuple):
+    """The output projection to a part of the vocabulary; of all parts the arrays have a leading dim."""
+
+    kernel_DV: Array
+    bias_V: Array
+    ids_V: Array  # of the tokens
 
 
 class Decoder(nnx.Module):
@@ -80,23 +90,39 @@ class Decoder(nnx.Module):
         return run_mtp_layers(self.mtp, hidden_BTD, embedded, context, execution, len(self.spec.layers))
 
     @jax.named_scope("output_projection")
-    def logits(self, hidden_BTD: Array, context: ForwardContext) -> Array:
-        """Maps hidden states [B, T, D] to float32 logits [B, T, V]; those past the vocabulary's end are about -1e38."""
-        tied = self.spec.logits_via_embedding
-        hidden_BTD, kernel = context.gradients_together(hidden_BTD, (self.embedding if tied else self.output)[...])
+    def logits(self, hidden_BTD: Array, context: ForwardContext, part: OutputPart | None = None) -> Array:
+        """Maps hidden states [B, T, D] to float32 logits [B, T, V]; those past the vocabulary's end are about -1e38.
+
+        With `part`, one of `output_parts`, V are its tokens.
+        """
+        tied = self.spec.logits_via_embedding and part is None
+        kernel = part.kernel_DV if part else (self.embedding if tied else self.output)[...]
+        hidden_BTD, kernel = context.gradients_together(hidden_BTD, kernel)
         hidden_BTD = context.all_gather_sequence(hidden_BTD)
         logits_BTV = matmul(hidden_BTD, kernel, "BTD,VD->BTV" if tied else "BTD,DV->BTV")
         logits_BTV = context.layout.constrain(logits_BTV, "batch", "length", "vocab").astype(jnp.float32)
         if self.spec.logits_scaling != 1:
             logits_BTV /= self.spec.logits_scaling
         if self.output_bias is not None:
-            logits_BTV += self.output_bias[...].astype(jnp.float32)
+            logits_BTV += (part.bias_V if part else self.output_bias[...]).astype(jnp.float32)
         if cap := self.spec.final_logits_soft_cap:
             logits_BTV = cap * jnp.tanh(logits_BTV / cap)
         if self.spec.padded_vocab_size == self.spec.vocab_size:
             return logits_BTV  # XLA for CPUs would write them a second time for a mask that is always true
-        in_vocabulary = jnp.arange(self.spec.padded_vocab_size) < self.spec.vocab_size
-        return jnp.where(in_vocabulary, logits_BTV, MASKED)
+        ids_V = part.ids_V if part else jnp.arange(self.spec.padded_vocab_size)
+        return jnp.where(ids_V < self.spec.vocab_size, logits_BTV, MASKED)
+
+    def output_parts(self, count: int, layout: Layout) -> OutputPart | None:
+        """Cuts the output projection along V into parts; returns None if devices share V or it does not divide."""
+        V, tied = self.spec.padded_vocab_size, self.spec.logits_via_embedding
+        kernel = (self.embedding if tied else self.output)[...]
+        if layout.shards("vocab") > 1 or V % count or not isinstance(kernel, Array):  # but one with an adapter
+            return None
+        # D comes first: a TPU would lay out anew what it gathers along the last dim.
+        kernel_DV = kernel.T if tied else kernel
+        bias_V = jnp.zeros(V) if self.output_bias is None else self.output_bias[...]
+        parts = (jnp.moveaxis(x.reshape(*x.shape[:-1], count, -1), -2, 0) for x in (kernel_DV, bias_V, jnp.arange(V)))
+        return OutputPart(*parts)
 
     def _embed(self, tokens_BT: Array, context: ForwardContext) -> Array:
         x_BTD = look_up(self.embedding[...].astype(self.spec.dtype), tokens_BT, context.layout, "vocab")

@@ -1,37 +1,11 @@
-"""Token embeddings and positions: rotary and sinusoidal."""
+"""Positions: rotary and sinusoidal."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from src.model.rope_stretching import stretch
 from src.model.spec import LayerSpec
-from src.parallel.mesh import Layout
-
-
-def look_up(table_VD: Array, ids_BT: Array, layout: Layout, axis: str) -> Array:
-    """Looks up rows [B, T, D] of a table, a weight whose dims have the logical axes `axis` and embed.
-
-    Where the table is sharded, each device looks up what its part has, and the sum over devices has the rest (Shoeybi
-    et al. 2019, section 3). XLA makes the same program of `table_VD[ids_BT]`, but within a map over other axes that of
-    JAX 0.11 aborts on it, and of a whole table every device would look up the rows of all.
-    """
-    sharing = layout.axes(axis)
-    if not (sharing or jax.sharding.get_abstract_mesh().manual_axes):
-        # Gathered over fsdp before the lookup, as every weight is: otherwise XLA replicates the result.
-        return layout.constrain(table_VD, axis, None)[ids_BT]
-    gathered = layout.axes("embed")
-
-    def on_device(part_VD: Array, ids_BT: Array) -> Array:
-        # Its gradient is a reduce-scatter.
-        part_VD = jax.lax.all_gather(part_VD, gathered, axis=1, tiled=True) if gathered else part_VD
-        row_BT = ids_BT - (jax.lax.axis_index(sharing) * len(part_VD) if sharing else 0)
-        return part_VD.at[row_BT].get(mode="fill", fill_value=0, wrap_negative_indices=False)[None]
-
-    in_specs = layout.spec((axis, "embed")), layout.spec(("batch", "length"))
-    mapped = layout.shard_map(on_device, in_specs, layout.spec((axis, "batch", "length", None)))
-    return jax.lax.reduce_sum(mapped(table_VD, ids_BT), axes=(0,))
 
 
 def rope(x_BTNH: Array, positions_BT: Array, spec: LayerSpec) -> Array:

@@ -1,21 +1,17 @@
 """How a step runs: layers scanned or not, in pipeline stages; what is kept for the backward pass; for which devices."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from src.config.schema import BatchKeys
 from src.config.step_keys import REMAT_POLICIES, Step
 from src.model.pipeline import Schedule
 from src.model.spec import ModelSpec
 from src.parallel.mesh import Layout
 
 MAX_UNROLLED = 16  # layers: to compile each by itself takes a CPU longer the more there are
-MAX_LOGITS = 8 * 2**30  # bytes on a device
 
 
 @dataclass(frozen=True)
@@ -83,20 +79,3 @@ def make_execution(step: Step, spec: ModelSpec, layout: Layout, schedule: Schedu
     # array by a loop of its own, it copies the old moments before it writes the new ones.
     branch = step.optimizer_memory_host_offload or layout.platform == "cpu"
     return Execution(scans, step.remat_policy, dict(step.remat_custom), schedule, spec.has_experts, early, branch)
-
-
-def vocab_tiles(step: Step, batch: BatchKeys, vocab_size: int, layout: Layout) -> int:
-    """Returns `num_vocab_tiling`, or for 0 the fewest tiles (a power of 2) whose logits and gradient fit MAX_LOGITS.
-
-    No more than rows divide into. With tiles logits are computed twice, and their weights gathered for each.
-    """
-    length, tiles = batch.max_target_length, step.num_vocab_tiling
-    if tiles:
-        return tiles
-    shards = math.prod(layout.shards(axis) for axis in ("batch", "length", "vocab"))
-    logits = batch.per_device_batch_size * layout.mesh.size * length * vocab_size / shards
-    bytes_, max_tiles = 2 * logits * jnp.dtype(step.dtype).itemsize, length // layout.shards("norm_length")
-    tiles = 1
-    while bytes_ / tiles > MAX_LOGITS and max_tiles % (2 * tiles) == 0:
-        tiles *= 2
-    return tiles

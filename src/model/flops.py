@@ -40,7 +40,7 @@ def count_active_params(spec: ModelSpec) -> int:
     """Returns the parameters that a token goes through: of each layer's experts only those it is sent to."""
     idle = 0
     for layer, count in all_layers(spec).items():
-        idle += count * sum(round(weight.size - weight.used) for weight in _weights(layer, spec))
+        idle += count * sum(round(weight.size - weight.used) for weight in block_weights(layer, spec))
     return count_params(spec) - idle
 
 
@@ -62,7 +62,8 @@ class BlockWeight(NamedTuple):
     spared_by: tuple[str, ...]  # the arrays that spare its product in the backward pass; none: it is not spared
 
 
-def _weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
+def block_weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
+    """Yields the weights of a layer."""
     _, declarations = abstract(functools.partial(Block, layer, spec))
     axes, fan_in = (by_path(field(declarations, name)) for name in ("out_sharding", "fan_in"))
     costs = layer_costs(layer)
@@ -103,7 +104,7 @@ def product_widths(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> tuple
     """
     inputs = outputs = 0.0
     for layer, count in all_layers(spec).items():
-        weights = [each for each in _weights(layer, spec) if each.path in paths]
+        weights = [each for each in block_weights(layer, spec) if each.path in paths]
         inputs += count * sum({(each.path[0], each.input): each.taken for each in weights}.values())
         outputs += count * sum(each.used / each.summed for each in weights)
     return inputs, outputs
@@ -112,7 +113,7 @@ def product_widths(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> tuple
 def _layer_products(spec: ModelSpec) -> Iterator[tuple[tuple[str, ...], float]]:
     """Yields the paths of layers' weights that are multiplied, with the elements that a token meets."""
     for layer, count in all_layers(spec).items():
-        yield from ((each.path, count * each.used) for each in _weights(layer, spec) if each.input)
+        yield from ((each.path, count * each.used) for each in block_weights(layer, spec) if each.input)
 
 
 def recomputed_flops(spec: ModelSpec, length: int, execution: Execution, vocab_tiles: int) -> FlopsPerToken:
@@ -130,7 +131,7 @@ def recomputed_flops(spec: ModelSpec, length: int, execution: Execution, vocab_t
         elements += spec.mtp_num_layers * 2 * spec.emb_dim**2
     in_layers = 0.0
     for layer, count in all_layers(spec).items():
-        products = [weight for weight in _weights(layer, spec) if weight.input and not weight.ends_block]
+        products = [weight for weight in block_weights(layer, spec) if weight.input and not weight.ends_block]
         again = [weight for weight in products if not weight.spared_by or not kept.issuperset(weight.spared_by)]
         in_layers += count * sum(weight.used for weight in again)
     return _flops(1, elements, in_layers, spec, length)

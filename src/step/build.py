@@ -8,8 +8,8 @@ import jax
 
 from src.config.schema import Config
 from src.data.batch_schedule import BatchSchedule
-from src.model.execution import vocab_tiles
 from src.model.spec import model_spec
+from src.model.vocab_tiles import vocab_tiles
 from src.parallel.mesh import Layout, global_batch_size, make_layout
 from src.step.optimizer import HParams, hparams_at
 from src.step.plan import Batch, StepPlan, make_plan
@@ -72,7 +72,7 @@ def build(
 
 def plan_step(config: Config, layout: Layout) -> StepPlan:
     """Returns the plan of a checked config's step; raises what `make_plan` raises."""
-    tiles = vocab_tiles(config.step, config.batch, config.vocab_size, layout)
+    spec = model_spec(config.model, config.step, config.max_target_length)
+    tiles = vocab_tiles(config.step, config.batch, spec, layout)
     step = dataclasses.replace(config.step, num_vocab_tiling=tiles)
-    spec = model_spec(config.model, step, config.max_target_length)
     return make_plan(spec, layout, step, config.mesh, config.batch, config.eval_metrics)

@@ -39,7 +39,7 @@ def eval_step(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
     if "text_bytes" in batch:
         sums = text_sums(logits_of, hidden_BTD, inputs, plan)
     else:
-        sums = {"loss_sum": batch_cross_entropy(logits_of, hidden_BTD, inputs, plan)[0]}
+        sums = {"loss_sum": batch_cross_entropy(model, context, hidden_BTD, inputs, plan)[0]}
     sums["tokens"] = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
     if plan.eval_metrics:
         hidden_BTD = plan.layout.constrain(hidden_BTD, "batch", None, None)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from src.model.decoder import Decoder
+from src.model.decoder import Decoder, OutputPart
 from src.model.forward_context import ForwardContext
 from src.model.moe import router
 from src.model.params import Tree, Weights
@@ -55,10 +55,9 @@ def next_token_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
     inputs = in_zigzag(batch, plan.layout)
     ahead = [in_zigzag(each, plan.layout) for each in mtp_batches(batch, plan)]
     hidden_BTD, context, reports = hidden_states(model, inputs, plan)
-    logits_of = functools.partial(model.logits, context=context)
-    loss, z = batch_cross_entropy(logits_of, hidden_BTD, inputs, plan)
+    loss, z = batch_cross_entropy(model, context, hidden_BTD, inputs, plan)
     mtp_hidden, mtp_reports = model.mtp_hidden_states(hidden_BTD, [x["tokens"] for x in ahead], context, plan.execution)
-    mtp = [batch_cross_entropy(logits_of, h_BTD, x, plan)[0] for h_BTD, x in zip(mtp_hidden, ahead, strict=True)]
+    mtp = [batch_cross_entropy(model, context, h_BTD, x, plan)[0] for h_BTD, x in zip(mtp_hidden, ahead, strict=True)]
     return LossSums(loss, z, jnp.array(mtp), jnp.sum(batch["segment_ids"] > 0), {**reports, **mtp_reports})
 
 
@@ -131,15 +130,30 @@ def mtp_batches(batch: Batch, plan: StepPlan) -> list[Batch]:
     return batches
 
 
-# ---- Cross-entropy, in tiles of the sequence so that the logits of one tile are held at a time
+# ---- Cross-entropy, in tiles so that the logits of one tile are held at a time
 
 
 def batch_cross_entropy(
-    logits_of: LogitsOf, hidden_BTD: jax.Array, inputs: Batch, plan: StepPlan
+    model: Decoder, context: ForwardContext, hidden_BTD: jax.Array, inputs: Batch, plan: StepPlan
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the sums that `cross_entropy` gives of a batch that is `in_zigzag`."""
+    """Returns the sums that `cross_entropy` gives of a batch that is `in_zigzag`; tiles are of V where it can be cut.
+
+    Then gathered weights and their gradient are a tile's too, and each is gathered once forward and once backward.
+    """
     tiles, shards = plan.step.num_vocab_tiling, plan.layout.shards("norm_length")
-    return cross_entropy(logits_of, hidden_BTD, inputs["targets"], inputs["loss_mask"], tiles, shards)
+    logits_of, targets_BT = functools.partial(model.logits, context=context), inputs["targets"]
+    parts = model.output_parts(tiles, plan.layout) if tiles > 1 else None
+    if parts is None:
+        return cross_entropy(logits_of, hidden_BTD, targets_BT, inputs["loss_mask"], tiles, shards)
+    whole_BTD = hidden_BTD.astype(jnp.float32)  # in which the gradients of the parts are added up
+
+    def of_part(part: OutputPart) -> tuple[jax.Array, jax.Array]:
+        return _of_logits(logits_of(whole_BTD.astype(hidden_BTD.dtype), part=part), targets_BT, part.ids_V)
+
+    with jax.named_scope("cross_entropy"):
+        log_normaliser_PBT, target_logit_PBT = jax.lax.map(jax.checkpoint(of_part, prevent_cse=False), parts)
+        log_normaliser_BT = jax.nn.logsumexp(log_normaliser_PBT, axis=0)
+        return _sums(log_normaliser_BT, jnp.sum(target_logit_PBT, axis=0), inputs["loss_mask"])
 
 
 @jax.named_scope("cross_entropy")
@@ -154,12 +168,7 @@ def cross_entropy(
 
     def sums(hidden_BtD: jax.Array, targets_Bt: jax.Array, mask_Bt: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits_BtV = logits_of(hidden_BtD)
-        log_normaliser_Bt = jax.nn.logsumexp(logits_BtV, axis=-1)
-        # A sum in place of a lookup, for which XLA would hold the logits in float32.
-        is_target_BtV = targets_Bt[..., None] == jnp.arange(logits_BtV.shape[-1])
-        target_logit_Bt = jnp.sum(jnp.where(is_target_BtV, logits_BtV, 0.0), axis=-1)
-        loss = jnp.sum((log_normaliser_Bt - target_logit_Bt) * mask_Bt)
-        return loss, jnp.sum(jnp.square(log_normaliser_Bt) * mask_Bt)
+        return _sums(*_of_logits(logits_BtV, targets_Bt, jnp.arange(logits_BtV.shape[-1])), mask_Bt)
 
     if tiles == 1:
         return sums(hidden_BTD, targets_BT, mask_BT)
@@ -169,6 +178,18 @@ def cross_entropy(
 
     zeros = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
     return jax.lax.scan(add_tile, zeros, in_tiles((hidden_BTD, targets_BT, mask_BT), tiles, shards))[0]
+
+
+def _of_logits(logits_BTV: jax.Array, targets_BT: jax.Array, ids_V: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the log-normaliser [B, T] of logits, and the target's logit, or 0 if it is not among these tokens."""
+    # A sum in place of a lookup, for which XLA would hold the logits in float32.
+    is_target_BTV = targets_BT[..., None] == ids_V
+    return jax.nn.logsumexp(logits_BTV, axis=-1), jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1)
+
+
+def _sums(log_normaliser_BT: jax.Array, target_logit_BT: jax.Array, mask_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    loss = jnp.sum((log_normaliser_BT - target_logit_BT) * mask_BT)
+    return loss, jnp.sum(jnp.square(log_normaliser_BT) * mask_BT)
 
 
 def in_tiles(arrays: tuple[jax.Array, ...], tiles: int, shards: int = 1) -> tuple[jax.Array, ...]:

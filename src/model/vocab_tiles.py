@@ -1,0 +1,53 @@
+"""Chooses the number of tiles of the loss by the memory that it would take in one."""
+
+import math
+
+import jax.numpy as jnp
+
+from src.config.schema import BatchKeys
+from src.config.step_keys import Step
+from src.model.flops import all_layers, block_weights, flops_per_token
+from src.model.parts import layer_costs
+from src.model.spec import ModelSpec
+from src.parallel.mesh import Layout
+
+MAX_LOGITS, SMALL = 8 * 2**30, 2**30  # bytes on a device
+
+
+def vocab_tiles(step: Step, batch: BatchKeys, spec: ModelSpec, layout: Layout) -> int:
+    """Returns `num_vocab_tiling`, or for 0 the fewest tiles, a power of 2, that keep the loss small.
+
+    Logits and their gradient have to fit MAX_LOGITS. On accelerators the loss also takes no more memory than a block's
+    backward pass (or SMALL), if in one tile it took more than half of that, and as much again for each percent that
+    computing the logits twice adds to a step's operations. No more tiles than rows divide into.
+    """
+    length, tiles = batch.max_target_length, step.num_vocab_tiling
+    if tiles:
+        return tiles
+    V, itemsize = spec.padded_vocab_size // layout.shards("vocab"), jnp.dtype(spec.dtype).itemsize
+    tokens = batch.per_device_batch_size * layout.mesh.size * length
+    tokens /= math.prod(layout.shards(axis) for axis in ("batch", "length"))
+    logits = tokens * V * itemsize
+    # The gathered weights, their gradient, and it in another layout: a tile has a part unless devices share V.
+    loss = logits + (3 * V * spec.emb_dim * itemsize if layout.shards("vocab") == 1 else 0)
+    most = math.inf
+    if layout.platform != "cpu":
+        block = max(_block_bytes(spec, layout, tokens), SMALL)
+        percent = 100 * 2 * spec.padded_vocab_size * spec.emb_dim / flops_per_token(spec, length).causal
+        most = block if loss > (0.5 + percent) * block else math.inf
+    tiles, max_tiles = 1, length // layout.shards("norm_length")
+    while (2 * logits / tiles > MAX_LOGITS or loss / tiles > most) and max_tiles % (2 * tiles) == 0:
+        tiles *= 2
+    return tiles
+
+
+def _block_bytes(spec: ModelSpec, layout: Layout, tokens: float) -> float:
+    """Returns what the largest block's backward pass takes on a device: arrays, gathered weights, their gradient."""
+    sizes = []
+    for layer in all_layers(spec):
+        weights = sum(
+            each.size / (layout.shards("expert") if each.used < each.size else 1) for each in block_weights(layer, spec)
+        )
+        width = sum(part.width for part in layer_costs(layer).values())
+        sizes.append((2 * weights + tokens * width) / layout.shards("mlp") + tokens * 6 * spec.emb_dim)
+    return max(sizes) * jnp.dtype(spec.dtype).itemsize

@@ -1,0 +1,81 @@
+"""Looking up rows of tables that devices share, against NumPy, with gradients added up in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from src.model import lookup
+from src.parallel.mesh import make_layout
+from tests.tiny import load
+
+MESHES = {
+    "fsdp": {},
+    "fsdp, tensor": {"ici_tensor_parallelism": 2},
+    "data, fsdp": {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 4},
+    "fsdp, context, expert": {"ici_context_parallelism": 2, "ici_expert_parallelism": 2},
+    "tensor": {"ici_tensor_parallelism": 8},
+}
+V, D, ROWS, LENGTH = 160, 32, 8, 6
+
+
+def problem(length=LENGTH):
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(V, D)).astype(np.float32)
+    ids = rng.integers(0, V, (ROWS, length))
+    ids[:, 0] = 7  # a frequent token, which all devices have
+    return table, ids, rng.normal(size=(*ids.shape, D)).astype(np.float32)
+
+
+@pytest.fixture
+def narrow_blocks(monkeypatch):
+    """A block of columns may have as few as 8."""
+    monkeypatch.setattr(lookup, "LANES", 8)
+
+
+@pytest.mark.usefixtures("narrow_blocks")
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("length", [LENGTH, 40])  # 40: devices have so many tokens that they gather the table
+def test_rows_and_their_gradients_are_those_of_the_whole_table(mesh, length):
+    layout = make_layout(load(**MESHES[mesh]).mesh, jax.devices())
+    table, ids, weights = problem(length)
+    at = layout.sharding(("vocab", "embed")), layout.sharding(("batch", "length"))
+
+    def weighted(table, ids):
+        found = lookup.look_up(table, ids, layout, "vocab")
+        return jnp.sum(found * weights), found
+
+    step = jax.jit(jax.value_and_grad(weighted, has_aux=True), in_shardings=at)
+    (_, found), gradient = step(table, ids)
+    np.testing.assert_array_equal(found, table[ids])
+    expected = np.zeros((V, D))
+    np.add.at(expected, ids, weights.astype(np.float64))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("narrow_blocks")
+def test_what_a_device_moves_is_its_tokens_rows_and_never_the_table():
+    """Of 8 devices pairs gather 8 of 32 columns, and four exchange 48 tokens a row."""
+    layout = make_layout(load().mesh, jax.devices())
+    table, ids, _ = problem()
+    at = layout.sharding(("vocab", "embed")), layout.sharding(("batch", "length"))
+    step = jax.jit(lambda table, ids: lookup.look_up(table, ids, layout, "vocab"), in_shardings=at)
+    text = step.lower(table, ids).compile().as_text()
+    assert "all-to-all" in text
+    assert f"f32[{V},8]" in text
+    assert f"f32[{V},{D}]" not in text
+
+
+def test_gradients_of_a_frequent_token_are_added_up_in_float32(monkeypatch):
+    """In bfloat16 a sum of ones stays at 256."""
+    monkeypatch.setattr(lookup, "LANES", 8)
+    layout = make_layout(load().mesh, jax.devices())
+    table, ids = jnp.zeros((8 * V, D), jnp.bfloat16), np.full((ROWS, 64), 7)
+    at = layout.sharding(("vocab", "embed")), layout.sharding(("batch", "length"))
+
+    def total(table, ids):
+        return jnp.sum(lookup.look_up(table, ids, layout, "vocab").astype(jnp.float32))
+
+    gradient = np.asarray(jax.jit(jax.grad(total), in_shardings=at)(table, ids), np.float32)
+    np.testing.assert_array_equal(gradient[7], ids.size)
+    assert np.count_nonzero(gradient) == D

@@ -1,7 +1,9 @@
 """Reads tokenizers of Hugging Face model folders: tokenizer.json, the files beside it, and the chat template."""
 
 import hashlib
+import json
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,12 @@ from src.json_text import read_object
 
 # Threads are the loader's: the package is to start none of its own, nor to complain of processes started after that.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# transformers' classes that build normalizer and pre-tokenizer by themselves -> CRC-32 of what they build, as JSON.
+BUILT_BY_CLASS = {
+    **{"LlamaTokenizer": 2368733425, "GemmaTokenizer": 2427428179, "Qwen2Tokenizer": 2791178372},
+    **{"GPT2Tokenizer": 138731014, "CohereTokenizer": 1446254178, "GPTNeoXTokenizer": 2004846466},
+}
 
 # The files that name special tokens, in order of precedence: by their text, then by their ids.
 _TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -90,7 +98,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self._of_rules[2].add_tokens(added)
             self._of_rules[2].encode_special_tokens = splits
         self._changes = repr(added) if self._of_rules[2] is not self._tokenizer else ""
-        self.caveat = class_caveat(named["tokenizer_config.json"])
+        self.caveat = class_caveat(named["tokenizer_config.json"], self._tokenizer)
         template_file, self.chat_template, self.tool_template = _chat_templates(file.parent, named)
         templates = self.chat_template, self.tool_template
         self._template = ChatTemplate(*templates, tokens, str(template_file)) if self.chat_template else None
@@ -197,12 +205,17 @@ def added_tokens(
     return added
 
 
-def class_caveat(entries: dict[str, Any]) -> str:
+def class_caveat(entries: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> str:
     """Returns a sentence if transformers may build what precedes the vocabulary otherwise than tokenizer.json says."""
     name = str(entries.get("tokenizer_class") or "").removesuffix("Fast")
-    if name in ("", "PreTrainedTokenizer", "TokenizersBackend"):
+    steps = [
+        json.loads(step.__getstate__()) if step else None for step in (tokenizer.normalizer, tokenizer.pre_tokenizer)
+    ]
+    same = BUILT_BY_CLASS.get(name) == zlib.crc32(json.dumps(steps, sort_keys=True).encode())
+    unset = (None,) if name == "LlamaTokenizer" else (None, False)  # which takes false for another prefix
+    if name in ("", "PreTrainedTokenizer", "TokenizersBackend") or (same and entries.get("add_prefix_space") in unset):
         return ""
-    return f"transformers may build {name} not by tokenizer.json alone, with other ids: src.convert check compares"
+    return f"transformers builds {name} not by tokenizer.json alone, and its ids may differ: src.convert check compares"
 
 
 def _chat_templates(folder: Path, named: dict[str, dict[str, Any]]) -> tuple[Path, str | None, str | None]:

@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from src.convert import compare_ids
 from src.data import huggingface_tokenizer, untrusted
+from src.data.huggingface_tokenizer import BUILT_BY_CLASS
 from src.data.tokenizer import folder_tokenizer
 from src.errors import UserError
 
@@ -114,6 +116,13 @@ def test_ids_are_transformers_or_the_header_says_that_they_may_not_be(tmp_path, 
         assert not ours.caveat
     said = compare_ids(folder, 10_000)
     assert said.startswith("ids differ        in 0 of") or ours.caveat
+
+
+def test_the_classes_that_build_their_own_steps_build_these():
+    for name, expected in BUILT_BY_CLASS.items():
+        built = json.loads(getattr(transformers, name)().backend_tokenizer.to_str())
+        steps = json.dumps([built["normalizer"], built["pre_tokenizer"]], sort_keys=True)
+        assert zlib.crc32(steps.encode()) == expected, name
 
 
 def test_added_tokens_are_of_the_fingerprint_and_a_run_of_older_rules_is_without_them(tmp_path):

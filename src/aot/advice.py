@@ -8,7 +8,7 @@ import jax
 
 from src.aot.devices import abstract_devices
 from src.aot.memory import memory
-from src.config.schema import Config, size_key
+from src.config.schema import LOGICAL_AXES, Config, size_key
 from src.data.batch_schedule import size_keys
 from src.errors import UserError
 from src.parallel.topology import parse_topology
@@ -101,7 +101,7 @@ def _candidates(config: Config, built: TracedStep, state_decides: bool) -> Itera
     if layout.mesh.shape["tensor"] > 1:
         yield "devices that share heads gather the tokens between blocks", between_blocks
     if any(layer.attention_type == "mla" for layer in spec.layers):
-        yield "latent attention's weights are gathered", {_rule("latent"): ["fsdp"]}
+        yield "latent attention's weights are gathered", {_rule("latent"): list(LOGICAL_AXES["latent"][0])}
     tiles = math.gcd(step.num_vocab_tiling * 8, batch.max_target_length)  # tiles have to divide a row
     yield "logits are computed twice", {"num_vocab_tiling": tiles}
     no_arrays = {"remat_custom": {}} if step.remat_policy == "custom" else {}

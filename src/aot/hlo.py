@@ -98,7 +98,7 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
         if instruction.opcode == "send" and "_xla_megascale_target" in instruction.attributes:
             if re.search(r'_ragged_operand_index="[1-9]', instruction.attributes):
                 continue  # beside the rows of a ragged exchange, four sends of who gets how many, of a few bytes
-            kind, groups, whole = _between_slices(instruction, places)
+            kind, groups, whole = _between_slices(instruction, computations[computation], places)
         elif kind in RING_SHARE and not _continues(instruction, computations[computation]):
             groups = places.numbers(_groups(instruction.attributes, places.partitions))
             # An asynchronous collective's type is (input, output, ...).
@@ -264,7 +264,7 @@ def _iota(text: str) -> np.ndarray:
     return ids.transpose(_ints(order) if order else None).ravel()
 
 
-def _between_slices(send: Instruction, places: "_MeshPlaces") -> tuple[str, np.ndarray, int]:
+def _between_slices(send: Instruction, computation: Computation, places: "_MeshPlaces") -> tuple[str, np.ndarray, int]:
     """Returns kind, groups and bytes of a collective between TPU slices, which the program hands to another runtime.
 
     Each group lists its devices' ids; or {1,2}x{0:255} are groups of the devices that have the same number, from 0 to
@@ -280,6 +280,10 @@ def _between_slices(send: Instruction, places: "_MeshPlaces") -> tuple[str, np.n
     groups = np.array([[places.by_id[i] for i in group] for group in ids])
     sent = type_bytes(_ARRAY.search(send.type)[0])
     whole = sent * groups.shape[1] if kind == "ALL_GATHER" else sent
+    if kind == "RAGGED_ALL_TO_ALL":  # as within a slice, the side with less room has the rows
+        rendezvous = re.search(r'_xla_host_transfer_rendezvous="[^"]*"', send.attributes)[0]
+        received = [each for each in computation.values() if each.opcode == "recv" and rendezvous in each.attributes]
+        whole = min([sent, *(type_bytes(_ARRAY.search(each.type)[0]) for each in received)])
     return "collective-permute" if kind == "ONE_TO_ONE" else kind.lower().replace("_", "-"), groups, whole
 
 

@@ -392,3 +392,21 @@ def test_between_slices():
         Collective("collective-permute", ("data",), "dcn", 1, whole, whole),
         Collective("all-reduce", ("fsdp",), "ici", 1, 32, 32, 0.5),
     ]
+
+
+@pytest.mark.parametrize(("sent", "received"), [(2048, 2560), (2560, 2048)])
+def test_a_ragged_exchange_between_slices_moves_the_rows_not_the_room(sent, received):
+    """Sixteen devices of two slices have all experts: of 2,048 rows half leaves the slice, and a sixteenth stays."""
+    every = ",".join(str(100_000 * s + i) for s in (1, 2) for i in range(8))
+    rendezvous = '_xla_host_transfer_rendezvous="ragged_all_to_all.7_0",_xla_megascale_ragged_operand_index="0",'
+    send, recv = (
+        between("RAGGED_ALL_TO_ALL", listed([every]), f"bf16[{rows * 1024}]{{0:T(1024)(128)(2,1)}}").replace(
+            "_xla_megascale_target", f"{rendezvous}_xla_megascale_target"
+        )
+        for rows in (sent, received)
+    )
+    lines = [send, recv.replace(" send(%p, %t)", " recv(%t)").replace("%RAGGED", "%recv_RAGGED")]
+    whole = 2048 * 1024 * 2
+    within, beyond = collectives(program(lines), slices(2))
+    assert (within.network, within.sent_bytes) == ("ici", whole * 7 // 16)
+    assert (beyond.network, beyond.sent_bytes) == ("dcn", whole * 8 // 16)

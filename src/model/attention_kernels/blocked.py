@@ -54,17 +54,16 @@ def tile_pairs(length: int, window: int, layout: Layout) -> np.ndarray:
     with fewer pairs than others has more at the end, whose queries come before all keys.
     """
     n, parts = layout.shards("length"), zigzag_parts(layout.shards("length"))
-    part, starts_np = length // parts, zigzag_order(length, layout).reshape(n, parts // n, -1)[:, :, 0]
+    part = length // parts
     t, s = (tile_size(size, TILE[layout.platform]) for size in (part, length))
-    pairs: list[list[tuple[int, int, int]]] = []
-    for starts_p in starts_np:
-        tiles = [(start + first, min(t, part - first)) for start in starts_p for first in range(0, part, t)]
-        oldest = [max(first - window + 1, 0) if window else 0 for first, _ in tiles]
-        pairs.append([])
-        for i, (first, size) in enumerate(tiles):
-            pairs[-1] += [(i, j, first) for j in range(oldest[i] // s, (first + size - 1) // s + 1)]
-    most = max(map(len, pairs))
-    return np.array([[*each, *[(0, 0, -length)] * (most - len(each))] for each in pairs], np.int32)
+    first_ni = zigzag_order(length, layout).reshape(n, parts // n, part)[:, :, ::t].reshape(n, -1)
+    distance_nij = first_ni[..., None] - np.arange(0, length, s)  # from the first key to the first query
+    seen_nij = (distance_nij + t > 0) & (distance_nij - s + 1 < (window or length))
+    pairs_nP3 = np.full((n, seen_nij.sum((1, 2)).max(), 3), (0, 0, -length), np.int32)
+    for pairs_P3, seen_ij, first_i in zip(pairs_nP3, seen_nij, first_ni, strict=True):
+        found = np.argwhere(seen_ij)
+        pairs_P3[: len(found)] = np.column_stack([found, first_i[found[:, 0]]])
+    return pairs_nP3
 
 
 def _on_device(spec: ScoreSpec, parts: int, tile: int) -> Callable[..., Array]:
@@ -77,7 +76,8 @@ def _on_device(spec: ScoreSpec, parts: int, tile: int) -> Callable[..., Array]:
     def cut(q: Array, k: Array, v: Array, q_ids: Array, k_ids: Array) -> tuple[Array, ...]:
         K = k.shape[2]
         heads = (_heads(x, K, of, tile) for x, of in ((q, parts), (k, 1), (v, 1)))
-        return *heads, _cut(q_ids, parts, tile), _cut(k_ids, 1, tile)
+        # What pads the last tiles, with 0, is a segment of its own.
+        return *heads, _cut(q_ids + 1, parts, tile), _cut(k_ids + 1, 1, tile)
 
     def score(q_BKRH: Array, k_BKsH: Array, q_ids_Bt: Array, k_ids_Bs: Array, pair: Array) -> tuple[Array, Array]:
         """Returns a tile's scores [B, K, R, s], masked, and their derivatives by the products of queries and keys."""
@@ -99,9 +99,6 @@ def _on_device(spec: ScoreSpec, parts: int, tile: int) -> Callable[..., Array]:
         *arrays, pairs = given[:6]
         sinks, (q, k, v, q_ids, k_ids) = given[6:], cut(*arrays)
         by_query, dtype = q.shape[:-1], jnp.promote_types(q.dtype, jnp.float32)
-        # A sink is a key of its own, without a value.
-        largest = _of_queries(sinks[0], by_query).astype(dtype) if sinks else jnp.full(by_query, MASKED, dtype)
-        total = jnp.full(by_query, 1.0 if sinks else 0.0, dtype)
 
         def add(sums: tuple[Array, ...], pair: Array) -> tuple[tuple[Array, ...], None]:
             sums, pair = jax.lax.optimization_barrier((sums, pair))  # or XLA makes the masks of all pairs beforehand
@@ -114,40 +111,47 @@ def _on_device(spec: ScoreSpec, parts: int, tile: int) -> Callable[..., Array]:
             new = (larger, total * kept + jnp.sum(weights, axis=-1), out * kept[..., None] + added)
             return tuple(x.at[i].set(value) for x, value in zip(sums, new, strict=True)), None
 
-        sums = (largest, total, jnp.zeros((*by_query, v.shape[-1]), dtype))
+        sums = (
+            jnp.full(by_query, MASKED, dtype),
+            jnp.zeros(by_query, dtype),
+            jnp.zeros((*by_query, v.shape[-1]), dtype),
+        )
         (largest, total, out), _ = jax.lax.scan(add, sums, pairs[0])
-        out_BTNV = _rows((out / total[..., None]).astype(v.dtype), arrays[0], parts)
-        return out_BTNV, (*arrays, pairs, sinks, out_BTNV, largest + jnp.log(total))
+        normaliser = largest + jnp.log(total)
+        out_BTNV, normaliser_BTN1 = (
+            _rows(x, arrays[0], parts) for x in (out / total[..., None], normaliser[..., None])
+        )
+        for sinks_N in sinks:  # each a key of its own, without a value
+            of_keys_BTN1, normaliser_BTN1 = normaliser_BTN1, jnp.logaddexp(normaliser_BTN1, sinks_N[:, None])
+            out_BTNV *= jnp.exp(of_keys_BTN1 - normaliser_BTN1)
+        out_BTNV = out_BTNV.astype(v.dtype)
+        return out_BTNV, (*arrays, pairs, sinks, out_BTNV, normaliser_BTN1)
 
     def gradients(kept: tuple, d_out_BTNV: Array) -> tuple[Array | None, ...]:
-        *arrays, pairs, sinks, out_BTNV, normaliser = kept
-        q, k, v, q_ids, k_ids = cut(*arrays)
-        d_out, dtype = _heads(d_out_BTNV, k.shape[2], parts, tile), normaliser.dtype
+        *arrays, pairs, sinks, out_BTNV, normaliser_BTN1 = kept
+        (q, k, v, q_ids, k_ids), dtype = cut(*arrays), normaliser_BTN1.dtype
         # The mean of the weights' gradients, by the weights.
-        mean = jnp.sum(d_out_BTNV.astype(dtype) * out_BTNV.astype(dtype), axis=-1, keepdims=True)
-        mean = _heads(mean, k.shape[2], parts, tile)[..., 0]
+        mean_BTN1 = jnp.sum(d_out_BTNV.astype(dtype) * out_BTNV.astype(dtype), axis=-1, keepdims=True)
+        d_out, mean, normaliser = (_heads(x, k.shape[2], parts, tile) for x in (d_out_BTNV, mean_BTN1, normaliser_BTN1))
 
         def add(sums: tuple[Array, ...], pair: Array) -> tuple[tuple[Array, ...], None]:
             sums, pair = jax.lax.optimization_barrier((sums, pair))  # or XLA makes the masks of all pairs beforehand
             i, j = pair[0], pair[1]
             d_q, d_k, d_v = sums
             scores, slope = score(q[i], k[j], q_ids[i], k_ids[j], pair)
-            weights = jnp.exp(scores - normaliser[i][..., None])
+            weights = jnp.exp(scores - normaliser[i])
             d_weights = _sum("BKRV,BKsV->BKRs", d_out[i], v[j])
-            d_scores = (weights * (d_weights - mean[i][..., None]) * slope).astype(q.dtype)
+            d_scores = (weights * (d_weights - mean[i]) * slope).astype(q.dtype)
             d_q = d_q.at[i].add(_sum("BKRs,BKsH->BKRH", d_scores, k[j]))
             d_k = d_k.at[j].add(_sum("BKRs,BKRH->BKsH", d_scores, q[i]))
             d_v = d_v.at[j].add(_sum("BKRs,BKRV->BKsV", weights.astype(v.dtype), d_out[i]))
             return (d_q, d_k, d_v), None
 
         sums, _ = jax.lax.scan(add, tuple(jnp.zeros(x.shape, dtype) for x in (q, k, v)), pairs[0])
-        d_q, d_k, d_v = (d.astype(x.dtype) for d, x in zip(sums, arrays, strict=False))
-        d_sinks = []
-        for sinks_N in sinks:
-            d_scores = -jnp.exp(_of_queries(sinks_N, mean.shape) - normaliser) * mean
-            d_scores_iBNt = d_scores.reshape(*mean.shape[:2], len(sinks_N), -1)
-            d_sinks.append(jnp.sum(d_scores_iBNt, axis=(0, 1, 3)).astype(sinks_N.dtype))
-        d_q, d_k, d_v = _rows(d_q, arrays[0], parts), _rows(d_k, arrays[1], 1), _rows(d_v, arrays[2], 1)
+        of_rows = zip(sums, arrays, (parts, 1, 1), strict=False)
+        d_q, d_k, d_v = (_rows(d_x.astype(x.dtype), x, cut_in) for d_x, x, cut_in in of_rows)
+        shares = (jnp.exp(sinks_N[:, None] - normaliser_BTN1) for sinks_N in sinks)
+        d_sinks = [-jnp.sum(share * mean_BTN1, axis=(0, 1))[:, 0] for share in shares]
         return d_q, d_k, d_v, None, None, None, *d_sinks
 
     return with_gradient(run, gradients)
@@ -180,9 +184,3 @@ def _rows(x_iBKRH: Array, like_BTNH: Array, parts: int) -> Array:
     x_iBNtH = x_iBKRH.reshape(x_iBKRH.shape[0], B, N, -1, x_iBKRH.shape[-1])
     x_BitNH = jnp.moveaxis(x_iBNtH, (0, 3), (1, 2))
     return x_BitNH.reshape(B * parts, -1, N, x_iBKRH.shape[-1])[:, : T // parts].reshape(B, T, N, -1)
-
-
-def _of_queries(sinks_N: Array, shape: tuple[int, ...]) -> Array:
-    """Repeats each head's sink for the head's queries of every tile: [i, B, K, R]."""
-    _, _, K, R = shape
-    return jnp.broadcast_to(jnp.repeat(sinks_N, R * K // len(sinks_N)).reshape(K, R), shape)

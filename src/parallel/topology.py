@@ -166,8 +166,10 @@ def parse_topology(name: str, slices: int) -> Topology:
             )
         return Topology(name, "cpu", None, (int(count),), 1, 1)
     if family not in _GENERATIONS:
-        families = [f"{each}-{count or 8}" for each in (*_GENERATIONS, "cpu")]
-        of_gpu = [f" Did you mean {each}?" for each, chip in _GPU_HOSTS.items() if name and name in chip.kind.lower()]
+        size = re.search(r"(?<![\dx])\d+$", name, re.ASCII)  # also of v5p128
+        families = [f"{each}-{size[0] if size else 8}" for each in (*_GENERATIONS, "cpu")]
+        gpu_of = {each: re.search(r"[a-z]\d00", chip.kind.lower())[0] for each, chip in _GPU_HOSTS.items()}  # a3: h100
+        of_gpu = [f" Did you mean {each}?" for each, gpu in gpu_of.items() if gpu in name]
         gpus = ", ".join(f"{each}: {chip.kind}" for each, chip in _GPU_HOSTS.items())
         hint = of_gpu[0] if of_gpu else did_you_mean(name, [*_GPU_HOSTS, *families])
         raise UserError(

@@ -170,7 +170,7 @@ def test_the_folder_is_as_documented(run):
     }
     assert runs.steps_saved(folder) == [5, 10, 12]
     assert json.loads((folder / "environment.json").read_text())["devices"] == "8 x cpu"
-    report = (folder / "report.html").read_text().replace("<wbr>", "")
+    report = (folder / "report.html").read_text()
     first, sample = (folder / "sample.txt").read_text().split("\n", 1)
     assert first == f"after step {STEPS}"
     for shown in ("eval", html.escape(sample), "parameters, 2 layers", "fsdp 8", "started", str(folder)):

@@ -29,7 +29,7 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.open, self.text, self.fetched, self.json = [], "", [], ""
-        self.feed(text.replace("<wbr>", ""))  # where a line may end
+        self.feed(text)
         assert self.open == []
         self.charts = {chart["title"]: chart for chart in json.loads(self.json)["charts"]}
 

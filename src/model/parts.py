@@ -14,7 +14,7 @@ from src.parallel.mesh import Layout
 # Modules that mix the tokens of a layer: blocks, caches and counts know their `__call__`, `costs`, `cache_arrays` and
 # `__init__`, in which `out_scale` is a factor of the output's initial values.
 Mixer = Attention | LatentAttention | GatedDelta
-# By attention_type. Another kind is its module, an entry here and in `Mixer`, and a choice of that key, beside its facts
+# By attention_type. Another kind is its module, an entry here and in `Mixer`, and a choice of that key beside its facts
 # in `AttentionFacts` (config/model_keys.py); config/needs.py lists by kind the facts that have effect.
 MIXERS: dict[str, type[Mixer]] = {
     "global": Attention,

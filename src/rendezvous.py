@@ -100,7 +100,8 @@ class Meeting:
     ) -> None:
         """Adds a connection to `peers` by its process, and the facts to `facts_of`, if it is one of the job's."""
         kinds = {"process": int, "count": int, "facts": dict}
-        if hello.get("greeting") != GREETING or any(type(hello.get(name)) is not kinds[name] for name in kinds):
+        strange = hello.get("greeting") != GREETING or any(type(hello.get(name)) is not kinds[name] for name in kinds)
+        if strange or not all(isinstance(value, str) for value in hello["facts"].values()):
             peer.close()
             return
         number, count = hello["process"], self.count
@@ -135,8 +136,8 @@ class Meeting:
                 if reply.get("begin"):
                     return peer
                 peer.close()
-                if "code" in reply:
-                    _end_all([], reply["code"], reply["message"])
+                if reply.keys() >= {"code", "message"}:
+                    _end_all([], reply["code"], str(reply["message"]))
                 reason = reply.get("lost", "another program answers there")
             if self._is_over(f"process 0 does not answer at {self.address} ({reason})"):
                 raise TransientError(
@@ -155,7 +156,7 @@ def _listen(address: str, count: int) -> socket.socket:
     family = socket.AF_INET6 if dual_stack or ":" in host else socket.AF_INET
     place = ("" if dual_stack else host, int(port))
     try:
-        return socket.create_server(place, family=family, backlog=count, dualstack_ipv6=dual_stack)
+        return socket.create_server(place, family=family, backlog=max(count, 128), dualstack_ipv6=dual_stack)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise TransientError(

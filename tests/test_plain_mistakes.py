@@ -68,6 +68,14 @@ def test_a_pipe_that_nobody_writes_to_is_not_waited_for(key, tmp_path):
         load([runs.BASE, f"{key}={tmp_path}/pipe"])
 
 
+@pytest.mark.parametrize("key", ["dataset_path", "prompt_path", "load_parameters_path", "base_output_directory"])
+def test_a_home_of_nobody(key):
+    with pytest.raises(
+        UserError, match=rf"{key}=~nobody-here/x: ~nobody-here is no user of this machine; .* \./~nobody"
+    ):
+        load([runs.BASE, f"{key}=~nobody-here/x"])
+
+
 def test_a_pipe_in_a_folder_of_data_is_not_waited_for(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     os.mkfifo(tmp_path / "pipe.txt")

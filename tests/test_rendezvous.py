@@ -162,6 +162,7 @@ def test_a_process_that_has_finished_waits_for_the_others_as_long_as_it_takes(fi
         b'{"greeting": "MinText", "process": "1", "count": 2, "facts": {}}',
         b'{"greeting": "MinText", "process": 1, "count": 2, "facts": 3}',
         b'{"greeting": "MinText", "process": true, "count": 2, "facts": {}}',
+        b'{"greeting": "MinText", "process": 1, "count": 2, "facts": {"steps": [3]}}',
         b'["MinText"]',
         b"GET / HTTP/1.1",
     ],
@@ -209,6 +210,11 @@ def test_an_address_where_nobody_or_another_program_answers_is_named():
         threading.Thread(target=lambda: other.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\r\n")).start()
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(TransientError, match=r"what it said is no message of MinText's"):
+            join(address, 2, 1, timeout=0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].sendall(b'{"code": 400, "error": "no"}\n')).start()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(TransientError, match=r"another program answers there"):
             join(address, 2, 1, timeout=0)
 
 

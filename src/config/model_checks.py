@@ -36,6 +36,10 @@ def check_value(name: str, value: Any) -> str:
         return f"{name}={value} {problem}"
     if key.is_path and re.fullmatch("(?!file|hf)[a-z0-9]+://(/.*)?", value):  # a store would be asked for minutes
         return f"{name}={value} names no bucket; an empty variable of the shell leaves such a path"
+    if key.is_path and os.path.expanduser(value).startswith("~"):
+        return (
+            f"{name}={value}: {value.partition('/')[0]} is no user of this machine; a folder of that name is ./{value}"
+        )
     if key.is_path and "://" not in value and Path(os.path.expanduser(value)).is_fifo() and value[:5] != "/dev/":
         return f"{name}={value} is a pipe: expected a file, or /dev/stdin"
     stores = ("gs", "s3") * (not key.is_local) + ("hf",) * (name in ("tokenizer_path", "load_parameters_path"))

@@ -14,7 +14,8 @@ import tokenizers
 from src.data.types import Fingerprint, Message, Shown, Tokenizer, missing_template
 from src.data.untrusted import ChatTemplate, try_tokenizer
 from src.errors import UserError
-from src.json_text import read_object
+from src.json_text import read_object, well_formed
+from src.storage_errors import one_line
 
 # Threads are the loader's: the package is to start none of its own, nor to complain of processes started after that.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -60,7 +61,7 @@ class HuggingFaceTokenizer(Tokenizer):
         named = {path.name: read_object(path) if path.is_file() else {} for path in beside}
         # The texts of bos_token, eos_token, unk_token and so on, and the ids; the first file takes precedence.
         tokens = {
-            key: text
+            key: well_formed(text)
             for name in reversed(_TOKEN_FILES)
             for key, value in named[name].items()
             if key.endswith("_token")
@@ -91,7 +92,11 @@ class HuggingFaceTokenizer(Tokenizer):
         words = self._tokenizer.get_vocab(with_added_tokens=False).values()
         self.vocab_size: int = max(*words, self.bos, *self.stop_ids) + 1
         self._of_rules = {1: self._tokenizer, 2: self._tokenizer}
-        added = added_tokens(named["tokenizer_config.json"], tokens, self._tokenizer)
+        try:
+            added = added_tokens(named["tokenizer_config.json"], tokens, self._tokenizer)
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            problem = f"its added or special tokens can't be read: {one_line(error)}"
+            raise UserError(f"tokenizer_path: {beside[0]}: {problem}") from None
         splits = bool(named["tokenizer_config.json"].get("split_special_tokens"))
         if added or splits:
             self._of_rules[2] = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
@@ -160,7 +165,9 @@ class HuggingFaceTokenizer(Tokenizer):
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust, no Exception
                 raise
-            raise UserError(f"{self._file} has no ids for a text: {error}. Give its model an unknown token") from None
+            raise UserError(
+                f"{self._file} has no ids for a text: {error}. If an unknown token is missing, give its model one"
+            ) from None
 
     def _array(self, ids: list[int]) -> np.ndarray:
         array = np.array(ids, np.int32)

@@ -34,8 +34,7 @@ _ROOT = str(Path(__file__).parents[2])
 _TEXTS = (
     "",
     "a b\n",
-    2000 * "a" + "!",
-    2000 * "x",
+    *(2000 * chr(code) + end for code in range(0x21, 0x7F) for end in "!~"),
     2000 * " ",
     500 * "1a! ",
     300 * "e\u0301\u4e2d\U0001f600",

@@ -146,6 +146,7 @@ def split(regex):
     [
         ("pre_tokenizer", split("(a+)+$|(a|a)+b")),
         ("pre_tokenizer", split("(x+x+)+y")),
+        ("pre_tokenizer", split("(7|77)+b")),
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "/////w=="}),
     ],
 )
@@ -190,6 +191,24 @@ def test_a_process_is_limited_below_a_limit_of_its_user():
         "soft, hard = resource.getrlimit(resource.RLIMIT_CPU); assert soft < 900 and hard == 1000, (soft, hard)"
     )
     subprocess.run([sys.executable, "-c", command], cwd=Path(__file__).parents[2], check=True)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"added_tokens_decoder": [{"content": "<x>"}]},
+        {"added_tokens_decoder": {"five": {"content": "<x>"}}},
+        {"added_tokens_decoder": {"5": {}}},
+        {"added_tokens_decoder": {"5": {"content": "<x>", "lstrip": "yes"}}},
+        {"additional_special_tokens": [None]},
+        {"additional_special_tokens": ["\ud800"]},
+        {"extra_special_tokens": {"image_token": ["<x>"]}},
+    ],
+)
+def test_added_tokens_of_another_type_are_refused(tmp_path, entry):
+    folder = save(tmp_path / "folder", byte_level(), GENERIC | entry)
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: its added or special tokens can't be read: "):
+        folder_tokenizer(folder, 10_000)
 
 
 def test_a_file_is_tried_once(tmp_path, monkeypatch):

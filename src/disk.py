@@ -14,7 +14,7 @@ from src.errors import UserError
 # How the files begin that a command writes at the path of this key, or under this name: no other file is replaced.
 _BEGINNINGS = {
     "results_path": rb'\{\n  "(eval_loss["/]|results": .*"model": "mintext")',
-    "scores_path": rb'\{"text": .*"log_probs": \[null',
+    "scores_path": rb'\{"text": [^\n]*"log_probs": \[null',
     "logits_path": rb"\x93NUMPY.{4}\{'descr': '<f4', 'fortran_order': False, 'shape': \(\d+, \d+, \d+\)",
     "decode_path": rb'\{"id": 0, "sample": 0, "prompt": ',
     "decode_path's settings": rb'\{.*"decode_samples": .*"prompts": ',

@@ -110,6 +110,9 @@ FOREIGN = {
     "data in JSON lines": lambda trained: b'{"text": "mine"}\n',
     "ids": lambda trained: (trained.parent / "ids.npy").read_bytes(),
     "JSON": lambda trained: b'{\n  "mine": 1\n}\n',
+    "texts, of which a later one has scores": lambda trained: (
+        b'{"text": "a"}\n{"text": "b", "log_probs": [null, -1]}\n'
+    ),
 }
 
 

@@ -21,11 +21,13 @@ _MAGIC = {
     **dict.fromkeys((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"7z\xbc\xaf"), _COMPRESSED),
 }
 _STRING = r'"(?:[^"\\]|\\.)*"'
-# An object; strings in brackets; numbers, if there are eight or more brackets than in "[1, 2] have shown".
+# An object, maybe after nulls; strings in brackets; numbers, if there are eight or more brackets than in "[1, 2] have
+# shown".
 _JSON = re.compile(
-    rf"[\[\s]*\{{\s*(?:{_STRING}\s*:|\}})|\[[\[\s]*{_STRING}\s*[],]|\[\s*(?:-?\d[\d.]*\s*,\s*){{8}}|\[\s*\[\s*\d"
+    rf"[\[\s]*(?:null\s*,\s*)*\{{\s*(?:{_STRING}\s*:|\}})|\[[\[\s]*{_STRING}\s*[],]"
+    r"|\[\s*(?:-?\d[\d.]*\s*,\s*){8}|\[\s*\[\s*\d"
 )
-_HEADING = re.compile(r"[A-Za-z_][\w .()/-]{0,40}(?<! )")  # of a column
+_HEADING = re.compile(r"[^\W\d][\w .()/-]{0,40}(?<! )")  # of a column
 _ROWS = 10  # of a table that are looked at
 
 
@@ -50,5 +52,6 @@ def _is_table(text: str, delimiter: str) -> bool:
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     heading, *rows = [*itertools.islice(lines, _ROWS)] or [[]]
     complete = rows[:-1] or rows  # the bytes at hand may end within the last one
-    is_heading = len(set(heading)) == len(heading) > 1 and all(map(_HEADING.fullmatch, heading))
+    named = heading[1:] if heading[:1] == [""] else heading  # pandas leaves out the name of its index
+    is_heading = len(set(heading)) == len(heading) > 1 and all(map(_HEADING.fullmatch, named))
     return is_heading and bool(rows) and all(len(row) == len(heading) for row in complete)

@@ -133,7 +133,9 @@ def test_a_new_run_and_one_that_accepts_them_have_the_present_rules(old_run, cap
     assert KEPT not in said + accepting
     assert rules_saved(folder.parent / "new", make.STEPS) == rules_saved(folder, make.STEPS) == PRESENT_RULES
     main([BASE, *make.arguments("text", steps=8)])  # which need not accept them again
-    assert "rules" not in capsys.readouterr().out
+    resumed = capsys.readouterr().out
+    assert "rules of data" not in resumed
+    assert "data rules" not in resumed
 
 
 def test_rules_of_a_later_version_are_refused(old_run, monkeypatch):

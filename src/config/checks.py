@@ -70,8 +70,11 @@ def _rules(config: FlatKeys) -> Iterator[str]:
             f"write it with a dot: logical_axis_rules.{missing[0]}=[]"
         )
     for name, axes in config.logical_axis_rules.items():
-        if not isinstance(axes, tuple | list) or set(map(str, axes)) - set(MESH_AXES) or len(set(axes)) < len(axes):
-            yield f"logical_axis_rules.{name}={dump(axes)} must be a list of {', '.join(MESH_AXES)}, or []"
+        listed = axes if isinstance(axes, tuple | list) else [axes]
+        unknown = [axis for axis in map(str, listed) if axis not in MESH_AXES]
+        if listed is not axes or unknown or len(set(axes)) < len(axes):
+            hint = did_you_mean(unknown[0], MESH_AXES) if unknown else ""
+            yield f"logical_axis_rules.{name}={dump(axes)} must be a list of {', '.join(MESH_AXES)}, or [].{hint}"
 
 
 def _schedule(config: FlatKeys) -> Iterator[str]:

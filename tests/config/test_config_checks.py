@@ -79,6 +79,7 @@ def error_of(*arguments, config=BASE):
             ["logical_axis_rules.mlp=[model]"],
             ["logical_axis_rules.mlp=[model]", "data, stage, fsdp, context, expert, tensor"],
         ),
+        (["logical_axis_rules.mlp=[tensr]"], ["data, stage, fsdp, context, expert, tensor, or [].", "mean tensor?"]),
         (["logical_axis_rules={mlp: []}"], ["lacks batch", "logical_axis_rules.batch=[]"]),
         (["trainable_position_size=2048"], ["position_type=learned"]),
         (["position_type=learned", "trainable_position_size=512"], ["trainable_position_size=512", "2048"]),

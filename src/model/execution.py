@@ -23,7 +23,7 @@ class Execution:
     remat_custom: dict[str, str] = field(default_factory=dict)  # array -> device or offload
     schedule: Schedule | None = None  # of pipeline stages
     has_experts: bool = False  # whose whole weights, once gathered, no policy keeps
-    early_gradients: bool = False  # `ForwardContext.gradients_together`
+    early_gradients: bool = False  # on TPUs: `ForwardContext.gradients_together`, `cast_matrices`
     update_in_branch: bool = False  # taken when all gradients are there, and whether it is made is known
 
     @property

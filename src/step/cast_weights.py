@@ -9,12 +9,12 @@ from src.step.plan import StepPlan
 def cast_matrices(trainable: Tree, plan: StepPlan) -> Tree:
     """Returns the trainable weights with those matrices of layers in `dtype` that enter products in it once a step.
 
-    A product casts its weight in any case, and XLA for TPUs casts all layers' before the loop. Then the loop also
-    stacks their gradients in `dtype`, in which products make them, and not in the weights'. What is left as it is: a
-    weight whose gradients are added up, because layers share it or micro-batches pass a pipeline, the router's, which
-    is multiplied in float32, and weights to be rounded to 8 bits.
+    A product casts its weight in any case, and XLA for TPUs casts all layers' before the loop (others do not, and would
+    hold the copies for this). Then the loop also stacks their gradients in `dtype`, in which products make them, and
+    not in the weights'. What is left as it is: a weight whose gradients are added up, because layers share it or
+    micro-batches pass a pipeline, the router's, which is multiplied in float32, and weights to be rounded to 8 bits.
     """
-    if plan.quantization.kind or plan.execution.schedule:
+    if plan.quantization.kind or plan.execution.schedule or not plan.execution.early_gradients:
         return trainable
     matrices, groups = by_path(plan.matrices), plan.spec.layer_groups
 

@@ -25,6 +25,7 @@ _MAX_ROWS = 10  # of a table of steps, about
 # data are a part of the training data.
 _EVAL_KEYS = ("eval_dataset_path", "eval_dataset_name", "eval_split", "eval_datasets", "eval_steps", "eval_mode")
 _EVAL_KEYS += ("max_target_length", "packing", "long_documents", "max_document_bytes", "use_sft")
+_EVAL_KEYS += ("data_shuffle_seed", "dataset_column", "sft_train_on_completion_only", "batch_transform")
 _EVAL_BATCH = ("eval_per_device_batch_size", "per_device_batch_size", "devices")
 _HELD_OUT = ("eval_fraction", "dataset_type", "dataset_path", "dataset_name", "datasets")
 

@@ -1,6 +1,7 @@
 """Runs commands and ends them: the last line that is printed, the exit code, and where a traceback goes."""
 
 import contextlib
+import faulthandler
 import os
 import select
 import sys
@@ -28,6 +29,8 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
     raise SystemExit, as argparse does.
     """
     _open_streams()
+    if not faulthandler.is_enabled():  # a fatal signal, as of a mapped file that is cut off, names its place
+        faulthandler.enable(2, all_threads=False)
     try:
         result = main(sys.argv[1:])
         code = getattr(result, "exit_code", result)

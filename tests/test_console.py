@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -110,3 +111,25 @@ def test_a_command_on_an_ascii_output_shows_data_that_are_not(tmp_path):
     output = runs.finish(runs.start_command([*command, *runs.arguments(1, **keys)], log), log)
     assert "caf?.txt" in output
     assert "d?j? vu" in output
+
+
+def test_a_mapped_file_that_is_cut_off_ends_a_command_with_its_place(tmp_path):
+    """The system ends a process that reads what is no longer there, which printed nothing."""
+    (tmp_path / "tokens").write_bytes(bytes(2**20))
+    program = f"""
+import mmap, sys
+from src.cli import run_command
+
+def read_tokens(argv):
+    file = open({str(tmp_path / "tokens")!r}, "r+b")
+    content = mmap.mmap(file.fileno(), 0)
+    file.truncate(0)
+    return content[2**19]
+
+run_command(read_tokens)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGBUS
+    assert "Bus error" in done.stderr
+    assert "in read_tokens" in done.stderr

@@ -112,7 +112,7 @@ def test_a_parquet_file_with_two_columns_of_the_name(tmp_path):
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"]), pa.array([1])], names=["text", "text", "other"])
     pq.write_table(table, tmp_path / "a.parquet")
     config = load_tiny(dataset_type="parquet", dataset_path=tmp_path / "a.parquet", vocab_size=258)
-    with pytest.raises(UserError, match="has no such column; it has text, text, other"):
+    with pytest.raises(UserError, match="has several columns of this name; it has text, text, other"):
         open_source(train_specs(config.data)[0], InputSpec.of(config, None))
 
 

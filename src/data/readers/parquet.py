@@ -78,7 +78,8 @@ class ParquetSource(Source):
         kind = _type(schema, self._column)
         if kind is None:
             columns = first_few(schema.names, near=self._column)
-            raise UserError(f"{self._column_setting}: {file} has no such column; it has {columns}")
+            such = "several columns of this name" if schema.names.count(self._column) > 1 else "no such column"
+            raise UserError(f"{self._column_setting}: {file} has {such}; it has {columns}")
         if not _is_text(kind) and not _is_ids(kind):
             raise UserError(
                 f"{self._column_setting}: in {file} the column is of type {kind}; expected strings, or lists of whole "

@@ -186,12 +186,16 @@ def test_an_offer_that_is_compiled_is_what_the_command_says_of_it(monkeypatch, s
 
 
 @pytest.mark.parametrize(
-    ("part", "key"),
-    [(2 / 3, "ici_context_parallelism"), pytest.param(1 / 16, "max_target_length", marks=pytest.mark.long)],
+    ("attention", "part", "key"),
+    [
+        ("dot_product", 2 / 3, "attention"),
+        ("autoselected", 2 / 3, "ici_context_parallelism"),
+        pytest.param("autoselected", 1 / 16, "max_target_length", marks=pytest.mark.long),
+    ],
 )
-def test_rows_that_no_device_has_room_for_are_shared_or_shorter(part, key, monkeypatch, settings, capsys):
-    """With plain attention, a row per device: for less memory than it needs several have each row, or it is shorter."""
-    long = [BASE, *TINY, *SHORT, "max_target_length=512", "remat_policy=full"]
+def test_rows_that_are_too_long(attention, part, key, monkeypatch, settings, capsys):
+    """A row per device: with less memory attention is in tiles, or several devices have each row, or it is shorter."""
+    long = [BASE, *TINY, *SHORT, "max_target_length=512", "remat_policy=full", f"attention={attention}"]
     needed = main(long)["memory"]["needed"]
     first, *_ = offered(long, monkeypatch, round(needed * part))
     assert first["fits"]

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from src.model.attention_kernels.blocked import TILE
 from src.model.moe.dispatch import BUFFER_SLACK
 from src.model.params import by_path
-from src.model.parts import layer_costs
+from src.model.parts import attention_scores, layer_costs
 from src.parallel.mesh import mesh_axes_of
 from src.step.build import TracedStep
 from src.step.plan import StepPlan
@@ -69,6 +70,16 @@ def memory(built: TracedStep) -> Memory:
         },
         on_host=device_bytes(state.opt, on_host=True),
     )
+
+
+def scores_bytes(built: TracedStep) -> int:
+    """Returns the bytes of the scores that a layer's attention holds on a device at a time; 0 for a fused kernel."""
+    plan, layout, (rows, length) = built.plan, built.plan.layout, built.batch["tokens"].shape
+    whole, tile = length * length // layout.shards("length"), TILE[layout.platform] ** 2
+    pairs = {"dot_product": whole, "blocked": min(whole, tile)}.get(plan.kernel, 0)
+    heads = max((scores.num_heads for scores in attention_scores(plan.spec)), default=0) // layout.shards("heads")
+    stage = plan.execution.schedule.micro_batches if plan.execution.schedule else 1
+    return rows // plan.accumulation.micro_batches // stage // layout.shards("batch") * heads * pairs * 4
 
 
 def device_bytes(tree: Any, on_host: bool = False) -> int:

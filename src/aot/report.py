@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from src.aot.hlo import collectives
-from src.aot.memory import memory
+from src.aot.memory import memory, scores_bytes
 from src.aot.replay import replay
 from src.aot.roofline import predict, work_of
 from src.config.yaml import dump
@@ -52,6 +52,7 @@ def make_report(
         "smaller_batches": [rows for rows, _ in built.schedule.ramp],
         "attention": plan.kernel,
         "attention_not_fused": plan.why_not_fused,
+        "attention_scores": scores_bytes(built),
         "loss_tiles": plan.step.num_vocab_tiling,
         "seconds": dict(seconds),
         "memory": device_memory(topology, built, compiled, refusal),
@@ -153,8 +154,10 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
     yield "model", f"{report['parameters']:,} parameters{a_token}"
     ramp = ", the full batch; src.train compiles that of each smaller one" * bool(report["smaller_batches"])
     yield "step", f"{report['rows']:,} rows, {report['tokens']:,} tokens{ramp}"
-    plain = report["attention_not_fused"]
-    yield "attention", f"{report['attention']} ({plain})" if plain else report["attention"]
+    plain, scores = report["attention_not_fused"], report["attention_scores"]
+    why = f" ({plain})" if plain else ""
+    held = f", which holds {readable(scores)} of scores at a time" if scores else ""
+    yield "attention", report["attention"] + why + held
     if report["loss_tiles"] > 1:
         yield "loss", f"in {report['loss_tiles']} tiles (num_vocab_tiling)"
     parts = ", ".join(f"{name} {value:.1f}" for name, value in report["seconds"].items())

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import math
+import re
 
 import jax
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from src.aot import advice
 from src.aot.advice import changes
 from src.aot.devices import abstract_devices
-from src.aot.memory import device_bytes, memory
+from src.aot.memory import device_bytes, memory, scores_bytes
 from src.model.spec import VOCAB_MULTIPLE
 from src.parallel.topology import parse_topology
 from src.step.build import build
@@ -178,6 +180,15 @@ def test_what_a_block_computes_is_its_products_again_and_their_gradients():
     # The last product's result is no gradient's; the gradients are those of F, D, the context, scores, q, k, v and x.
     backward = F + D + HEADS + scores + 3 * HEADS + 3 * D
     assert memory(step).temporaries["what a block computes"] == ROWS * LENGTH * 4 * (forward + backward)
+
+
+@pytest.mark.parametrize(
+    "mesh", [{}, {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "ici_context_parallelism": 2}]
+)
+def test_scores_of_plain_attention_are_the_programs_largest_arrays(mesh):
+    _, step = built(**mesh, attention="dot_product", max_target_length=128, remat_policy="full")
+    arrays = re.findall(r"f32\[([\d,]+)\]", step.traced.lower().compile().as_text())
+    assert scores_bytes(step) == 4 * max(math.prod(map(int, dims.split(","))) for dims in arrays)
 
 
 def test_micro_batches_hold_the_sum_of_gradients_too():

@@ -186,16 +186,16 @@ def test_an_offer_that_is_compiled_is_what_the_command_says_of_it(monkeypatch, s
 
 
 @pytest.mark.parametrize(
-    ("attention", "part", "key"),
+    ("setting", "part", "key"),
     [
-        ("dot_product", 2 / 3, "attention"),
-        ("autoselected", 2 / 3, "ici_context_parallelism"),
-        pytest.param("autoselected", 1 / 16, "max_target_length", marks=pytest.mark.long),
+        ("attention=dot_product", 2 / 3, "attention"),
+        ("attention=autoselected", 2 / 3, "num_vocab_tiling"),
+        ("num_vocab_tiling=64", 2 / 3, "ici_context_parallelism"),
     ],
 )
-def test_rows_that_are_too_long(attention, part, key, monkeypatch, settings, capsys):
-    """A row per device: with less memory attention is in tiles, or several devices have each row, or it is shorter."""
-    long = [BASE, *TINY, *SHORT, "max_target_length=512", "remat_policy=full", f"attention={attention}"]
+def test_rows_that_are_too_long(setting, part, key, monkeypatch, settings):
+    """A row per device: with less memory its scores or logits are computed in parts, or several devices share it."""
+    long = [BASE, *TINY, *SHORT, "max_target_length=512", "remat_policy=full", setting]
     needed = main(long)["memory"]["needed"]
     first, *_ = offered(long, monkeypatch, round(needed * part))
     assert first["fits"]

@@ -79,9 +79,10 @@ def changes(
     if every and every.estimated > capacity:  # perhaps less than estimated
         yield every
     for length in (config.max_target_length // n for n in FACTORS):
-        shorter = change(keys | {"max_target_length": length}, "rows are shorter") if length >= SHORTEST else None
-        if shorter and shorter.estimated <= capacity:
-            yield shorter
+        shorter = {"max_target_length": length, "num_vocab_tiling": 0}  # as many tiles as these rows need
+        fewer = change(keys | shorter, "rows are shorter") if length >= SHORTEST else None
+        if fewer and fewer.estimated <= capacity:
+            yield fewer
 
 
 def _rule(axis: str) -> str:

@@ -155,7 +155,9 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("case", ["causal", "window", "all of it", "chunk"])
+@pytest.mark.parametrize(
+    "case", ["all of it", *(pytest.param(case, marks=pytest.mark.long) for case in ("causal", "chunk"))]
+)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_devices_compute_the_attention_of_one(mesh, case, small_tiles):
     shapes, facts, sinks = CASES[case]

@@ -122,9 +122,17 @@ def test_rows_of_one_segment_and_chunks(facts, packed):
         assert [bias for _, bias in CALLS] == [(0,)]
 
 
-@pytest.mark.parametrize("length", [128, 200])
-@pytest.mark.parametrize("window", [2, 7, 16, 17, 18, 33, 60, 150])
-def test_windows_in_packed_rows_join_each_block_with_those_before_it(window, length):
+@pytest.mark.parametrize(
+    ("length", "window"),
+    [
+        (200, 2),
+        (128, 17),
+        (200, 33),
+        (200, 60),
+        *(pytest.param(128, n, marks=pytest.mark.long) for n in (7, 16, 18, 150)),
+    ],
+)
+def test_windows_in_packed_rows_join_each_block_with_those_before_it(length, window):
     arrays, segments = inputs(length=length), segments_of(length)
     *values, direction = (x.astype(np.float32) for x in arrays)
     found = computed("cudnn_flash", *values, direction, None, context_of(make()[1].layout, segments), window=window)

@@ -7,13 +7,14 @@ import pytest
 
 from src.model import lookup
 from src.parallel.mesh import make_layout
-from tests.tiny import load
+from tests.tiny import Trainer, load, packed_rows
 
 MESHES = {
     "fsdp": {},
     "fsdp, tensor": {"ici_tensor_parallelism": 2},
     "data, fsdp": {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 4},
     "fsdp, context, expert": {"ici_context_parallelism": 2, "ici_expert_parallelism": 2},
+    "fsdp, context": {"ici_context_parallelism": 2},
     "tensor": {"ici_tensor_parallelism": 8},
 }
 V, D, ROWS, LENGTH = 160, 32, 8, 6
@@ -79,3 +80,19 @@ def test_gradients_of_a_frequent_token_are_added_up_in_float32(monkeypatch):
     gradient = np.asarray(jax.jit(jax.grad(total), in_shardings=at)(table, ids), np.float32)
     np.testing.assert_array_equal(gradient[7], ids.size)
     assert np.count_nonzero(gradient) == D
+
+
+@pytest.mark.usefixtures("narrow_blocks")
+@pytest.mark.parametrize("mesh", ["data, fsdp", "fsdp, tensor", "fsdp, context"])
+def test_steps_are_those_of_one_device(mesh, monkeypatch):
+    """With micro-batches, so that over data the lookup is within another map."""
+    losses = []
+    for devices, keys in ((1, {}), (8, MESHES[mesh])):
+        blocks = []
+        counted = lookup._column_blocks
+        monkeypatch.setattr(lookup, "_column_blocks", lambda *a, f=counted, b=blocks: b.append(f(*a)) or b[-1])
+        trainer = Trainer(devices, initial=False, gradient_accumulation_steps=2, vocab_size=512, **keys)
+        losses.append([trainer.step(packed_rows(number, rows=16), number)["loss"] for number in range(3)])
+        monkeypatch.setattr(lookup, "_column_blocks", counted)
+        assert min(blocks) > 1 if devices > 1 else max(blocks) == 1
+    np.testing.assert_allclose(*losses, rtol=1e-5)

@@ -211,6 +211,27 @@ def test_what_takes_long_to_compile_is_tried_once(monkeypatch, settings, capsys)
     assert "nothing that was compiled fits" in said
 
 
+GENERATIONS = ["v5p-8", *(pytest.param(name, marks=pytest.mark.long) for name in ("v4-8", "v5e-8", "v6e-8"))]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", GENERATIONS)
+def test_each_generation_compiles_its_preset_for_weights_that_are_gathered(topology, settings):
+    report = main([BASE, f"compile_topology={topology}", "compile_xla_flags=auto", *SMALL, "max_target_length=128"])
+    assert report["memory"]["fits"]
+
+
+@needs_libtpu
+@pytest.mark.long
+@pytest.mark.parametrize("topology", ["v4-16", "v5p-16", "v5e-16", "v6e-16"])
+def test_each_generation_has_room_for_attention_of_rows_of_8192(topology, settings):
+    """Beside what the compiler itself puts into vector memory, which in smaller models is less."""
+    sizes = ("base_emb_dim=1024", "base_mlp_dim=2048", "base_num_decoder_layers=2", "base_num_query_heads=8")
+    sizes = (*sizes, "base_num_kv_heads=8", "head_dim=128", "vocab_size=4096", "max_target_length=8192")
+    report = main([BASE, f"compile_topology={topology}", *sizes, "per_device_batch_size=4"])
+    assert report["attention"] == "flash"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

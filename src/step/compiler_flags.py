@@ -23,11 +23,12 @@ _ASYNC_ALL_GATHER, _ASYNC_ALL_REDUCE = (
     for name in ("all_gather", "all_reduce")
 )
 _ASYNC = {**_ASYNC_ALL_GATHER, **_ASYNC_ALL_REDUCE}
-# A layer's gradients are summed while the next layer computes; the two pinned JAX have other names for it.
+# A layer's gradients are summed while the next layer computes; the two pinned JAX have other names for it. The newer
+# libtpu refuses collectives that are fused with computations on v4 and v5p: results could be wrong there, it says.
 if jax.__version_info__ < (0, 11):
-    _PIPELINED, _ON = "xla_gpu_enable_pipelined_", "true"
+    _PIPELINED, _ON, _ASYNC_ON_LARGE = "xla_gpu_enable_pipelined_", "true", _ASYNC
 else:
-    _PIPELINED, _ON = "xla_gpu_pipeline_", "COLLECTIVE_PIPELINING_MODE_ON"
+    _PIPELINED, _ON, _ASYNC_ON_LARGE = "xla_gpu_pipeline_", "COLLECTIVE_PIPELINING_MODE_ON", {}
 _GPU = {
     "xla_gpu_enable_latency_hiding_scheduler": "true",
     f"{_PIPELINED}reduce_scatter": _ON,
@@ -47,7 +48,7 @@ PRESETS: dict[str, dict[str, str]] = {
     # Between hosts no command buffer, which starts its kernels only together.
     "multi-slice gpu": {**_GPU, "xla_gpu_enable_command_buffer": ""},
     "tpu": {},
-    "TPU v4": _ASYNC,
+    "TPU v4": _ASYNC_ON_LARGE,
     # Those of Pax's runs on several slices: with the four of one slice, layers of its 22B did not finish compiling.
     "multi-slice TPU v4": {
         "xla_enable_async_all_gather": "true",
@@ -55,7 +56,7 @@ PRESETS: dict[str, dict[str, str]] = {
         "xla_tpu_spmd_threshold_for_allgather_cse": "10000",
         "xla_tpu_enable_latency_hiding_scheduler": "true",
     },
-    "TPU v5": {**_ASYNC, "xla_tpu_scoped_vmem_limit_kib": "40960"},
+    "TPU v5": {**_ASYNC_ON_LARGE, "xla_tpu_scoped_vmem_limit_kib": "40960"},
     "TPU v5 lite": {**_ASYNC_ALL_REDUCE, "xla_tpu_scoped_vmem_limit_kib": "32768"},
     "TPU v6 lite": {"xla_tpu_scoped_vmem_limit_kib": "98304"},
 }

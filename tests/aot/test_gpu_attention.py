@@ -69,7 +69,7 @@ KINDS = {
 
 
 # Those whose kernel and pieces others have too.
-LONG = ("unpacked", "heads of 256", "sinks", "chunk", "remat")
+LONG = ("unpacked", "heads of 256", "heads of 512", "sinks", "chunk", "context", "context, soft cap", "remat")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.long if kind in LONG else ()) for kind in KINDS])
@@ -86,8 +86,9 @@ def test_no_array_has_an_eighth_of_all_scores(kind):
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ((*GROUPED, "head_dim=256"), "128 on GPUs older than Hopper"),
-        (LATENT, "values of the size of queries"),
+        ((*GROUPED, "head_dim=256"), "up to 128, not 256 on GPUs older than Hopper"),
+        (LATENT, "up to 128, not 128, 192 on GPUs older than Hopper"),
+        ((*LATENT, "qk_nope_head_dim=64", "v_head_dim=64"), "values of the size of queries"),
         (GROUPED, ""),
     ],
 )

@@ -95,7 +95,7 @@ def test_without_the_harness_its_command_is_named(trained, folder, monkeypatch):
         ({"trust_tasks": "false"}, "a task's .yaml file can run any code .* set trust_tasks=true"),
         ({"trust_tasks": "false", "include_path": "", "tasks": "arc_easy, my.yaml"}, "set trust_tasks=true"),
         ({"texts_path": "a", "scores_path": "b"}, "tasks and texts_path ask for different things"),
-        ({"tasks": ""}, "it needs tasks=NAME"),
+        ({"tasks": ""}, r"it needs tasks=\.\.\."),
     ],
 )
 def test_keys_are_checked_without_the_harness(keys, sentence, trained, folder):

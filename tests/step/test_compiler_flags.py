@@ -155,8 +155,8 @@ def test_what_is_in_a_retired_flags_place_is_there():
     ("topology", "slices", "holds"),
     [
         ("v4-16", 2, {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "0"}),
-        ("v4-16", 1, {"xla_enable_async_all_gather": "True"}),
-        ("v5p-16", 2, {"xla_enable_async_all_gather": "True", "xla_tpu_scoped_vmem_limit_kib": "40960"}),
+        ("v4-16", 1, {}),
+        ("v5p-16", 2, {"xla_tpu_scoped_vmem_limit_kib": "40960"}),
         ("v5e-16", 2, {"xla_enable_async_all_reduce": "True", "xla_tpu_scoped_vmem_limit_kib": "32768"}),
         ("v6e-16", 1, {"xla_tpu_scoped_vmem_limit_kib": "98304"}),
         ("tpu7x-16", 1, {}),

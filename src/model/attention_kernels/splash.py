@@ -16,6 +16,8 @@ from src.parallel.sequence import replicate_rows, zigzag_order, zigzag_parts
 
 BLOCKS = tuple(FLASH_BLOCK << power for power in range(5))  # sizes of the kernel's blocks, up to 2048
 COMPUTED = 512  # keys of a block whose scores are in vector memory at once
+# In blocks of 2,048 keys: with 512 the compiler of JAX 0.11 finds no room in the 16 MiB of v4 and v5p.
+COMPUTED_OF_LARGE = COMPUTED if jax.__version_info__ < (0, 11) else 256
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,12 @@ def block_sizes(queries: int, keys: int, window: int, head_dim: int, dtype: jnp.
     block_q = max(size for size in BLOCKS if queries % size == 0 and size <= largest)
     largest = 2048 if large and keys >= 8192 and not window else largest
     block_kv = max(size for size in BLOCKS if keys % size == 0 and size <= largest)
+    computed = COMPUTED_OF_LARGE if block_kv == BLOCKS[-1] else min(block_kv, COMPUTED)
     fused = head_dim <= 128 and keys // block_kv <= 4
     return sa.BlockSizes(
         **{f"block_q{of}": block_q for of in ("", "_dkv")},
         **{f"block_kv{of}": block_kv for of in ("", "_dkv")},
-        **{f"block_kv{of}_compute": min(block_kv, COMPUTED) for of in ("", "_dkv")},
+        **{f"block_kv{of}_compute": computed for of in ("", "_dkv")},
         **({} if fused else {f"block_{of}_dq": min(block, 1024) for of, block in (("q", block_q), ("kv", block_kv))}),
         use_fused_bwd_kernel=fused,
     )

@@ -102,13 +102,8 @@ def assert_passes(folder, *tests):
     assert ended.returncode == 0, f"{ended.stdout}{ended.stderr}"
 
 
-# All of them are applied, and their tests run, by `test_all_apply_together`.
-ALONE = ("gated_attention", "tar_shards")
-
-
-@pytest.mark.parametrize(
-    "edit", [pytest.param(edit, marks=() if edit in ALONE else pytest.mark.long) for edit in EDITS]
-)
+@pytest.mark.long  # `test_all_apply_together` applies all of them and runs their tests
+@pytest.mark.parametrize("edit", EDITS)
 def test_it_applies_and_passes_its_tests(edit, tmp_path):
     files, folder = files_of(edit), copied(tmp_path / "copy")
     complaints = apply(diff(edit), folder)

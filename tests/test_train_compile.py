@@ -190,7 +190,7 @@ def test_an_offer_that_is_compiled_is_what_the_command_says_of_it(monkeypatch, s
     [
         ("attention=dot_product", 2 / 3, "attention"),
         ("attention=autoselected", 2 / 3, "num_vocab_tiling"),
-        ("num_vocab_tiling=64", 2 / 3, "ici_context_parallelism"),
+        pytest.param("num_vocab_tiling=64", 2 / 3, "ici_context_parallelism", marks=pytest.mark.long),
     ],
 )
 def test_rows_that_are_too_long(setting, part, key, monkeypatch, settings):
@@ -205,7 +205,7 @@ def test_rows_that_are_too_long(setting, part, key, monkeypatch, settings):
 
 def test_what_takes_long_to_compile_is_tried_once(monkeypatch, settings, capsys):
     monkeypatch.setattr(sys.modules[main.__module__], "MAX_SECONDS_TO_TRY", 0)
-    assert len(offered([BASE, *TINY, *SHORT], monkeypatch, 1)) == 1
+    assert len(offered([BASE, *TINY, *SHORT], monkeypatch, 1)) <= 1  # none if it was compiled and did not help
     said = capsys.readouterr().out
     assert said.count("compiling with") == 1
     assert "nothing that was compiled fits" in said

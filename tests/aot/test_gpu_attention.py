@@ -69,7 +69,8 @@ KINDS = {
 
 
 # Those whose kernel and pieces others have too.
-LONG = ("unpacked", "heads of 256", "heads of 512", "sinks", "chunk", "context", "context, soft cap", "remat")
+LONG = ("unpacked", "heads of 256", "heads of 512", "latent", "sinks", "window", "chunk")
+LONG = (*LONG, "context", "context, soft cap", "remat")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.long if kind in LONG else ()) for kind in KINDS])

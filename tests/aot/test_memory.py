@@ -323,6 +323,7 @@ def test_weights_that_lie_whole_on_every_device_are_cut():
     assert whole - cut == LAYERS * 4 * 7 / 8 * (down * (8 + 4) + up * (8 + 8))
 
 
+@pytest.mark.long
 def test_what_no_change_makes_fit_fits_with_shorter_rows():
     config, step = built(per_device_batch_size=1, max_target_length=1024)
     needed = memory(step).total

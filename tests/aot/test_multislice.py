@@ -136,7 +136,7 @@ def test_experts_of_other_slices_get_rows_and_send_them_back():
 
 @needs_cuda
 @pytest.mark.parametrize(
-    "keys", [pytest.param({}, marks=pytest.mark.long), {"gradient_accumulation_steps": 4}], ids=str
+    "keys", [pytest.param(keys, marks=pytest.mark.long) for keys in ({}, {"gradient_accumulation_steps": 4})], ids=str
 )
 def test_so_does_one_on_hosts_of_gpus(keys):
     found, gradients = between_slices("a3", 2, **keys)

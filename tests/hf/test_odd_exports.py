@@ -188,9 +188,8 @@ def variations(keys):
 
 # The others of these are variations of these.
 NAMES = [name for name in saved.CONFIGS if name not in ("llama", "deepseek_v2_lite")]
-# Windows, experts and latents, and GPT's: the other families' layers are made of these. The first model has as many
-# variations together as go.
-SHORT = {"gemma2": 1, "deepseek_v3": 1, "gpt2": None}
+# Windows, and GPT's; experts and latents are long. The first model has as many variations together as go.
+SHORT = {"gemma2": 1, "gpt2": None}
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def test_any_mesh_computes_what_one_device_does(model, mesh):
     assert (np.max(metrics[0]["tokens_dropped"]) > 0.05) == (model == "capacity")
 
 
+@pytest.mark.long
 def test_micro_batches_on_a_mesh():
     """Their gradients are added up within a `shard_map` over data.
 

@@ -111,7 +111,7 @@ def test_splash_equals_dot_product(kv_heads, overrides):
     assert_close(computed, output_and_gradients(dot_product, *arrays, context), 1e-5)
 
 
-@pytest.mark.parametrize("length", [384, 640])
+@pytest.mark.parametrize("length", [384, pytest.param(640, marks=pytest.mark.long)])
 def test_splash_equals_dot_product_at_lengths_that_larger_blocks_do_not_divide(length):
     """Of three blocks of keys, with one kernel for all gradients; of five, with two."""
     *arrays, context, expected = on_one_device(length)

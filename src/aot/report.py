@@ -122,8 +122,11 @@ def device_capacity(topology: Topology) -> int | None:
     """Returns the bytes a program may use, None for a CPU; raises UserError for a wrong fraction in the environment."""
     if topology.platform != "gpu":
         return topology.chip.memory if topology.chip else None
-    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # JAX refuses both
-    name, typed = next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("", GPU_MEMORY_FRACTION))
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    chosen = [(name, os.environ[name]) for name in names if os.environ.get(name)]
+    if len(chosen) > 1:
+        raise UserError(f"{' and '.join(names)} are both set, and JAX takes one: unset the second")
+    name, typed = chosen[0] if chosen else ("", GPU_MEMORY_FRACTION)
     try:
         fraction = float(typed)
     except ValueError:

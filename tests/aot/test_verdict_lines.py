@@ -135,3 +135,6 @@ def test_a_fraction_of_a_gpus_memory_that_is_none_is_named(monkeypatch, value):
     with pytest.raises(UserError, match=f"XLA_CLIENT_MEM_FRACTION={value} in the environment: expected"):
         device_capacity(parse_topology("a3", 1))
     assert device_capacity(parse_topology("v5e-8", 1))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    with pytest.raises(UserError, match="are both set"):
+        device_capacity(parse_topology("a3", 1))

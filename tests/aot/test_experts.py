@@ -145,7 +145,8 @@ def test_a_tpu_makes_experts_products_of_int8(topology, settings):
 
 
 @needs_cuda
-@pytest.mark.parametrize("experts", [pytest.param(1, marks=pytest.mark.long), 8])
+@pytest.mark.long
+@pytest.mark.parametrize("experts", [1, 8])
 def test_experts_on_gpus_cost_what_their_rows_do(experts):
     """No kernel computes more tiles than the rows have and one for each expert, and nothing has all rows for each."""
     D, F, k = (SMALL_DEEPSEEK[f] for f in ("base_emb_dim", "base_moe_mlp_dim", "num_experts_per_tok"))

@@ -80,6 +80,7 @@ def slow_gathers(path, header, digest, text):
 
 
 @needs_cuda
+@pytest.mark.long
 def test_a_profile_changes_the_schedule_of_the_same_program(for_gpus, tmp_path):
     """The compiler's own digest from before it makes the schedule is the same, and the order another."""
     lowered, header, plain = for_gpus

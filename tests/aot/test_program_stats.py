@@ -193,6 +193,7 @@ def test_the_bundles_of_attention_are_as_many_as_its_products_take_at_least(tmp_
 
 
 @needs_cuda
+@pytest.mark.long
 def test_a_step_for_gpus_is_read_as_one_for_tpus_is(tmp_path):
     keys = [*SMALL, "head_dim=64", "max_target_length=128", "per_device_batch_size=1", "compile_topology=a3"]
     keeps = jax.config.jax_enable_compilation_cache

@@ -115,6 +115,7 @@ def test_a_gpu_makes_every_product_with_a_weight_of_float8():
     assert all(narrow for _, _, narrow in eight_bits.products(text))
 
 
+@pytest.mark.long
 @needs_cuda
 def test_a_blackwell_gpu_makes_every_product_with_a_weight_in_blocks():
     text = compiled("mxfp8", "a4")

@@ -112,23 +112,19 @@ def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, st
     # XLA's parser of options, unlike that of flags, reads a truth value with a capital alone.
     options = {name: value.title() if value in ("true", "false") else value for name, value in flags.items()}
     if options and _error(options, device):
+        package, errors = "libtpu" if device.platform == "tpu" else "jaxlib", []
         for name, value in flags.items():
-            if retired_flag(name, value) == "" and _is_unknown(name, device):
+            error = _error({name: options[name]}, device)
+            if not error.startswith("No such compile option"):
+                errors += [error] if error else []
+            elif retired_flag(name, value) == "":
                 say([f"compile_xla_flags: {name}={value} is left out: {BY_ITSELF}"])
                 del options[name]
-        package, errors = "libtpu" if device.platform == "tpu" else "jaxlib", []
-        for name, value in options.items():
-            error = _error({name: value}, device)
-            if error.startswith("No such compile option"):
-                error = f"{name} is no option of {_answer(package, name, value)}"
-            errors += [f"compile_xla_flags: {error}"] if error else []
+            else:
+                errors.append(f"{name} is no option of {_answer(package, name, value)}")
         if errors:
-            raise UserError("\n".join(errors))
+            raise UserError("\n".join(f"compile_xla_flags: {error}" for error in errors))
     return options
-
-
-def _is_unknown(name: str, device: jax.Device) -> bool:
-    return _error({name: ""}, device).startswith("No such compile option")
 
 
 def _error(options: Mapping[str, str], device: jax.Device) -> str:
@@ -174,7 +170,7 @@ def check_environment(uses_tpu: bool) -> None:
     if "LIBTPU_INIT_ARGS" in flags and uses_tpu and find_spec("libtpu") and not problems:
         logged = re.findall(r"(?m)^ERROR: (.+)", _start(_READ_LIBTPU_INIT_ARGS))
         problems = [("LIBTPU_INIT_ARGS", "libtpu", line) for line in logged]
-    messages, left_out = [], False
+    messages = []
     for variable, package, line in problems:
         match = re.match(r"Unknown flags? in XLA_FLAGS: (.+)|Unknown command line flag '(\w+)'", line)
         for flag in (match[1] or match[2]).split() if match else ():
@@ -184,14 +180,13 @@ def check_environment(uses_tpu: bool) -> None:
             if typed and retired_flag(name, value) == "":  # no word has it where the variable names a file of flags
                 print(f"{variable} in the environment: {typed} is left out: {BY_ITSELF}", flush=True)
                 os.environ[variable] = " ".join(word for word in os.environ[variable].split() if word != typed)
-                left_out = True
             else:
                 messages.append(f"{variable} in the environment: {flag} is no flag of {_answer(package, name, value)}")
         if not match:
             messages.append(f"{variable} in the environment: {line}")
     if messages:
         raise UserError("\n".join(messages))
-    if left_out:
+    if problems:  # all of them left out: others may come after them
         check_environment(uses_tpu)
 
 

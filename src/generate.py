@@ -295,7 +295,7 @@ class Generator:
         segment_ids_BT = (positions_BT < lengths_B[:, None]).astype(jnp.int32)
         kernel = plan.kernel
         if kernel != "dot_product":  # fused kernels take rows of some lengths only, and prompts may have others
-            kernel = kernel_for("autoselected", plan.spec, T, plan.layout)
+            kernel = kernel_for("autoselected", plan.spec, T, plan.layout).name
         context = ForwardContext(positions_BT, segment_ids_BT, plan.layout, kernel, packed=False)
         decoder = plan.decoder(weights)
         caches = empty_caches(plan.spec, B, self.length)

@@ -148,7 +148,7 @@ def whole_texts(plan: StepPlan, length: int) -> StepPlan:
     """Returns the plan for rows of `length` tokens, a text each; raises UserError if kernel or positions don't fit."""
     if 0 < (positions := plan.spec.trainable_position_size) < length:
         raise UserError(f"rows of {length} tokens are longer than the model's {positions} positions")
-    kernel = kernel_for(plan.step.attention, plan.spec, length, plan.layout)
+    kernel = kernel_for(plan.step.attention, plan.spec, length, plan.layout).name
     return dataclasses.replace(plan, kernel=kernel, packed=False)
 
 

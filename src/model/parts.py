@@ -1,7 +1,7 @@
 """The parts of a layer by its facts: the module that mixes its tokens, its feed-forward module, and what they cost."""
 
 from src.model.attention import Attention
-from src.model.attention_kernels.choose import choose_kernel, fused_kernel, kernel_obstacle
+from src.model.attention_kernels.choose import Kernel, choose_kernel
 from src.model.attention_kernels.scores import ScoreSpec
 from src.model.costs import Costs
 from src.model.feed_forward import FeedForward
@@ -45,14 +45,6 @@ def attention_scores(spec: ModelSpec) -> list[ScoreSpec]:
     return [scores for layer in dict.fromkeys(spec.layers) if (scores := layer_costs(layer)["attention"].scores)]
 
 
-def kernel_for(attention: str, spec: ModelSpec, length: int, layout: Layout) -> str:
+def kernel_for(attention: str, spec: ModelSpec, length: int, layout: Layout) -> Kernel:
     """Returns the attention kernel for a model's rows of `length` tokens on a layout; raises as `choose_kernel`."""
     return choose_kernel(attention, layout.platform, attention_scores(spec), spec.dtype, length, layout)
-
-
-def why_not_fused(kernel: str, spec: ModelSpec, length: int, layout: Layout) -> str:
-    """Says why attention is not the platform's fused kernel, as in `kernel_for`; "" where it is, or there is none."""
-    if kernel == (fused := fused_kernel(layout.platform)) or not fused:
-        return ""
-    obstacle = kernel_obstacle(fused, layout.platform, attention_scores(spec), spec.dtype, length, layout)
-    return f"{fused} {obstacle}" if obstacle else f"attention={fused} would run too"

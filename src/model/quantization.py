@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -21,7 +20,7 @@ from src.model.low_precision import FORMATS, Coded, Products, aligned, encode, l
 from src.model.selection import multiplied, require_matches
 from src.model.spec import LayerGroup
 from src.parallel.mesh import Layout
-from src.parallel.topology import kinds_with, peak_flops
+from src.parallel.topology import compute_capability, kinds_with, peak_flops
 
 EXCLUDED = Keys().quantization_exclude  # of these not every model has all
 LAYERS = ("layers", "other_layers")
@@ -188,11 +187,8 @@ def _check_devices(kind: str, device: jax.Device) -> None:
     """Raises UserError where a device has no products of this kind. A CPU computes their numbers in float32."""
     if device.platform == "cpu" or peak_flops(device.device_kind, kind):
         return
-    # Other GPUs of NVIDIA tell what they have, such as 8.9, with which float8 came; AMD's tell a name, such as gfx942.
-    capability = str(getattr(device, "compute_capability", ""))
-    if re.fullmatch(r"\d+\.\d+", capability) and (
-        (kind == "fp8" and float(capability) >= 8.9) or (kind == "mxfp8" and capability.startswith("10."))
-    ):
+    capability = compute_capability(device)  # of other GPUs; float8 came with 8.9
+    if (kind == "fp8" and capability >= 8.9) or (kind == "mxfp8" and 10 <= capability < 11):
         return
     raise UserError(
         f"quantization={kind}: MinText makes no such products on a {device.device_kind}. It does on: "

@@ -2,7 +2,7 @@
 
 import math
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from src.errors import UserError, did_you_mean
 
@@ -243,6 +243,12 @@ def memory_of(device_kind: str) -> int | None:
     """Returns the bytes of memory of one JAX device that a `compile_topology` has; None for others."""
     chips = [generation.chip for generation in _GENERATIONS.values()] + list(_GPU_HOSTS.values())
     return next((chip.memory for chip in chips if chip.kind == device_kind), None)
+
+
+def compute_capability(device: Any) -> float:
+    """Returns the compute capability of an NVIDIA GPU, here or compiled for, such as 9.0; 0 of other devices."""
+    capability = str(getattr(device, "compute_capability", ""))
+    return float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0  # AMD's have a name, such as gfx942
 
 
 def kinds_with(dtype: str) -> list[str]:

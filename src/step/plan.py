@@ -17,7 +17,7 @@ from src.model.execution import Execution, make_execution
 from src.model.latent_attention import place_latents
 from src.model.moe import layer as moe
 from src.model.params import Rngs, Weights
-from src.model.parts import kernel_for, why_not_fused
+from src.model.parts import kernel_for
 from src.model.pipeline import make_schedule
 from src.model.selection import weight_roles
 from src.model.spec import ModelSpec
@@ -106,7 +106,7 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
     if step.shard_optimizer_over_data:
         updates = jax.tree.map(lambda at, shape: add_mesh_axes(at, shape.shape, replicas), trainable, trained)
     micro_batches = step.gradient_accumulation_steps
-    kernel = kernel_for(step.attention, spec, batch.max_target_length, layout)
+    kernel, why_not_fused = kernel_for(step.attention, spec, batch.max_target_length, layout)
     return StepPlan(
         step=step,
         spec=spec,
@@ -121,7 +121,7 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
         layout=layout,
         execution=make_execution(step, spec, layout, schedule),
         kernel=kernel,
-        why_not_fused=why_not_fused(kernel, spec, batch.max_target_length, layout),
+        why_not_fused=why_not_fused,
         packed=batch.packing,
         ramped=batch.enable_rampup_batch_size,
         fields=added_fields(batch, spec.vocab_size),

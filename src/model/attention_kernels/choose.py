@@ -1,37 +1,43 @@
 """Chooses an attention kernel: cuDNN's on NVIDIA GPUs, Pallas's (splash) on TPUs, or plain JAX's, whole or in tiles."""
 
-import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from src.errors import UserError
 from src.model.attention_kernels.scores import FLASH_BLOCK, ScoreSpec
 from src.parallel.mesh import Layout
 from src.parallel.sequence import zigzag_parts
+from src.parallel.topology import compute_capability
 
 PLATFORMS = {"flash": "tpu", "cudnn_flash": "gpu"}  # of the fused kernels
 LONGEST_WHOLE = {"cpu": 64, "gpu": 4096, "tpu": 4096}  # keys of which dot_product is chosen to hold all scores
 
 
+class Kernel(NamedTuple):
+    """An attention kernel, and why it is not the one that fuses attention on its platform; "" if it is, or has none."""
+
+    name: str
+    why_not_fused: str = ""
+
+
 def choose_kernel(
     attention: str, platform: str, scores: Sequence[ScoreSpec], dtype: str, length: int, layout: Layout
-) -> str:
+) -> Kernel:
     """Returns the kernel that the key `attention` means on this platform, for layers of these scores.
 
     Raises UserError if the kernel asked for does not run here.
     """
-    if attention != "autoselected":
-        if obstacle := kernel_obstacle(attention, platform, scores, dtype, length, layout):
-            raise UserError(f"attention={attention} {obstacle}. Use attention=autoselected.")
-        return attention
-    fused = fused_kernel(platform)
-    if fused and not kernel_obstacle(fused, platform, scores, dtype, length, layout):
-        return fused
-    return "blocked" if length > LONGEST_WHOLE[platform] or (fused and layout.shards("length") > 1) else "dot_product"
-
-
-def fused_kernel(platform: str) -> str:
-    """Returns the kernel that fuses attention on this platform; "" if there is none."""
-    return next((kernel for kernel, home in PLATFORMS.items() if home == platform), "")
+    given = (platform, scores, dtype, length, layout)
+    if attention != "autoselected" and (problem := kernel_obstacle(attention, *given)):
+        raise UserError(f"attention={attention} {problem}. Use attention=autoselected.")
+    fused = next((kernel for kernel, home in PLATFORMS.items() if home == platform), "")
+    problem = kernel_obstacle(fused, *given)
+    if fused and not problem and attention in (fused, "autoselected"):
+        return Kernel(fused)
+    if attention == "autoselected":
+        in_tiles = length > LONGEST_WHOLE[platform] or (fused and layout.shards("length") > 1)
+        attention = "blocked" if in_tiles else "dot_product"
+    return Kernel(attention, f"{fused} {problem}" if problem else f"attention={fused} would run too" * bool(fused))
 
 
 def kernel_obstacle(
@@ -50,7 +56,7 @@ def kernel_obstacle(
         if length % 2:
             return f"needs an even max_target_length, not {length}"
         # As JAX's own function checks (cuDNN 9.10 and newer).
-        hopper = _capability(layout) >= 9.0
+        hopper = compute_capability(layout.mesh.devices.flat[0]) >= 9.0
         largest, on_these = (256, "") if hopper else (128, " on GPUs older than Hopper (H100)")
         sizes = sorted({size for spec in scores for size in (spec.head_dim, spec.value_dim)})
         if any(size % 8 or size > largest for size in sizes):
@@ -65,9 +71,3 @@ def kernel_obstacle(
         if missing := [key for key, asked in lacks.items() if asked]:
             return f"does not have {' or '.join(missing)}"
     return ""
-
-
-def _capability(layout: Layout) -> float:
-    """Returns the compute capability of a layout's NVIDIA GPUs, here or compiled for, such as 9.0; 0 of others."""
-    capability = str(getattr(layout.mesh.devices.flat[0], "compute_capability", ""))
-    return float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0

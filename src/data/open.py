@@ -1,5 +1,7 @@
 """Opens the data that the keys name, by what reads their format, and holds a part of them out for evaluation."""
 
+import importlib
+
 import numpy as np
 
 from src.config.schema import Evaluation
@@ -55,51 +57,35 @@ def open_source(spec: SourceSpec, inputs: InputSpec) -> AnySource:
 
 
 def _open(spec: SourceSpec, inputs: InputSpec) -> AnySource:
-    match spec.dataset_type:
-        case "text" if inputs.data.use_sft:
-            if not spec.dataset_path:
-                raise UserError(f"use_sft=true reads .jsonl files of conversations: set {spec.key('dataset_path')}")
-            from src.data.conversations import ConversationSource
+    kind, length, seed = spec.dataset_type, inputs.batch.max_target_length, inputs.data.data_shuffle_seed
+    if kind == "text" and inputs.data.use_sft:
+        if not spec.dataset_path:
+            raise UserError(f"use_sft=true reads .jsonl files of conversations: set {spec.key('dataset_path')}")
+        from src.data.conversations import ConversationSource
 
-            return ConversationSource(spec.dataset_path, spec.key("dataset_path"), inputs)
+        return ConversationSource(spec.dataset_path, spec.key("dataset_path"), inputs)
+    reader = importlib.import_module(f"src.data.readers.{kind}")  # what it imports may not be installed
+    match kind:
         case "text":
-            from src.data.readers.text import TextSource
-
             text = spec.dataset_path, spec.max_document_bytes, spec.key("dataset_path"), spec.dataset_column
-            return TextSource(*text, inputs.rules)
+            return reader.TextSource(*text, inputs.rules)
         case "synthetic":
-            from src.data.readers.synthetic import SyntheticSource
-
             # Evaluation's seed is unlike every training seed, which is at least 0: the two must share no row.
-            seed = -1 - inputs.data.data_shuffle_seed if spec.is_eval else inputs.data.data_shuffle_seed
-            return SyntheticSource(inputs.vocab_size, inputs.batch.max_target_length, seed)
+            return reader.SyntheticSource(inputs.vocab_size, length, -1 - seed if spec.is_eval else seed)
         case "tfds":
-            from src.data.readers.tfds import TfdsSource
-
-            return TfdsSource(spec)
+            return reader.TfdsSource(spec)
         case "array_record":
-            from src.data.readers.array_record import ArrayRecordSource
-
-            return ArrayRecordSource(spec, inputs.rules)
+            return reader.ArrayRecordSource(spec, inputs.rules)
         case "parquet":
-            from src.data.readers.parquet import ParquetSource
-
-            return ParquetSource(spec, inputs.rules)
+            return reader.ParquetSource(spec, inputs.rules)
         case "hf":
-            from src.data.readers.hf import open_hf
-
-            return open_hf(spec, inputs)
+            return reader.open_hf(spec, inputs)
         case "tokens":
-            from src.data.readers.tokens import TokenDocuments, TokenRows
-
-            packed = inputs.batch.packing
-            source = TokenRows(spec, inputs.batch.max_target_length) if packed else TokenDocuments(spec)
+            source = reader.TokenRows(spec, length) if inputs.batch.packing else reader.TokenDocuments(spec)
             source.check(inputs.vocab_size, inputs.tokenizer.fingerprint() if inputs.tokenizer else None)
             return source
         case _:
-            from src.data.readers.custom import open_custom
-
-            return open_custom(spec, inputs)
+            return reader.open_custom(spec, inputs)
 
 
 # ---- Held out

@@ -157,7 +157,7 @@ def instructions(text: str) -> Iterator[Executed]:
     """All that a program executes outside fusions."""
     computations, entry = parse(text)
     fused = {name for part in computations.values() for each in part.values() for name in called(each)}
-    for name, instruction, times in executed(computations, entry, 1):
+    for name, instruction, times, _ in executed(computations, entry):
         if name not in fused:
             part = computations[name]
             operands = [part[operand].type for operand in instruction.operands if operand in part]

@@ -92,8 +92,7 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
     partitions = re.search(r"num_partitions=(\d+)", text)
     places = _MeshPlaces(mesh, int(partitions[1]) if partitions else 1)
     wrapped = set(re.findall(rf" async-start\(.*{_CALLS['async-start']}", text))
-    unknown_rounds = (executed(computations, entry, 1, rounds) for rounds in (0, 1))
-    for (computation, instruction, times), (*_, at_most) in zip(*unknown_rounds, strict=True):
+    for computation, instruction, times, with_unknown in executed(computations, entry):
         kind = instruction.opcode.removesuffix("-start")
         if instruction.opcode == "send" and "_xla_megascale_target" in instruction.attributes:
             if re.search(r'_ragged_operand_index="[1-9]', instruction.attributes):
@@ -117,7 +116,7 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
         asynchronous = starts or instruction.opcode == "send" or "chain_id" in instruction.attributes
         facts = {"dtype": first_array(instruction.type)[0], "asynchronous": asynchronous or computation in wrapped}
         on_networks = places.collectives(kind, groups, times, whole)
-        facts |= {"name": instruction.name, "per_round": at_most - times}
+        facts |= {"name": instruction.name, "per_round": with_unknown - times}
         operations += [replace(collective, **facts) for collective in on_networks]
     return operations
 
@@ -141,17 +140,18 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def executed(
-    computations: Mapping[str, Computation], name: str, times: int, unknown: int = 0
-) -> Iterator[tuple[str, Instruction, int]]:
-    """Yields (computation, instruction, executions) of all that `times` runs of a computation execute.
+    computations: Mapping[str, Computation], name: str, times: int = 1, with_unknown: int = 1
+) -> Iterator[tuple[str, Instruction, int, int]]:
+    """Yields (computation, instruction, executions, executions) of all that so many runs of a computation execute.
 
-    Loops whose number of rounds the program does not say run `unknown` rounds.
+    Loops whose number of rounds the program does not say run none by the first count, and one by the second.
     """
     for instruction in computations[name].values():
-        yield name, instruction, times
+        yield name, instruction, times, with_unknown
         rounds = loop_rounds(instruction, computations[name], computations)
+        counts = times * (rounds or 0), with_unknown * (1 if rounds is None else rounds)
         for callee in callees(instruction):
-            yield from executed(computations, callee, times * (unknown if rounds is None else rounds), unknown)
+            yield from executed(computations, callee, *counts)
 
 
 def callees(instruction: Instruction) -> list[str]:

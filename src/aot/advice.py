@@ -47,7 +47,9 @@ def changes(
         keys = {key: value for key, value in keys.items() if value != now[key]}
         if not keys:
             return None
-        changed, on = config.replace(**_with_whole_rules(keys, config)), devices
+        rules = {axis: keys.get(_rule(axis), axes) for axis, axes in config.logical_axis_rules.items()}
+        plain = {key: value for key, value in keys.items() if "." not in key}
+        changed, on = config.replace(**plain, logical_axis_rules=rules), devices
         try:
             if "compile_topology_num_slices" in keys:
                 on = abstract_devices(parse_topology(changed.compile_topology, changed.compile_topology_num_slices))
@@ -87,11 +89,6 @@ def changes(
 
 def _rule(axis: str) -> str:
     return f"logical_axis_rules.{axis}"
-
-
-def _with_whole_rules(keys: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    rules = {axis: keys.get(_rule(axis), axes) for axis, axes in config.logical_axis_rules.items()}
-    return {key: value for key, value in keys.items() if "." not in key} | {"logical_axis_rules": rules}
 
 
 def _candidates(config: Config, built: TracedStep, state_decides: bool) -> Iterator[tuple[Any, ...]]:
@@ -145,6 +142,5 @@ def _candidates(config: Config, built: TracedStep, state_decides: bool) -> Itera
     yield "weights are gathered over all devices of a slice or host", keys
     keys = {**keys, "dcn_data_parallelism": 1, "dcn_fsdp_parallelism": -1}
     yield "weights are gathered between slices or hosts too", keys
-    slices = [config.compile_topology_num_slices * n for n in FACTORS]
-    more = ({**keys, "compile_topology_num_slices": count} for count in slices)
+    more = ({**keys, "compile_topology_num_slices": config.compile_topology_num_slices * n} for n in FACTORS)
     yield "more devices, and weights are gathered between slices or hosts", *more

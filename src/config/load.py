@@ -225,11 +225,9 @@ def _kept_defaults(settings: Sequence[Setting]) -> list[Setting]:
     typed = {"base_output_directory": defaults()["base_output_directory"], "run_name": ""}
     typed |= {setting.key: str(setting.value) for setting in settings}
     path = f"{typed['base_output_directory']}/{typed['run_name']}"
-    has_latents = "mla" in f"{typed.get('attention_type')} {typed.get('decoder_segments')}"
-    if "://" in path and not has_latents:  # a store is not asked for what changes no weight
-        return []
+    is_asked = "://" not in path or "mla" in f"{typed.get('attention_type')} {typed.get('decoder_segments')}"
     with contextlib.suppress(UserError):  # which the command meets when it opens the run
-        if typed["run_name"] and (run := run_folder(path)):
+        if typed["run_name"] and is_asked and (run := run_folder(path)):  # not a store, for what changes no weight
             rules = run_keys(run).get("logical_axis_rules")
             if isinstance(rules, Mapping) and rules.get("latent") == []:
                 return [Setting("logical_axis_rules.latent", [], f"in {path}")]

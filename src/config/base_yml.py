@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from src.config.keys import Key
-from src.config.migration_hints import migration_hint, with_own_mesh_word
+from src.config.migration_hints import meant_key, migration_hint
 from src.config.schema import KEYS
 from src.config.yaml import Plain, dump
-from src.errors import UserError, did_you_mean
+from src.errors import UserError
 
 HEADER = """\
 # Every key of MinText, once, with its default. Type a key on the command line as key=value;
@@ -106,9 +106,7 @@ def help_text(word: str) -> str:
     by_text = [key for key in KEYS.values() if key not in by_name and in_text.search(key_lines(key))]
     if by_name or by_text:
         return "\n".join(map(key_lines, by_name + by_text))
-    raise UserError(
-        f"there is no key {word}.{did_you_mean(with_own_mesh_word(word), KEYS)} --help alone lists all keys."
-    )
+    raise UserError(f"there is no key {word}.{meant_key(word)} --help alone lists all keys.")
 
 
 def _overview(usage: Usage) -> str:

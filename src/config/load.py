@@ -9,27 +9,17 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from src.config import sources
 from src.config.checks import ENTRIES, check_config, read_entries
 from src.config.keys import frozen
 from src.config.migration_hints import corrected_command, is_maxtext_default, joined, migration_hint, own_value
 from src.config.model_checks import read_list, read_segment
 from src.config.needs import TYPED, Setting, idle_settings
 from src.config.schema import KEYS, Config, defaults, keys_of
-from src.config.sources import (
-    CONFIG,
-    OF_ONE_START,
-    config_dict_keys,
-    model_keys,
-    read_python,
-    run_folder,
-    run_keys,
-    runs_in,
-    similar_runs,
-)
 from src.config.yaml import BASE, CONFIGS, NOTHING, Plain, convert, dump, file_name, literal, parse_argument, parse_keys
 
 # isort: split
-from src.config.migration_hints import with_own_mesh_word
+from src.config.migration_hints import meant_key
 from src.config.yaml import read_file, unprintable
 from src.errors import UserError, changed_keys, clipped, did_you_mean, first_few
 
@@ -76,16 +66,16 @@ def _load(
     problems: list[str] = []
     run, files, words = None, [], argv
     if isinstance(argv, ConfigDict):
-        files, words = _chain(Path("the ConfigDict"), problems, config_dict_keys(argv, "the ConfigDict")), []
+        files, words = _chain(Path("the ConfigDict"), problems, sources.config_dict_keys(argv, "the ConfigDict")), []
     elif not argv:
         problems.append("the first argument is a YAML file or a run's folder, as in `configs/quickstart.yml steps=100`")
     elif "=" not in argv[0] and not argv[0].startswith("-"):
         words = argv[1:]
-        if run := run_folder(file_name(argv[0])):
+        if run := sources.run_folder(file_name(argv[0])):
             with _collected(problems):
                 from_run = {"load_parameters_path": str(run), "load_full_state_path": "", "load_ema": Plain("false")}
                 weights = from_run if uses_weights else {}
-                files = _settings(run_keys(run) | weights, f"in {run}")
+                files = _settings(sources.run_keys(run) | weights, f"in {run}")
         else:
             files = _chain(Path(argv[0]), problems)
     arguments = list(_arguments(words, problems))
@@ -107,7 +97,7 @@ def _load(
     config["model_name"] = next((str(setting.value) for setting in model if setting.key == "model_name"), model_name)
     problems += check_config(config, failed)
     # A run's own file has every key, also those that say nothing.
-    chosen = [setting for setting in files if not (run or setting.where.endswith(f"/{CONFIG}"))]
+    chosen = [setting for setting in files if not (run or setting.where.endswith(f"/{sources.CONFIG}"))]
     for key, sentence in idle_settings([*chosen, *arguments], config, failed, command, notes):
         (notes if is_maxtext_default(key, config.get(key)) else problems).append(sentence)
     problems = [clipped(problem) for problem in dict.fromkeys(problems)]
@@ -184,7 +174,7 @@ def _read(path: Path, problems: list[str]) -> dict[str, Any]:
     with _collected(problems):
         if not path.is_file():
             raise UserError(_no_config(path))
-        return read_python(path) if path.suffix == ".py" else read_file(path)
+        return sources.read_python(path) if path.suffix == ".py" else read_file(path)
     return {}
 
 
@@ -196,10 +186,10 @@ def _no_config(path: Path) -> str:
     if path.is_dir():
         if keys := _model_in(path):
             return f"{path} is a model's folder, not a run's: type configs/base.yml {keys}"
-        runs = first_few(runs_in(path))
+        runs = first_few(sources.runs_in(path))
         return f"{path} is a folder without a config.yml, which a run's has." + f" Runs in it: {runs}." * bool(runs)
-    if not path.suffix and (runs := first_few(runs_in(path.parent), near=str(path))):
-        return f"there is no run {path}.{similar_runs(path)} Runs in {path.parent}: {runs}."
+    if not path.suffix and (runs := first_few(sources.runs_in(path.parent), near=str(path))):
+        return f"there is no run {path}.{sources.similar_runs(path)} Runs in {path.parent}: {runs}."
     files = [str(file.relative_to(CONFIGS.parent)) for file in sorted(CONFIGS.rglob("*.yml"))]
     beside = sorted(file.name for file in path.parent.glob("*") if file.suffix in (".yml", ".py"))
     hint = did_you_mean(path.name, beside, f"{path.parent}/") or did_you_mean(path.name, files)
@@ -225,10 +215,11 @@ def _kept_defaults(settings: Sequence[Setting]) -> list[Setting]:
     typed = {"base_output_directory": defaults()["base_output_directory"], "run_name": ""}
     typed |= {setting.key: str(setting.value) for setting in settings}
     path = f"{typed['base_output_directory']}/{typed['run_name']}"
+    # A store is not asked for what changes no weight.
     is_asked = "://" not in path or "mla" in f"{typed.get('attention_type')} {typed.get('decoder_segments')}"
     with contextlib.suppress(UserError):  # which the command meets when it opens the run
-        if typed["run_name"] and is_asked and (run := run_folder(path)):  # not a store, for what changes no weight
-            rules = run_keys(run).get("logical_axis_rules")
+        if typed["run_name"] and is_asked and (run := sources.run_folder(path)):
+            rules = sources.run_keys(run).get("logical_axis_rules")
             if isinstance(rules, Mapping) and rules.get("latent") == []:
                 return [Setting("logical_axis_rules.latent", [], f"in {path}")]
     return []
@@ -265,8 +256,8 @@ def _model_settings(name: str, uses_weights: bool, read_folder: FolderReader, pr
     if not name:
         return []
     try:
-        run = run_folder(name)
-        keys = model_keys(run) if run else read_folder(name, False)
+        run = sources.run_folder(name)
+        keys = sources.model_keys(run) if run else read_folder(name, False)
     except UserError as error:
         raise UserError(f"model_name={name}: {error}") from None
     if keys is not None:
@@ -300,7 +291,7 @@ def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str])
             if hint := migration_hint(setting.key, setting.value):
                 (notes if hint.accepted else problems).append(hint.sentence)
             else:
-                similar = did_you_mean(with_own_mesh_word(setting.key), KEYS) or " `--help` lists all keys."
+                similar = meant_key(setting.key) or " `--help` lists all keys."
                 problems.append(f"unknown key {setting.key} ({setting.where}).{similar}")
         elif dot and not isinstance(config[key], Mapping):
             problems.append(f"{setting.key} ({setting.where}): {key} is no mapping, it has no entry {entry}")
@@ -365,7 +356,7 @@ def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[s
     key that the run's version did not have yet had the effect of its default.
     """
     old = {**defaults(), **old}
-    changed = [key for key in changed_keys(new, old) if key not in OF_ONE_START]
+    changed = [key for key in changed_keys(new, old) if key not in sources.OF_ONE_START]
     changes = {key: f"{key}: {dump(old.get(key))} -> {dump(new.get(key))}" for key in changed}
     identity = {key.name for key in KEYS.values() if key.fixed} - set(new["accept_changes"])
     breaking = {key: changes.pop(key) for key in changed if key in identity}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from src import shipped
 from src.config.schema import KEYS
 from src.config.yaml import CONFIGS, NOTHING, Plain, dump, literal, parse, parse_argument
-from src.errors import UserError, from_here
+from src.errors import UserError, did_you_mean, from_here
 
 PAGE = shipped("docs") / "from_maxtext_and_pax.md"
 # What others call the axes of the mesh in the keys of their sizes.
@@ -125,10 +125,10 @@ def migration_hint(key: str, value: Any) -> Hint | None:
     return names[name].hint(key, value) if name else None
 
 
-def with_own_mesh_word(key: str) -> str:
-    """Returns the key of a mesh axis's size (`ici_tp_parallelism`) with our word for the axis; others as they are."""
+def meant_key(key: str) -> str:
+    """Returns ` Did you mean ...?` with keys like this one, in which a mesh axis may have another's word; or ""."""
     match = re.fullmatch(rf"(ici|dcn)_({'|'.join(MESH_WORDS)})(_parallelism)?", key)
-    return f"{match[1]}_{MESH_WORDS[match[2]]}_parallelism" if match else key
+    return did_you_mean(f"{match[1]}_{MESH_WORDS[match[2]]}_parallelism" if match else key, KEYS)
 
 
 def value_hint(key: str, value: Any) -> str:

@@ -11,11 +11,14 @@ T = TypeVar("T")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value of the JSON `text`; raises ValueError if it is not JSON, not UTF-8, or too deep for Python."""
+    """Returns the value of the JSON `text`; raises ValueError if it is not JSON, not UTF-8, or too deep for Python.
+
+    Its message continues a sentence on the text.
+    """
     try:
         return json.loads(text)
-    except RecursionError:
-        raise ValueError("JSON nested too deeply to be read") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error if isinstance(error, ValueError) else 'nested too deeply'})") from None
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -25,7 +28,7 @@ def read_object(file: Path) -> dict[str, Any]:
     except (IsADirectoryError, PermissionError) as error:
         raise UserError(f"{file} can't be read: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from None
+        raise UserError(f"{file} is {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{file} holds no JSON object")
     return value

@@ -208,7 +208,7 @@ def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], Saved]:
         try:
             content = parse_json((step_folder / "meta" / "metadata").read_bytes())
         except ValueError as error:
-            raise DamagedError(f"meta/metadata is not JSON: {error}") from error
+            raise DamagedError(f"meta/metadata is {error}") from error
         if not isinstance(content, dict) or content.pop("checksum", None) != checksum_of(content):
             raise DamagedError("meta/metadata differs from what was saved")
         return content

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from src.data.readers import files
-from src.data.readers.records import parse_json
 from src.data.readers.text import DocumentFiles, is_jsonl
 from src.data.types import Conversation, Document, Fingerprint, InputSpec, Message, Shown, Source, Tokenizer
 from src.errors import UserError, printable, say
-from src.json_text import well_formed
+from src.json_text import parse_json, well_formed
 
 if TYPE_CHECKING:
     from src.data.huggingface_tokenizer import HuggingFaceTokenizer
@@ -65,7 +64,7 @@ class ChatFields:
         system, tools, variables = map(record.get, _OF_RECORD)
         if isinstance(tools, str):  # as Parquet has them
             with contextlib.suppress(ValueError):
-                tools = parse_json(tools.encode())
+                tools = parse_json(tools)
         if any(not isinstance(each, kind) for each, kind in ((system, str), (tools, list), (variables, dict)) if each):
             raise ValueError('expected "system" as a string, "tools" as a list, "chat_template_kwargs" as an object')
         shown = {"tools": tools, **(variables or {})}

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from src import json_text
 from src.errors import first_few, say
+from src.json_text import parse_json, well_formed
 
 Content = str | np.ndarray  # of a document: its text, or its ids as int32 [n]
 
@@ -83,7 +83,7 @@ def from_fields(fields: Mapping[str, Any], column: str, read: Callable[[Any], Co
 def as_document(value: Any, vocab_size: int = 1 << 31) -> Content:
     """Converts a text, or a list or an array of ids, to a text or int32 [n]; raises ValueError for anything else."""
     if isinstance(value, str):
-        return json_text.well_formed(value)
+        return well_formed(value)
     if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):
         raise ValueError(f"it is of type {type(value).__name__}: {_EXPECTED}")
     return as_ids(value, vocab_size)
@@ -103,14 +103,6 @@ def as_ids(values: Any, vocab_size: int = 1 << 31) -> np.ndarray:
         outside = ids.min() if ids.min() < 0 else ids.max()
         raise ValueError(f"the id {outside} is not in the range from 0 to {vocab_size - 1}")
     return ids.astype(np.int32)
-
-
-def parse_json(data: bytes) -> Any:
-    """Parses JSON; raises ValueError, whose message continues a sentence on the data, where it is none."""
-    try:
-        return json_text.parse_json(data)
-    except ValueError as error:
-        raise ValueError(f"not JSON ({error})") from None
 
 
 def _from_example(record: bytes, column: str) -> Content | None:

@@ -19,8 +19,7 @@ import pytest
 from src.config.source_spec import train_specs
 from src.data.open import open_source
 from src.data.readers import files, text
-from src.data.readers.formats import HEAD_BYTES, other_format
-from src.data.readers.text import TextSource
+from src.data.readers.text import HEAD_BYTES, TextSource, other_format
 from src.data.types import InputSpec
 from src.errors import UserError
 from tests.data.every_source import write_records

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from src.errors import UserError
@@ -32,6 +33,11 @@ ACTIVATIONS["gelu"] = "gelu_exact"
 GATED = {theirs: (ours, "linear") for theirs, ours in ACTIVATIONS.items()}
 HIDDEN_ACT = Field("hidden_act", "mlp_activations", absent=GATED["silu"], values=GATED)
 DECODER = (*SIZES, *HEADS, HIDDEN_ACT)
+LOCAL_EXPERTS = (
+    Field("intermediate_size", "base_mlp_dim", written=attrgetter("base_moe_mlp_dim")),
+    Field("num_local_experts", "num_experts"),
+    Field("num_experts_per_tok", "num_experts_per_tok"),
+)
 
 # ---- Layers that differ
 

@@ -200,10 +200,10 @@ class Family:
     """A family of models, with its table of fields and its table of tensors."""
 
     model_type: str  # config.json's name for it
-    architecture: str  # the class that transformers loads it with
     fields: Table
     tensors: tuple[TensorMap, ...]
     other_model_types: tuple[str, ...] = ()  # of models that are all the same but for this name
+    class_name: str = ""  # of what transformers loads it with, where model_type does not say it
     defaults: Mapping[str, Any] = field(default_factory=dict)  # entries that transformers adds where they are absent
     # What all of its models have and no entry says, beside RMS norms and rotary positions.
     keys: Mapping[str, Any] = field(default_factory=dict)
@@ -218,6 +218,12 @@ class Family:
     whole_heads: bool = False  # transformers loads only models whose width is a multiple of their number of heads
     mtp_prefix: str = ""  # of tensors of extra prediction layers that are not here
     copied: tuple[TensorMap, ...] = ()  # rows of tensors, written and not read, that repeat a weight for each MTP layer
+
+    @property
+    def architecture(self) -> str:
+        """Returns the class that transformers loads it with, such as Qwen3MoeForCausalLM of qwen3_moe."""
+        words = self.model_type.removesuffix("_text").split("_")
+        return self.class_name or f"{''.join(map(str.capitalize, words))}ForCausalLM"
 
     def read_config(self, hf: Mapping[str, Any]) -> Keys:
         """Returns config.json's keys, layers that differ as a segment each; raises UserError for what is not here."""

@@ -105,11 +105,10 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "q_lora_rank": 1536}
 
 DEEPSEEK2 = Family(
     model_type="deepseek_v2",
-    architecture="DeepseekV2ForCausalLM",
     fields=(
         *FIELDS,
         FieldGroup(("topk_method", "n_group", "topk_group"), _read_v2_groups, _write_v2_groups),
-        FieldGroup(("head_dim",), write=_write_head_dim),
+        FieldGroup(("head_dim",), write=lambda layers: {"head_dim": layers[0].qk_rope_head_dim}),
     ),
     tensors=V2_TENSORS,
     defaults={**DEFAULTS, "n_shared_experts": 2, "first_k_dense_replace": 0, "topk_method": "greedy"},
@@ -125,7 +124,6 @@ DEEPSEEK2 = Family(
 )
 DEEPSEEK3 = Family(
     model_type="deepseek_v3",
-    architecture="DeepseekV3ForCausalLM",
     other_model_types=("kimi_k2",),
     fields=(
         *FIELDS,

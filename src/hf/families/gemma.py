@@ -18,7 +18,6 @@ ACTIVATIONS = {**fields.GATED, "gelu": fields.GATED["gelu_new"]}
 
 GEMMA = Family(
     model_type="gemma",
-    architecture="GemmaForCausalLM",
     fields=(
         *(*fields.SIZES, *fields.HEADS, fields.rope(), fields.ATTENTION_BIAS),
         Field("hidden_act", "mlp_activations", ACTIVATIONS["gelu"], ACTIVATIONS),
@@ -50,7 +49,6 @@ CONSTANTS = {"hidden_activation": "gelu_pytorch_tanh"}
 
 GEMMA2 = Family(
     model_type="gemma2",
-    architecture="Gemma2ForCausalLM",
     fields=(
         *(*FIELDS, fields.rope(), fields.ALTERNATING_WINDOWS),
         Field("attn_logit_softcapping", "attn_logits_soft_cap", UNSET),
@@ -81,7 +79,6 @@ LAYER_ENTRIES = (
 )
 GEMMA3 = Family(
     model_type="gemma3_text",
-    architecture="Gemma3ForCausalLM",
     fields=(*FIELDS, FieldGroup(LAYER_ENTRIES, _read_layers, _write_layers)),
     tensors=(*GEMMA2.tensors, *tensors.HEAD_NORMS),
     defaults={

@@ -77,7 +77,6 @@ def _write_layers(layers: Layers) -> Json:
 
 GEMMA4 = Family(
     model_type="gemma4_text",
-    architecture="Gemma4ForCausalLM",
     fields=(*LATER, FieldGroup(LAYER_ENTRIES, _read_layers, _write_layers)),
     tensors=(*GEMMA3.tensors, TensorMap("layer.layer_scalar", LAYER + "layer_scalar", "X -> X")),
     defaults={

@@ -15,7 +15,6 @@ FIELDS = (
 
 GLM = Family(
     model_type="glm",
-    architecture="GlmForCausalLM",
     fields=FIELDS,
     tensors=(*tensors.DECODER, *tensors.FUSED_MLP),
     defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "attention_bias": True},
@@ -24,7 +23,6 @@ GLM = Family(
 GLM4 = replace(
     GLM,
     model_type="glm4",
-    architecture="Glm4ForCausalLM",
     tensors=(
         *GLM.tensors,
         TensorMap("layer.attention_out_norm.scale", tensors.LAYER + "post_self_attn_layernorm.weight", "D -> D"),
@@ -34,7 +32,6 @@ GLM4 = replace(
 )
 GLM4_MOE = Family(
     model_type="glm4_moe",
-    architecture="Glm4MoeForCausalLM",
     fields=(
         *(*FIELDS, *deepseek.EXPERT_FIELDS, *deepseek.V3_EXPERT_FIELDS),
         Field("use_qk_norm", "qk_norm", "none", {True: "head", False: "none"}),

@@ -18,7 +18,7 @@ def _with_bias(ours: str, theirs: str, weight: str, bias: str) -> tuple[TensorMa
 
 GPT2 = Family(
     model_type="gpt2",
-    architecture="GPT2LMHeadModel",
+    class_name="GPT2LMHeadModel",
     fields=(
         Field("vocab_size", "vocab_size"),
         Field("n_embd", "base_emb_dim"),

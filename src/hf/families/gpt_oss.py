@@ -1,7 +1,6 @@
 """gpt-oss: biases everywhere, attention sinks, windows in every other layer, a clipped activation, experts."""
 
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
 
 from src.hf import common_fields as fields
@@ -31,13 +30,9 @@ def _write_rope(layers: Layers) -> Json:
 
 GPT_OSS = Family(
     model_type="gpt_oss",
-    architecture="GptOssForCausalLM",
     fields=(
-        *(*fields.SIZES, *fields.HEADS, fields.ALTERNATING_WINDOWS),
+        *(*fields.SIZES, *fields.HEADS, fields.ALTERNATING_WINDOWS, *fields.LOCAL_EXPERTS),
         FieldGroup(fields.ROPE_ENTRIES, _read_rope, _write_rope),
-        Field("intermediate_size", "base_mlp_dim", written=attrgetter("base_moe_mlp_dim")),
-        Field("num_local_experts", "num_experts"),
-        Field("num_experts_per_tok", "num_experts_per_tok"),
         Field("swiglu_limit", "mlp_activations_limit"),
         Field("attention_bias", "attention_bias"),
         Field("sliding_window", "sliding_window_size"),

@@ -12,7 +12,6 @@ from src.hf.tensor_map import TensorMap
 
 LLAMA = Family(
     model_type="llama",
-    architecture="LlamaForCausalLM",
     fields=(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS, fields.MLP_BIAS),
     tensors=(*tensors.DECODER, *tensors.FEED_FORWARD, *tensors.FEED_FORWARD_BIASES),
     defaults={"rms_norm_eps": 1e-6},
@@ -30,7 +29,6 @@ def _read_multiplier(hf: Mapping[str, Any], keys: Keys) -> Keys:
 GRANITE = replace(  # Granite 3's dense models
     LLAMA,
     model_type="granite",
-    architecture="GraniteForCausalLM",
     fields=(
         *LLAMA.fields,
         *(Field(name, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
@@ -58,7 +56,7 @@ LAYER_ENTRIES = ("no_rope_layers", "no_rope_layer_interval", "layer_types", "use
 SMOLLM3 = replace(
     LLAMA,
     model_type="smollm3",
-    architecture="SmolLM3ForCausalLM",
+    class_name="SmolLM3ForCausalLM",
     fields=(
         *(*fields.DECODER, fields.rope(theta=2e6), fields.ATTENTION_BIAS, fields.MLP_BIAS),
         FieldGroup(LAYER_ENTRIES, _read_layers, _write_layers),
@@ -71,7 +69,6 @@ SMOLLM3 = replace(
 QKV = tensors.LAYER + "self_attn.qkv_proj.weight"
 PHI3 = Family(  # Phi 3 and 4, whose files join queries, keys and values; Phi 4 mini rotates a part of each head
     model_type="phi3",
-    architecture="Phi3ForCausalLM",
     fields=(
         *fields.DECODER,
         fields.rope(partial=1.0, kinds=("default", "longrope")),  # to transformers, others are longrope or an error

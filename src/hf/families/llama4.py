@@ -61,13 +61,11 @@ def _write_layers(layers: Layers) -> Json:
 
 LLAMA4 = Family(
     model_type="llama4_text",
-    architecture="Llama4ForCausalLM",
     fields=(
         *(*fields.DECODER, fields.rope(theta=500_000.0), fields.ATTENTION_BIAS),
         Field("intermediate_size", "base_moe_mlp_dim"),
         Field("intermediate_size_mlp", "base_mlp_dim"),
-        Field("num_local_experts", "num_experts"),
-        Field("num_experts_per_tok", "num_experts_per_tok"),
+        *fields.LOCAL_EXPERTS[1:],
         Field(
             "attention_chunk_size", "chunk_attn_window_size", written=lambda layer: layer.chunk_attn_window_size or 8192
         ),

@@ -1,12 +1,11 @@
 """Mistral, a Llama with a sliding window in the first version's layers, and Mixtral, with experts in every layer."""
 
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
 
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
-from src.hf.family import Family, Field, FieldGroup, Keys
+from src.hf.family import Family, FieldGroup, Keys
 from src.hf.tensor_map import TensorMap
 
 EXPERTS = tensors.LAYER + "block_sparse_moe."
@@ -24,7 +23,6 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
 
 MISTRAL = Family(
     model_type="mistral",
-    architecture="MistralForCausalLM",
     fields=(
         *fields.DECODER,
         fields.rope(),
@@ -36,14 +34,11 @@ MISTRAL = Family(
 )
 MIXTRAL = Family(
     model_type="mixtral",
-    architecture="MixtralForCausalLM",
     fields=(
         *fields.DECODER,
         fields.rope(theta=1e6),
         FieldGroup(("sliding_window",), fields.read_window, fields.write_window),
-        Field("intermediate_size", "base_mlp_dim", written=attrgetter("base_moe_mlp_dim")),
-        Field("num_local_experts", "num_experts"),
-        Field("num_experts_per_tok", "num_experts_per_tok"),
+        *fields.LOCAL_EXPERTS,
     ),
     tensors=(
         *(*tensors.OUTER, *tensors.NORMS_BEFORE, *tensors.ATTENTION),

@@ -1,19 +1,16 @@
 """OLMo 2: norms after attention and feed-forward, and of all heads at once; OLMo 3: windows in three of four layers."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
-from src.hf.family import Family, Field, FieldGroup, Json, Keys, Layers, entry
+from src.hf.family import Family, Field, FieldGroup, Json, Layers, entry
 from src.hf.tensor_map import TensorMap
 
 LAYER = tensors.LAYER
 
 OLMO2 = Family(
     model_type="olmo2",
-    architecture="Olmo2ForCausalLM",
     fields=(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS),
     tensors=(
         *(*tensors.OUTER, *tensors.ATTENTION, *tensors.ATTENTION_BIASES, *tensors.FEED_FORWARD),
@@ -27,10 +24,6 @@ OLMO2 = Family(
 )
 
 
-def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
-    return fields.read_kinds(hf, keys, 4, entry(hf, "rope_theta", 5e5), 5e5)  # rope_theta is of full attention alone
-
-
 def _write_layers(layers: Layers) -> Json:
     entries, local_theta = fields.write_kinds(layers)
     thetas = {fields.WINDOWED: local_theta, fields.GLOBAL: entries["rope_theta"]}
@@ -41,10 +34,13 @@ def _write_layers(layers: Layers) -> Json:
 OLMO3 = replace(
     OLMO2,
     model_type="olmo3",
-    architecture="Olmo3ForCausalLM",
     fields=(
         *(*fields.DECODER, fields.ATTENTION_BIAS, Field("sliding_window", "sliding_window_size")),
-        FieldGroup(("rope_parameters", "rope_scaling", "rope_theta", "layer_types"), _read_layers, _write_layers),
+        FieldGroup(
+            ("rope_parameters", "rope_scaling", "rope_theta", "layer_types"),
+            lambda hf, keys: fields.read_kinds(hf, keys, 4, entry(hf, "rope_theta", 5e5), 5e5),  # of full attention
+            _write_layers,
+        ),
     ),
     defaults={**OLMO2.defaults, "sliding_window": 4096},
 )

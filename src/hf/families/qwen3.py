@@ -22,7 +22,6 @@ def _check_windows(hf: Mapping[str, Any], keys: Keys) -> None:
 NO_WINDOWS = FieldGroup((*WINDOWS, "max_window_layers", "layer_types"), _check_windows)
 QWEN3 = Family(
     model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
     fields=(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS, NO_WINDOWS),
     tensors=(*tensors.DECODER, *tensors.HEAD_NORMS, *tensors.FEED_FORWARD),
     defaults={"head_dim": 128, "num_key_value_heads": 32, "rms_norm_eps": 1e-6, "sliding_window": 4096},
@@ -31,7 +30,6 @@ QWEN3 = Family(
 QWEN2 = replace(
     QWEN3,
     model_type="qwen2",
-    architecture="Qwen2ForCausalLM",
     fields=(*fields.DECODER, fields.rope(), NO_WINDOWS),
     defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "sliding_window": 4096},
     keys={"attention_bias": True, "attention_out_bias": False},
@@ -54,10 +52,6 @@ def _read_next_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
     ]
     segments = _read_layers(hf, keys).get("decoder_segments") or [{"pattern": [{}]}] * count
     return fields.layer_pattern([mixer | entry["pattern"][0] for mixer, entry in zip(mixers, segments, strict=True)])
-
-
-def _write_next_layers(layers: Layers) -> Json:
-    return {**_write_layers(layers), **fields.write_layer_types(layers, "gated_delta", LINEAR)}
 
 
 def _read_shared_expert(hf: Mapping[str, Any], keys: Keys) -> Keys:
@@ -85,7 +79,6 @@ EXPERTS = (
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
-    architecture="Qwen3MoeForCausalLM",
     fields=(
         *(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS, *EXPERTS),
         FieldGroup(WINDOWS, lambda hf, keys: fields.check_no_windows(hf, [True] * keys["base_num_decoder_layers"])),
@@ -107,7 +100,6 @@ DELTA_SIZES |= {"conv_kernel_dim": 4}
 QUERY_AND_GATE, SHARED = ATTENTION + "q_proj.weight", tensors.LAYER + "mlp.shared_expert."
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
-    architecture="Qwen3NextForCausalLM",
     fields=(
         *(*fields.DECODER, fields.rope(partial=0.25), *EXPERTS),
         *(Field(f"linear_{name}", f"gdn_{name}") for name in DELTA_SIZES),
@@ -115,7 +107,7 @@ QWEN3_NEXT = Family(
         FieldGroup(
             ("decoder_sparse_step", "mlp_only_layers", "layer_types", "full_attention_interval"),
             _read_next_layers,
-            _write_next_layers,
+            lambda layers: {**_write_layers(layers), **fields.write_layer_types(layers, "gated_delta", LINEAR)},
         ),
     ),
     tensors=(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from src.config.keys import Key
-from src.config.migration_hints import meant_key, migration_hint
+from src.config.migration_hints import meant, migration_hint
 from src.config.schema import KEYS
 from src.config.yaml import Plain, dump
 from src.errors import UserError
@@ -106,7 +106,7 @@ def help_text(word: str) -> str:
     by_text = [key for key in KEYS.values() if key not in by_name and in_text.search(key_lines(key))]
     if by_name or by_text:
         return "\n".join(map(key_lines, by_name + by_text))
-    raise UserError(f"there is no key {word}.{meant_key(word)} --help alone lists all keys.")
+    raise UserError(f"there is no key {word}.{meant(word)} --help alone lists all keys.")
 
 
 def _overview(usage: Usage) -> str:

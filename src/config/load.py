@@ -9,18 +9,14 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from src.config import sources
+from src.config import sources, yaml
 from src.config.checks import ENTRIES, check_config, read_entries
 from src.config.keys import frozen
-from src.config.migration_hints import corrected_command, is_maxtext_default, joined, migration_hint, own_value
+from src.config.migration_hints import corrected_command, is_maxtext_default, joined, meant, migration_hint, own_value
 from src.config.model_checks import read_list, read_segment
 from src.config.needs import TYPED, Setting, idle_settings
 from src.config.schema import KEYS, Config, defaults, keys_of
 from src.config.yaml import BASE, CONFIGS, NOTHING, Plain, convert, dump, file_name, literal, parse_argument, parse_keys
-
-# isort: split
-from src.config.migration_hints import meant_key
-from src.config.yaml import read_file, unprintable
 from src.errors import UserError, changed_keys, clipped, did_you_mean, first_few
 
 # Maps a folder of a model that another program wrote, and whether its tokenizer alone is wanted, to the keys of both as
@@ -130,7 +126,7 @@ def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Settin
         return
     for argument in joined(arguments):
         key, equals, text = argument.lstrip("-").partition("=")
-        if problem := unprintable(argument, is_name=key not in KEYS or not KEYS[key].any_text):
+        if problem := yaml.unprintable(argument, is_name=key not in KEYS or not KEYS[key].any_text):
             problems.append(f"{argument!a}: {problem}")
         elif not equals:
             problems.append(f"{argument}: expected key=value, after the YAML file where there is one")
@@ -174,7 +170,7 @@ def _read(path: Path, problems: list[str]) -> dict[str, Any]:
     with _collected(problems):
         if not path.is_file():
             raise UserError(_no_config(path))
-        return sources.read_python(path) if path.suffix == ".py" else read_file(path)
+        return sources.read_python(path) if path.suffix == ".py" else yaml.read_file(path)
     return {}
 
 
@@ -291,7 +287,7 @@ def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str])
             if hint := migration_hint(setting.key, setting.value):
                 (notes if hint.accepted else problems).append(hint.sentence)
             else:
-                similar = meant_key(setting.key) or " `--help` lists all keys."
+                similar = meant(setting.key) or " `--help` lists all keys."
                 problems.append(f"unknown key {setting.key} ({setting.where}).{similar}")
         elif dot and not isinstance(config[key], Mapping):
             problems.append(f"{setting.key} ({setting.where}): {key} is no mapping, it has no entry {entry}")

@@ -125,7 +125,7 @@ def migration_hint(key: str, value: Any) -> Hint | None:
     return names[name].hint(key, value) if name else None
 
 
-def meant_key(key: str) -> str:
+def meant(key: str) -> str:
     """Returns ` Did you mean ...?` with keys like this one, in which a mesh axis may have another's word; or ""."""
     match = re.fullmatch(rf"(ici|dcn)_({'|'.join(MESH_WORDS)})(_parallelism)?", key)
     return did_you_mean(f"{match[1]}_{MESH_WORDS[match[2]]}_parallelism" if match else key, KEYS)

@@ -3,10 +3,8 @@
 import dataclasses
 from typing import Any
 
-from src.config.keys import ABOVE_0_OR_UNSET, FROM_0, FROM_1, FROM_1_OR_UNSET, POSITIVE, POWER_OF_2
-
-# isort: split
-from src.config.keys import SHARE_ABOVE_0, SHARE_BELOW_1, fact, group, key
+from src.config import keys
+from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, POSITIVE, POWER_OF_2, SHARE_ABOVE_0, fact, group, key
 
 
 # fmt: off
@@ -34,7 +32,7 @@ class LayerFacts:
     normalization_scale_offset: float = fact(0.0, "added to a norm's stored scale (Gemma: 1)", FROM_0)
     normalization_placement: str = fact("before", "attention and feed-forward: before, after (their output) or both",
         ("before", "after", "both"))
-    dropout_rate: float = fact(0.0, "on the embedding's and on each residual branch's output", SHARE_BELOW_1)
+    dropout_rate: float = fact(0.0, "on the embedding's and on each residual branch's output", keys.BELOW_1)
     logits_via_embedding: bool = key(False, "the output projection is the embedding table, transposed")
     logits_bias: bool = key(False, "a learned bias of each logit (Pax's C4 models)")
     scale_embedding: bool = key(False, "embeddings times the root of their width (Gemma)")
@@ -132,7 +130,7 @@ class FeedForwardFacts:
     routed_scaling_factor: float = fact(1.0, "the chosen scores times this", POSITIVE)
     scale_expert_inputs: bool = fact(False, "scores multiply the experts' inputs, not their outputs (Llama 4)")
     capacity_factor: float = fact(-1.0,
-        "times the mean, what an expert takes of a row, the rest is dropped; -1: all", ABOVE_0_OR_UNSET, 2**16)
+        "times the mean, what an expert takes of a row, the rest is dropped; -1: all", keys.ABOVE_0_OR_UNSET, 2**16)
 # fmt: on
 
 

@@ -8,11 +8,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from src.config import keys
 from src.config.command_keys import OF_RUNS, Aot, Conversations, Decoding, Diagnostics, HarnessTasks, Preferences, Tools
-from src.config.keys import ABOVE_0, AXIS_SIZE, FROM_0, FROM_0_OR_UNSET, FROM_1, FROM_1_OR_UNSET, FROM_64, SEED
-
-# isort: split
-from src.config.keys import SHARE_BELOW_1, Key, frozen, group, key, path
+from src.config.keys import ABOVE_0, AXIS_SIZE, FROM_0, FROM_1, FROM_1_OR_UNSET, FROM_64, Key, frozen, group, key, path
 from src.config.model_keys import AttentionFacts, FeedForwardFacts, LayerFacts, Model, ModelSize, PositionFacts
 from src.config.step_keys import Compilation, Numerics, Optimizer, Quantization, Step, Trainable
 
@@ -94,12 +92,12 @@ class DataSources:
     eval_split: str = key("validation", "tfds: as train_split", fixed=False)
     eval_datasets: tuple = key((), "as datasets: [{name: books, eval_steps: 10, dataset_path: ...}, ...]", fixed=False)
     max_document_bytes: int = key(65_536, "text: longer documents are cut, or one would own a row for long", FROM_64)
-    eval_fraction: float = key(0.02, "of the documents held out where eval_dataset_path is empty", SHARE_BELOW_1)
+    eval_fraction: float = key(0.02, "of the documents held out where eval_dataset_path is empty", keys.BELOW_1)
     tokenizer_type: str = key("byte",
         "byte (256 bytes, bos, eos), sentencepiece or huggingface", ("byte", "sentencepiece", "huggingface"))
     tokenizer_path: str = path("",
         "sentencepiece: a .model file (src.train_tokenizer); huggingface: a model folder, hf://ORG/NAME", is_local=True)
-    data_shuffle_seed: int = key(0, "of the order of documents", SEED)
+    data_shuffle_seed: int = key(0, "of the order of documents", keys.SEED)
     data_threads: int = key(1, "threads that make rows; more pay with a remote store", FROM_1, 2**10, fixed=False)
 
 
@@ -162,7 +160,7 @@ class Mesh:
         FROM_1_OR_UNSET, 2**16)
     coordinator_address: str = key("", "host:port of process 0; empty: found by JAX (docs/parallelism.md says where)")
     num_processes: int = key(-1, "with coordinator_address: how many", AXIS_SIZE)
-    process_id: int = key(-1, "with coordinator_address: which, from 0", FROM_0_OR_UNSET, 2**20)
+    process_id: int = key(-1, "with coordinator_address: which, from 0", keys.FROM_0_OR_UNSET, 2**20)
     jax_distributed_initialization_timeout: int = key(300, "seconds a job waits for all its processes", FROM_1, 2**24)
     jax_distributed_heartbeat_timeout_seconds: int = key(30, "seconds after which a silent host is lost", FROM_1, 2**16)
 

@@ -4,10 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from src.config.command_keys import Preferences, Quantization
-from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, FROM_2, POSITIVE, SEED, SHARE, SHARE_BELOW_1, group, key
-
-# isort: split
-from src.config.keys import path
+from src.config.keys import BELOW_1, FROM_0, FROM_1, FROM_1_OR_UNSET, FROM_2, POSITIVE, SEED, SHARE, group, key, path
 
 DTYPES = ("bfloat16", "float32")
 _QKV = ("query_proj", "key_proj", "value_proj")
@@ -79,14 +76,14 @@ class Optimizer:
     optimizer_rules: tuple = key((),
         'for each weight the first that fits: [{match: "*norm*", learning_rate_scale: 0.1, weight_decay: 0}, ...]',
         fixed=True)
-    adam_b1: float = key(0.9, "decay of the first moment", SHARE_BELOW_1)
-    adam_b2: float = key(0.95, "decay of the second moment", SHARE_BELOW_1)
+    adam_b1: float = key(0.9, "decay of the first moment", BELOW_1)
+    adam_b2: float = key(0.95, "decay of the second moment", BELOW_1)
     adam_eps: float = key(1e-8, "added to the root of the second moment", POSITIVE)
     adam_weight_decay: float = key(0.1, "decoupled, on weights only: not on norms, biases", FROM_0)
     adam_clip_threshold: float = key(0.0,
         "root mean square that adamw's update of each matrix or vector is scaled down to (Pax); 0: off", FROM_0)
     mup_base_emb_dim: int = key(0, "width that learning_rate was tuned at, for any other (muP)", FROM_0, fixed=True)
-    muon_beta: float = key(0.95, "muon: decay of the momentum; what is no matrix in a layer has adamw", SHARE_BELOW_1)
+    muon_beta: float = key(0.95, "muon: decay of the momentum; what is no matrix in a layer has adamw", BELOW_1)
     mu_dtype: str = key("", "first moment's; empty: the weights', or float32 with lora_rank", ("", *DTYPES), fixed=True)
     shard_optimizer_over_data: bool = key(False, "the optimizer's state is cut over copies of the weights too (ZeRO-1)")
     optimizer_memory_host_offload: bool = key(False, "the optimizer's state lies in host memory, but for the update")
@@ -102,7 +99,7 @@ class Optimizer:
     on_nonfinite: str = key("stop",
         "a loss or gradient that is not finite: stop, or skip the update (ten in a row stop too)", ("stop", "skip"))
     ema_decay: float = key(0.0, "the state has an average of the weights too, which decays by this a step; 0: none",
-        SHARE_BELOW_1, fixed=True)
+        BELOW_1, fixed=True)
     abort_on_nan_loss: bool = key(True, "on_nonfinite=stop: a loss that is no number stops; false: skip its update")
     abort_on_inf_loss: bool = key(True, "on_nonfinite=stop: an infinite loss stops; false: skip its update")
     skip_step_on_spikes: bool = key(False,

@@ -6,10 +6,8 @@ from operator import attrgetter
 from typing import Any
 
 from src.errors import UserError
-from src.hf.family import UNSET, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with
-
-# isort: split
-from src.hf.family import read_fields, require, require_known, write_fields
+from src.hf import family
+from src.hf.family import UNSET, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with, require
 
 SIZES = (
     Field("vocab_size", "vocab_size"),
@@ -82,7 +80,7 @@ def read_windowed_layers(hf: Mapping[str, Any], keys: Keys, global_every: int, *
 def read_kinds(hf: Mapping[str, Any], keys: Keys, global_every: int, theta: float, local_theta: float) -> Keys:
     """Returns the pattern of layers of which some have windows, each kind with rotary positions of its own."""
     by_kind = entry(hf, "rope_parameters", {})
-    require_known(by_kind, (WINDOWED, GLOBAL))
+    family.require_known(by_kind, (WINDOWED, GLOBAL))
     windowed, everywhere = (entry(by_kind, kind, {}) for kind in (WINDOWED, GLOBAL))
     everywhere = {**everywhere, **entry(hf, "rope_scaling", {})}
     for parameters in (windowed, everywhere):
@@ -187,7 +185,7 @@ def read_rope(
         "rope_max_timescale": entry(given, "rope_theta", theta),
         "rope_type": ROPE_TYPES[kind],
         **(_SHARE.read(parameters, {}) if partial else {}),
-        **read_fields(ROPE_PARAMETERS[kind], parameters),
+        **family.read_fields(ROPE_PARAMETERS[kind], parameters),
     }
 
 
@@ -197,7 +195,7 @@ def write_rope(layers: Layers, partial: float = 0.0) -> Json:
     rope_type = layer.rope_type if layer.position_type == "rope" else "default"
     kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == rope_type)
     # A zero stands for an mscale that is not given.
-    written = write_fields(ROPE_PARAMETERS[kind], [layer]).items()
+    written = family.write_fields(ROPE_PARAMETERS[kind], [layer]).items()
     parameters = {name: value for name, value in written if value or name == "truncate"}
     entries = {
         "rope_theta": layer.rope_max_timescale,

@@ -1,18 +1,7 @@
 """Declares the keys of what an ordinary run does not do: compiling ahead, products in 8 bits, decoding, diagnosing."""
 
-from src.config.keys import (
-    FROM_0,
-    FROM_0_OR_UNSET,
-    FROM_1,
-    FROM_1_OR_UNSET,
-    POSITIVE,
-    SEED,
-    SHARE_OR_UNSET,
-    Range,
-    group,
-    key,
-    path,
-)
+from src.config import keys
+from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, POSITIVE, SEED, SHARE_OR_UNSET, Range, group, key, path
 
 # What is of runs alone, other commands on a run or its data take too, but not those that use a model.
 OF_RUNS = (
@@ -86,8 +75,8 @@ _AT_MOST = Range("a whole number, or less than 1: a share", lambda x: 0 <= x < 1
 class HarnessTasks:
     """Evaluation: tasks (docs/evaluation.md)"""
     tasks: str = key("", "tasks of lm-evaluation-harness: NAME,NAME", any_text=True, commands=("src.evaluate",))
-    num_fewshot: int = key(-1, "solved examples before each question; -1: as each task says", FROM_0_OR_UNSET, 2**10,
-        commands=("src.evaluate",))
+    num_fewshot: int = key(-1, "solved examples before each question; -1: as each task says",
+        keys.FROM_0_OR_UNSET, 2**10, commands=("src.evaluate",))
     limit: float = key(0.0, "questions of each task; less than 1: that share of them; 0: all", _AT_MOST,
         commands=("src.evaluate",))
     include_path: str = path("", "a folder with .yaml files of further tasks", is_local=True,

@@ -5,7 +5,7 @@ import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,7 @@ MIN_PREFILL = 16  # tokens that prompts are padded to, at least: short ones shar
 # ---- Sampling
 
 
-@dataclass(frozen=True)
-class Sampling:
+class Sampling(NamedTuple):
     """Says which tokens are sampled. Where both limits are set, `top_k` is applied first."""
 
     temperature: float  # logits are divided by it; 0: the likeliest token is taken
@@ -210,15 +209,10 @@ class Speed:
         """Returns lines for the user; none where there was no prompt."""
         if not self.prompt_tokens:
             return []
-        rates = [
-            f"{name}: {count} tokens in {seconds:.3f} s, {count / seconds:,.1f} tokens/s"
-            for name, count, seconds in (
-                ("prefill", self.prompt_tokens, self.prefill_seconds),
-                ("decode", self.decoded_tokens, self.decode_seconds),
-            )
-            if count
-        ]
-        return [f"compiled in {self.compile_seconds:.1f} s", *rates]
+        lines, decoded = [f"compiled in {self.compile_seconds:.1f} s"], (self.decoded_tokens, self.decode_seconds)
+        for name, (count, seconds) in (("prefill", (self.prompt_tokens, self.prefill_seconds)), ("decode", decoded)):
+            lines += [f"{name}: {count} tokens in {seconds:.3f} s, {count / seconds:,.1f} tokens/s"] if count else []
+        return lines
 
 
 @dataclass(eq=False)

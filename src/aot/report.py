@@ -72,7 +72,7 @@ def make_report(
             report["no_prediction"] = "nothing is published of a CPU's rates"
         elif peak := run_peak(chip.kind, plan.spec.dtype, plan.step.matmul_precision):
             low_peak = peak_flops(chip.kind, plan.quantization.kind)
-            report["prediction"] = dataclasses.asdict(predict(work, chip, peak, communication, low_peak))
+            report["prediction"] = predict(work, chip, peak, communication, low_peak)._asdict()
             if topology.platform == "gpu":
                 replayed = replay(compiled.as_text(), plan.layout.mesh, chip, peak)
                 report["replay"] = replayed._asdict() | {"exposed_seconds": replayed.exposed_seconds}

@@ -5,9 +5,8 @@ what is not hidden behind them. The fractions of the stated rates that are reach
 are constants, the same for all hardware, models and meshes. docs/aot.md has predictions beside published runs.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -33,8 +32,7 @@ NONE = Quantization()
 HIDDEN = 0.5
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """The work of one device in a step, without communication."""
 
     model_flops: flops.FlopsPerToken  # of the device's share of the step's tokens
@@ -45,8 +43,7 @@ class Work:
     bubble: float = 0.0  # the fraction of the time in which a pipeline's stage idles
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """One step's seconds by resource, and in all, which is less than their sum."""
 
     compute_seconds: float
@@ -158,8 +155,8 @@ def step_work(
     # A weight is gathered (written) and read, forward and backward; its gradient is written, and read to be summed.
     weights = 6 * micro_batches * flops.count_params(spec) / sharing * itemsize
     return Work(
-        model_flops=flops.FlopsPerToken(*(tokens * count for count in dataclasses.astuple(model))),
-        recomputed_flops=flops.FlopsPerToken(*(tokens * count for count in dataclasses.astuple(again))),
+        model_flops=flops.FlopsPerToken(*(tokens * count for count in model)),
+        recomputed_flops=flops.FlopsPerToken(*(tokens * count for count in again)),
         low_precision=flops.layer_share(spec, quantized),
         whole_scores=kernel == "dot_product",
         memory_bytes=activations + logits + weights + 2 * state_bytes,

@@ -14,7 +14,8 @@ _GOLDEN = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio, odd: positions s
 
 def digests(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the digest of each array, uint32[], which does not depend on its place or sharding."""
-    in_memory = {name: _digest_in_pieces(np.asarray(x)) for name, x in arrays.items() if _in_host_memory(x)}
+    whole = {name: x for name, x in arrays.items() if isinstance(x, jax.Array) and len(x.sharding.device_set) == 1}
+    in_memory = {name: _digest_in_pieces(np.asarray(x)) for name, x in whole.items() if x.device.platform == "cpu"}
     return in_memory | _digests_on_devices({name: x for name, x in arrays.items() if name not in in_memory})
 
 
@@ -22,10 +23,6 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 def _digests_on_devices(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     arrays = jax.device_put(arrays, jax.memory.Space.Device)  # nothing is computed in pinned host memory
     return {name: digest(array) for name, array in arrays.items()}
-
-
-def _in_host_memory(x: jax.Array) -> bool:
-    return isinstance(x, jax.Array) and len(x.sharding.device_set) == 1 and x.device.platform == "cpu"
 
 
 def _digest_in_pieces(x: np.ndarray) -> jax.Array:

@@ -4,7 +4,6 @@ import collections
 import functools
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -18,8 +17,7 @@ from src.model.parts import layer_costs
 from src.model.spec import LayerSpec, ModelSpec
 
 
-@dataclass(frozen=True)
-class FlopsPerToken:
+class FlopsPerToken(NamedTuple):
     """Operations of matrix products in one training step."""
 
     causal: float  # attention counts the keys that queries attend to: half of the square, a window or a block

@@ -8,8 +8,8 @@ Tensor letters: src/model/spec.py, but M counts micro-batches here, and B the ro
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,7 @@ from src.parallel.slices import any_of, divisors
 AXIS = "stage"
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     """The item, a micro-batch's turn, that each stage works on, iteration by iteration.
 
     Stage s takes the same items as stage 0, s iterations later: P micro-batches in a row make their first turn, then

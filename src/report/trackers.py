@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -87,10 +87,6 @@ class _Follower(threading.Thread):
     saved one, and returns the last step it has; `_log(steps)`, which yields the last step sent so far, so that none is
     lost if it fails; and `_finish(sample)`, with the text of the run's end.
     """
-
-    _begin: Callable[[Mapping[str, Any]], Saved]
-    _log: Callable[[Steps], Iterator[int]]
-    _finish: Callable[[str], None]
 
     def __init__(self, name: str, folder: RunFolder, resume_step: int | None) -> None:
         super().__init__(name=name, daemon=True)

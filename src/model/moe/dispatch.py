@@ -20,8 +20,7 @@ from src.model.products import with_gradient
 BUFFER_SLACK = 1.25  # rows that an exchange's buffer has, over those that arrive when all experts are chosen as often
 
 
-@dataclass(frozen=True)
-class ExpertGroup:
+class ExpertGroup(NamedTuple):
     """The devices that have all experts between them."""
 
     axes: tuple[str, ...]  # the mesh axes along which they differ; none: each device has all experts

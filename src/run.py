@@ -2,7 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -17,21 +18,24 @@ from src.checkpoint.restore import EVALUATIONS, read_evaluations
 from src.checkpoint.resume import ResumePoint, starting_state
 from src.checkpoint.run_folder import RunFolder, in_run_folder, kept_checkpoint
 from src.config import load as configuration
-from src.config.schema import Config
-from src.data.batch_schedule import BatchSchedule
+from src.config.schema import Config, Evaluation
+from src.data.eval_batches import EvalBatches
 from src.data.fingerprint import EVALUATION, check_unchanged
-from src.data.host_arrays import gather_json
+from src.data.host_arrays import gather_json, host_rows, to_global
 from src.data.loader import HostBatch
-from src.data.types import RowSource, Source, Tokenizer
+from src.data.types import EvalSet, InputSpec, RowArrays, Tokenizer, TrainData
 from src.errors import UserError, say
+from src.model.flops import flops_per_token
+from src.model.params import Weights
 from src.report.comparison import read_facts
-from src.report.metrics import MetricsLog, StepPrinter, eval_key, eval_sets
+from src.report.metrics import MetricsLog, StepPrinter, eval_key, eval_sets, perplexity
 from src.report.recorder import NonFiniteError, Recorder
 from src.report.summary import dates, ending
+from src.scoring import eval_batch_size
 from src.startup import environment
 from src.step.build import TracedStep
 from src.step.plan import StepPlan
-from src.step.state import TrainState
+from src.step.state import TrainState, batch_sharding
 
 KEPT_EVALUATIONS = 10  # so that a run which falls back to an older checkpoint need not repeat its evaluation
 
@@ -60,6 +64,10 @@ def open_run(
     start = starting_state(
         config.checkpoint, config.data, accepted, plan, abstract, checkpointer, fingerprint, tokenizer
     )
+    first_step = int(start.state.step)
+    if first_step > config.steps or (first_step == config.steps and not start.resumed):
+        begun = "the run" if start.resumed else "the checkpoint of load_full_state_path"
+        raise UserError(f"steps={config.steps} is already reached: {begun} is at step {first_step}. Raise steps.")
     if start.resumed:
         with contextlib.suppress(UserError):  # environment.json is malformed, and is written again
             old, new = read_facts(folder.path), environment()
@@ -72,9 +80,9 @@ def open_run(
 
 
 def open_log(
-    config: Config, folder: RunFolder, header: Sequence[tuple[str, str]], start: ResumePoint, schedule: BatchSchedule
-) -> tuple[MetricsLog | None, StepPrinter | None]:
-    """Writes config.yml and environment.json; returns where steps are recorded and printed, in the process that does.
+    config: Config, folder: RunFolder, header: Sequence[tuple[str, str]], start: ResumePoint, built: TracedStep
+) -> Recorder:
+    """Writes config.yml and environment.json; returns what records steps, and in process 0 prints them.
 
     Metrics of an earlier start, of which no checkpoint is left, are set aside.
     """
@@ -83,11 +91,14 @@ def open_log(
     if not start.resumed and (aside := folder.set_aside("metrics.jsonl")):
         say([f"no checkpoint of an earlier start is here to go on from; its metrics are in {aside}"])
     folder.write_text("config.yml", configuration.to_yaml(config))
-    if jax.process_index() != 0:
-        return None, None
-    folder.write_text("environment.json", json.dumps(dates(folder, first_step) | dict(header[2:-1]) | environment()))
-    log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", resume_step, start.evaluation_due)
-    return log, StepPrinter(config.steps, first_step, config.log_period, config.quiet, schedule.rows_before)
+    log = printer = None
+    if jax.process_index() == 0:
+        facts = dates(folder, first_step) | dict(header[2:-1]) | environment()
+        folder.write_text("environment.json", json.dumps(facts))
+        log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", resume_step, start.evaluation_due)
+        printer = StepPrinter(config.steps, first_step, config.log_period, config.quiet, built.schedule.rows_before)
+    flops = flops_per_token(built.plan.spec, config.max_target_length)
+    return Recorder(config.step, config.steps, log, printer, flops, built.plan.layout.mesh)
 
 
 @dataclass
@@ -106,14 +117,15 @@ class Saver:
     start: ResumePoint
     recorder: Recorder
     meta: dict[str, Any]  # what every checkpoint says
-    sources: Sequence[Source | RowSource]  # that the run trains on
-    evaluations: Sequence[Any]  # an `Evaluator` for each set
+    data: TrainData
+    evaluations: Sequence["Evaluator"]  # of each set
     generated: Any = None  # the run's `DecodeMetrics`
 
     def __post_init__(self) -> None:
-        self.meta["eval_position"] = self.start.eval_position
+        self.meta |= {"eval_position": self.start.eval_position, "rows_before": self.start.position.rows_before}
+        self.meta["mixture"] = {"names": self.data.names, "weights": self.data.weights}
         evaluated = [each.source for each in self.evaluations]
-        self._checked = [*self.sources, *evaluated * bool(self.config.target_eval_loss)], evaluated
+        self._checked = [*self.data.sources, *evaluated * bool(self.config.target_eval_loss)], evaluated
         self._done, self._state = int(self.start.state.step), self.start.state
         self._saved = self._done if self.start.resumed else -1
         self._evaluated: dict[str, Any] = {}  # what came of the evaluation of this state
@@ -218,3 +230,82 @@ class Saver:
         if self._saved == self._done:
             at = f"step {self._done} is saved in {self.folder.path}"
             error.kept_checkpoint = f"the state after {at}: the same command, run_name={self.folder.name}, goes on"
+
+
+class Evaluator:
+    """Evaluates a model on one set by `eval_step`; a rolling one goes on at `position`, None: begins at its start.
+
+    `prepare` makes of this host's rows those that `eval_step` takes.
+    """
+
+    def __init__(
+        self,
+        section: Evaluation,
+        inputs: InputSpec,
+        plan: StepPlan,
+        eval_step: jax.stages.Wrapped,
+        data: EvalSet,
+        position: Mapping[str, Any] | None = None,
+        prepare: Callable[[RowArrays], RowArrays] = lambda rows: rows,
+    ) -> None:
+        self.name, self.source, self._eval_step, self._prepare = data.name, data.source, eval_step, prepare
+        self._global_batch = eval_batch_size(section, inputs.batch, plan)
+        self._sharding = batch_sharding(plan.layout, plan.fields)
+        self.rows = host_rows(self._sharding["tokens"], (self._global_batch, inputs.batch.max_target_length))
+        rolls = section.eval_mode == "rolling"
+        self.batches = EvalBatches(inputs, data, self.rows, self._global_batch, rolls, position)
+
+    def sums(self, *models: Weights) -> list[list[dict[str, Any]]]:
+        """Returns the sums of each batch, as `eval_step` computes them: a list for each of the models' weights."""
+        place, batches = (self._sharding, self.rows, self._global_batch), map(self._prepare, self.batches)
+        arrays = (to_global(batch, *place) for batch in batches)
+        of_batches = [[self._eval_step(weights, batch) for weights in models] for batch in arrays]
+        return [list(sums) for sums in zip(*jax.device_get(of_batches), strict=True)]
+
+    def run(self, state: TrainState) -> dict[str, float]:
+        """Returns the metrics of `means`, under names of this set (`eval_key`).
+
+        With `ema_decay` they have `eval_ema_loss` too: the averaged weights' loss on the same batches.
+        """
+        if state.ema:
+            sums, sums_of_average = self.sums(state.weights, state.averaged())
+            metrics = means(sums) | {"eval_ema_loss": mean_loss(sums_of_average)}
+        else:
+            metrics = means(*self.sums(state.weights))
+        return {eval_key(metric, self.name): value for metric, value in metrics.items()}
+
+
+def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns `eval_loss`, in nats per token, `eval_perplexity`, its exponential, and the metrics of `eval_metrics`.
+
+    Where bytes are counted, of text alone, also `eval_bits_per_byte`: all its nats over all its bytes, in bits.
+    Metrics that counted nothing have no value: they are left out, with a line for the user. `sums` are each batch's.
+    Raises UserError: no token of the batches counts in the loss.
+    """
+    loss = mean_loss(sums)
+    metrics = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
+    of_text = ("text_nats", "text_bytes", "not_text")
+    nats, text, other = (sum(float(batch.get(name, 0)) for batch in sums) for name in of_text)
+    if other:
+        say([f"eval_bits_per_byte is left out: {int(other)} tokens are ids of data that are no text"])
+    elif text:
+        metrics["eval_bits_per_byte"] = nats / math.log(2) / text
+    user_metrics = [batch["user_metrics"] for batch in sums if "user_metrics" in batch]
+    for name in user_metrics[0] if user_metrics else ():
+        total, count = (sum(float(batch[name][index]) for batch in user_metrics) for index in (0, 1))
+        if count:
+            metrics[f"eval_{name}"] = total / count
+        else:
+            say([f"eval_{name} is left out: its count is 0 over the whole evaluation"])
+    return metrics
+
+
+def mean_loss(sums: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the loss of these batches, in nats per token; raises UserError if no token counts in it."""
+    tokens = sum(float(batch["tokens"]) for batch in sums)  # a batch_transform may weigh them
+    if not tokens:
+        raise UserError(
+            "no token of the evaluation counts in the loss: with use_sft=true its rows hold prompts alone. Raise "
+            "eval_steps (-1: all of the data) or max_target_length"
+        )
+    return sum(float(batch["loss_sum"]) for batch in sums) / tokens

@@ -1,8 +1,8 @@
-"""Trains a model: `python -m src.train configs/base.yml key=value`. Read `main`, then `train`, from top to bottom."""
+"""Trains a model: `python -m src.train configs/base.yml key=value`. Read from top to bottom."""
 
 import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +17,19 @@ from src.completion import encode_prompt, length_note
 from src.config.schema import Config
 from src.data.fingerprint import data_fingerprint
 from src.data.host_arrays import check_same, host_rows, to_global
-from src.data.loader import train_batches
+from src.data.loader import HostBatch, train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, Tokenizer
 from src.decode import DecodeMetrics, sample
 from src.errors import UserError, printable, say
-from src.evaluate import Evaluator
-from src.model.flops import flops_per_token
 from src.parallel.slices import check_hardware, count_slices
 from src.report.diagnostics import Profile, Watchdog, advice_on_memory, stack_traces
-from src.report.recorder import LiveReport, Recorder, Result, recorded
+from src.report.recorder import LiveReport, Result, recorded
 from src.report.summary import ending, next_commands, print_header, run_header
 from src.report.trackers import Tracking
-from src.run import Saver, open_log, open_run
-from src.startup import configured
+from src.run import Evaluator, Saver, open_log, open_run
+from src.startup import configured, environment
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
 from src.step.narrow_weights import NarrowWeights
@@ -39,6 +37,7 @@ from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan
 from src.step.same_program import check_same_program
 from src.step.state import TrainState, batch_sharding
+from src.step.train_step import Metrics
 
 
 def main(argv: Sequence[str] | ConfigDict) -> Result | None:
@@ -97,17 +96,12 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     checkpointer, start = open_run(config, folder, plan, built.state, fingerprint, tokenizer, exits)
     state, first_step = start.state, int(start.state.step)
     report = exits.enter_context(contextlib.closing(LiveReport(folder))) if is_writer else None
-    if first_step > config.steps or (first_step == config.steps and not start.resumed):
-        begun = "the run" if start.resumed else "the checkpoint of load_full_state_path"
-        raise UserError(f"steps={config.steps} is already reached: {begun} is at step {first_step}. Raise steps.")
     finished = ending(config, first_step, start.eval_loss)
     if finished and not start.evaluation_due:  # in a restart loop, or after a kill at the end
         folder.fetch("metrics.jsonl")
         say([*start.messages, f"finished: {finished}."])
-        conclude(config, plan, state, tokenizer, folder, report)
-        return recorded(state, report)
+        return conclude(config, plan, Result(state, {}, {}, 0), tokenizer, folder, report)
     places, rows_taken, rows_before, saved = start.position
-    meta |= {"rows_before": rows_before, "mixture": {"names": data.names, "weights": data.weights}}
     place_in_data = rows_taken, None if places is None else places[streams], rows_before, saved
     batches = train_batches(inputs, data, streams, global_batch, *place_in_data, schedule, first_step)
     exits.callback(batches.close)
@@ -117,49 +111,68 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     ]
 
     # ---- What the user sees
-    flops = flops_per_token(plan.spec, config.max_target_length)
-    header = run_header(config, built, inputs, data, eval_sets, folder, flops, first_step) if is_writer else []
+    header = run_header(config, built, inputs, data, eval_sets, folder, first_step, environment()) if is_writer else []
     if not config.quiet:
         print_header(header)
-    log, printer = open_log(config, folder, header, start, schedule)
+    recorder = open_log(config, folder, header, start, built)
     tracking.start(folder, first_step if start.resumed else None)
-    narrow = NarrowWeights(plan, state, first_step + config.log_period)
-    say([*start.messages, *narrow.messages])
+    say(start.messages)
+    saver = Saver(config, folder, built, rows, checkpointer, start, recorder, meta, data, evaluations, generated)
 
     count_cut = jax.jit(lambda cuts: jnp.sum(cuts[:, 1]), out_shardings=plan.layout.sharding(()))
     cuts_sharding = plan.layout.sharding(("batch", None))
 
-    # ---- The loop: a step is recorded while the next one runs
-    stopped_by, done = 0, first_step
-    of_run = (config, folder, built, rows, checkpointer, start)
+    def update(done: int, state: TrainState, host_batch: HostBatch) -> tuple[TrainState, Metrics]:
+        size = schedule.size(done)
+        batch = to_global(host_batch.arrays, place, host_batch.rows, size)
+        make_update = train_step if size == global_batch else built.train
+        state, metrics = make_update(state, batch, hparams_at(config.step, config.steps, done))
+        if config.use_sft:
+            cuts = to_global(host_batch.cuts, cuts_sharding, host_batch.rows, size)
+            metrics["conversations_cut"] = count_cut(cuts)
+        return state, metrics
+
+    result = run_steps(saver, batches, update, streams, tracking, report)
+    return conclude(config, plan, result, tokenizer, folder, report)
+
+
+def run_steps(
+    saver: Saver,
+    batches: Iterator[HostBatch],
+    update: Callable[[int, TrainState, HostBatch], tuple[TrainState, Metrics]],
+    streams: Sequence[int],
+    tracking: Tracking,
+    report: LiveReport | None,
+) -> Result:
+    """Makes a run's steps, each by `update(steps done, state, batch)`, with evaluations and checkpoints."""
+    config, folder, start, recorder, built = saver.config, saver.folder, saver.start, saver.recorder, saver.built
+    state, done, rows_taken, schedule = start.state, int(start.state.step), start.position[1], built.schedule
+    narrow = NarrowWeights(built.plan, state, done + config.log_period)
+    say(narrow.messages)
+    stopped_by, finished = 0, ending(config, done, start.eval_loss)
     with (
-        Recorder(config.step, config.steps, log, printer, flops, plan.layout.mesh) as recorder,
-        contextlib.closing(Profile(config.diagnostics, first_step, config.steps, folder.local)) as profile,
+        recorder,
+        contextlib.closing(Profile(config.diagnostics, done, config.steps, folder.local)) as profile,
         contextlib.closing(Preemption(folder.path)) as preemption,
-        Saver(*of_run, recorder, meta, data.sources, evaluations, generated) as saver,
-        Watchdog(config.diagnostics, folder, streams, data.names) as watchdog,
+        saver,
+        Watchdog(config.diagnostics, folder, streams, saver.data.names) as watchdog,
     ):
         preemption.save = saver.save_now
-        if start.evaluation_due and evaluations:
+        if start.evaluation_due and saver.evaluations:
             finished = saver.evaluate()
             recorder.start_clock()
-        while not (finished or stopped_by):
+        while not (finished or stopped_by):  # a step is recorded while the next one runs
             with recorder.waits_for_data(), preemption.waits_for_data():
                 host_batch = next(batches)
-            size = schedule.size(done)
-            batch = to_global(host_batch.arrays, place, host_batch.rows, size)
             if schedule.changes_at(done):  # it is compiled again, in the time of this step and not of the last one
                 recorder.flush()
                 watchdog.pause()
+            size = schedule.size(done)
             with profile.step(done, state):
-                make_update = train_step if size == global_batch else built.train
-                state, metrics = make_update(state, batch, hparams_at(config.step, config.steps, done))
-            if config.use_sft:
-                cuts = to_global(host_batch.cuts, cuts_sharding, host_batch.rows, size)
-                metrics["conversations_cut"] = count_cut(cuts)
+                state, metrics = update(done, state, host_batch)
             done, rows_taken = done + 1, rows_taken + size
             evaluates = saver.reached(done, state, host_batch, rows_taken)
-            recorder.add(done, metrics, batch["tokens"].size)
+            recorder.add(done, metrics, built.tokens * size // built.rows)
             say(narrow.after(done, state))
             watchdog.step(done, rows_taken, host_batch.stream_positions)
             if preemption.reached(done) and done < config.steps:  # else nothing is left to resume
@@ -179,29 +192,29 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 recorder.start_clock()
                 watchdog.resume()
         watchdog.pause()
-        say(checkpointer.finish())  # while signals are still caught
-
-    # ---- The end
+        say(saver.checkpointer.finish())  # while signals are still caught
     if stopped_by:
         note = kept_checkpoint(folder.path)
         note += f"; the same command, run_name={folder.name}, goes on from it" if note.endswith("stands") else ""
         say([f"stopped by {'Ctrl-C' if stopped_by == signal.SIGINT else 'SIGTERM'} after step {done}; {note}"])
-    elif done < config.steps:
+    elif done < config.steps or not recorder.last:  # by target_eval_loss, or in an earlier start
         say([f"finished: {finished}."])
-    conclude(config, plan, state, tokenizer, folder, report, stopped_by)
-    return Result(state, recorder.last, saver.eval_metrics, stopped_by) if recorder.last else recorded(state, report)
+    return Result(state, recorder.last, saver.eval_metrics, stopped_by)
 
 
 def conclude(
     config: Config,
     plan: StepPlan,
-    state: TrainState,
+    result: Result,
     tokenizer: Tokenizer | None,
     folder: RunFolder,
     report: LiveReport | None,
-    stopped_by: int = 0,
-) -> None:
-    """Writes the report; of a finished run, also a sample before it and the commands to use its model."""
+) -> Result:
+    """Writes the report; of a finished run, also a sample before it and the commands to use its model.
+
+    Returns the result; of a run that was finished before, with the metrics that a process with a report knows.
+    """
+    state, stopped_by = result.state, result.stopped_by
     if config.sample_length and tokenizer and not stopped_by:
         text = printable(sample(config.decoding, config.max_target_length, plan, state.weights, tokenizer))
         say(["sample:", *(f"  {line}" for line in text.splitlines())])
@@ -211,6 +224,7 @@ def conclude(
         say([f"report: {report.finish()}"])
     if config.enable_checkpointing and not (stopped_by or config.quiet):
         say(next_commands(folder.path, tokenizer, config))
+    return result if result.metrics else recorded(state, report)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Trains a model on preference pairs: `python -m src.train_dpo CONFIG load_parameters_path=MODEL key=value`.
 
-A train file of its own, which begins with what `src/train.py` has and leaves out what DPO does not need. The loss is
-in `src/step/dpo.py`, the rows of a batch are made in `src/data/pairs.py`.
+A train file of its own, which begins with what `src/train.py` has, leaves out what DPO does not need and shares its
+loop. The loss is in `src/step/dpo.py`, the rows of a batch are made in `src/data/pairs.py`.
 """
 
 import contextlib
 import functools
-import signal
 from collections.abc import Callable, Sequence
 
 import jax
@@ -14,39 +13,37 @@ from ml_collections import ConfigDict
 
 from src.checkpoint.contents import kept_in, saved_meta
 from src.checkpoint.data_position import run_rules
-from src.checkpoint.preemption import Preemption
-from src.checkpoint.run_folder import RunFolder, dated_name, kept_checkpoint
+from src.checkpoint.run_folder import RunFolder, dated_name
 from src.cli import run_command
 from src.config.base_yml import Usage
 from src.config.schema import KEYS, Config
 from src.config.yaml import dump
 from src.data.fingerprint import data_fingerprint
 from src.data.host_arrays import check_same, gather_json, host_rows, to_global
-from src.data.loader import train_batches
+from src.data.loader import HostBatch, train_batches
 from src.data.open import train_validation_split
 from src.data.pairs import PairRows, PairSource, pair_batch, pair_fields, pair_keys
 from src.data.tokenizer import make_tokenizer
 from src.data.types import EvalSet, InputSpec, TrainData
 from src.errors import UserError, say
-from src.evaluate import Evaluator
 from src.loaded_model import model_facts
-from src.model.flops import flops_per_token
 from src.model.params import Weights
 from src.parallel.slices import check_hardware, count_slices
-from src.report.diagnostics import Profile, Watchdog, advice_on_memory, stack_traces
-from src.report.recorder import LiveReport, Recorder, Result, recorded
-from src.report.summary import ending, next_commands, print_header, run_header
+from src.report.diagnostics import advice_on_memory, stack_traces
+from src.report.recorder import LiveReport, Result
+from src.report.summary import print_header, run_header
 from src.report.trackers import Tracking
-from src.run import Saver, open_log, open_run
-from src.startup import configured
+from src.run import Evaluator, Saver, open_log, open_run
+from src.startup import configured, environment
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
 from src.step.dpo import LOSS, measure
 from src.step.eval_step import compile_eval_step
-from src.step.narrow_weights import NarrowWeights
 from src.step.optimizer import hparams_at
 from src.step.same_program import check_same_program
-from src.step.state import batch_sharding
+from src.step.state import TrainState, batch_sharding
+from src.step.train_step import Metrics
+from src.train import conclude, run_steps
 
 USAGE = Usage(
     """Trains a model on preference pairs (DPO).
@@ -118,89 +115,41 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
     # ---- The run's folder, and where in the run it is
     checkpointer, start = open_run(config, folder, plan, built.state, fingerprint, tokenizer, exits)
-    state, done = start.state, int(start.state.step)
-    if done > config.steps:
-        raise UserError(f"steps={config.steps} is already reached: the run is at step {done}. Raise steps.")
+    done = int(start.state.step)
     _, rows_taken, rows_before, _ = start.position
-    meta |= {"rows_before": rows_before, "mixture": {"names": data.names, "weights": data.weights}}
 
     # ---- What the user sees
-    flops = flops_per_token(plan.spec, config.max_target_length)
-    header = run_header(config, built, inputs, data, eval_sets, folder, flops, done) if is_writer else []
+    header = run_header(config, built, inputs, data, eval_sets, folder, done, environment()) if is_writer else []
     order = f"by seed {config.data_shuffle_seed}, a pair a row"
     of_pairs = {"loss": f"DPO, dpo_beta {config.dpo_beta:g}", "order": order}
     header = [(name, of_pairs.get(name, value)) for name, value in header]
     if not config.quiet:
         print_header(header)
-    narrow = NarrowWeights(plan, state, done + config.log_period)
-    say([*start.messages, *narrow.messages])
+    say(start.messages)
 
     # ---- The reference, computed once; then what the folder has of a start that is not refused
     evaluator = functools.partial(Evaluator, config.evaluation, inputs, plan, compile_eval_step(plan, measure))
     sources = [EvalSet(key, PairRows(inputs, file), -1) for key, file in files.items()]
     facts = [model, tokenizer.fingerprint(), tokenizer.chat_template, [file.fingerprint() for file in files.values()]]
-    compute = functools.partial(log_probs, evaluator, sources, None if start.resumed else state.weights)
+    compute = functools.partial(log_probs, evaluator, sources, None if start.resumed else start.state.weights)
     with_reference = functools.partial(pair_batch, reference=kept_in(folder, facts, compute))
     evaluations = [evaluator(each, prepare=with_reference) for each in eval_sets]
     batches = train_batches(inputs, data, rows, global_batch, rows_taken, rows_before=rows_before)
     exits.callback(batches.close)
-    log, printer = open_log(config, folder, header, start, built.schedule)
+    recorder = open_log(config, folder, header, start, built)
     report = exits.enter_context(contextlib.closing(LiveReport(folder))) if is_writer else None
     tracking.start(folder, done if start.resumed else None)
 
-    # ---- The loop: a step is recorded while the next one runs
-    stopped_by, finished = 0, ending(config, done, start.eval_loss)
-    of_run = (config, folder, built, rows, checkpointer, start)
-    with (
-        Recorder(config.step, config.steps, log, printer, flops, plan.layout.mesh) as recorder,
-        contextlib.closing(Profile(config.diagnostics, done, config.steps, folder.local)) as profile,
-        contextlib.closing(Preemption(folder.path)) as preemption,
-        Saver(*of_run, recorder, meta, data.sources, evaluations) as saver,
-        Watchdog(config.diagnostics, folder, rows, data.names) as watchdog,
-    ):
-        preemption.save = saver.save_now
-        if start.evaluation_due and evaluations:
-            finished = saver.evaluate()
-            recorder.start_clock()
-        while not (finished or stopped_by):
-            with recorder.waits_for_data(), preemption.waits_for_data():
-                host_batch = next(batches)
-            batch = to_global(with_reference(host_batch.arrays), place, rows, global_batch)
-            with profile.step(done, state):
-                state, metrics = built.train(state, batch, hparams_at(config.step, config.steps, done))
-            done, rows_taken = done + 1, rows_taken + global_batch
-            evaluates = saver.reached(done, state, host_batch, rows_taken)
-            recorder.add(done, metrics, built.tokens)
-            say(narrow.after(done, state))
-            watchdog.step(done, rows_taken, host_batch.stream_positions)
-            if preemption.reached(done) and done < config.steps:  # else nothing is left to resume
-                stopped_by = tracking.stopped_by = preemption.signal or signal.SIGTERM  # 0: another process got it
-                tracking.lacks_evaluation = evaluates
-            saves = done % config.checkpoint_period == 0 or stopped_by or done == config.steps
-            if evaluates or saves:
-                recorder.flush()
-                watchdog.pause()
-                if saves:  # first, as an evaluation may fail
-                    saver.save()
-                finished = ending(config, done, None)
-                if evaluates and not stopped_by:
-                    finished = saver.evaluate()
-                recorder.start_clock()
-                watchdog.resume()
-        watchdog.pause()
-        say(checkpointer.finish())  # while signals are still caught
+    # ---- The loop of src/train.py
+    saver = Saver(config, folder, built, rows, checkpointer, start, recorder, meta, data, evaluations)
 
-    # ---- The end
-    if stopped_by:
-        say([f"stopped after step {done}; {kept_checkpoint(folder.path)}"])
-    elif done < config.steps or not recorder.last:  # by target_eval_loss, or in an earlier start
-        say([f"finished: {finished}."])
-    folder.sync()
-    if report:
-        say([f"report: {report.finish()}"])
-    if config.enable_checkpointing and not (stopped_by or config.quiet):
-        say(next_commands(folder.path, tokenizer, config.replace(use_sft=True, eval_interval=-1)))
-    return Result(state, recorder.last, saver.eval_metrics, stopped_by) if recorder.last else recorded(state, report)
+    def update(done: int, state: TrainState, host_batch: HostBatch) -> tuple[TrainState, Metrics]:
+        batch = to_global(with_reference(host_batch.arrays), place, rows, global_batch)
+        return built.train(state, batch, hparams_at(config.step, config.steps, done))
+
+    result = run_steps(saver, batches, update, rows, tracking, report)
+    as_chats = config.replace(use_sft=True, eval_interval=-1, sample_length=0)  # a model that one asks
+    return conclude(as_chats, plan, result, tokenizer, folder, report)
 
 
 def log_probs(

@@ -5,7 +5,7 @@ import datetime
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -18,12 +18,11 @@ from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.streams import StreamSource
 from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData
 from src.errors import UserError, counted, from_here, show
-from src.model.flops import FlopsPerToken, count_params
+from src.model.flops import count_params, flops_per_token
 from src.parallel.slices import describe_mesh
 from src.parallel.topology import memory_of
 from src.report.comparison import read_facts
 from src.report.whole_arrays import whole_lines
-from src.startup import environment
 from src.step.build import TracedStep
 from src.step.optimizer_rules import describe_rules
 
@@ -48,11 +47,12 @@ def run_header(
     data: TrainData,
     eval_sets: Sequence[EvalSet],
     folder: RunFolder,
-    flops: FlopsPerToken,
     first_step: int,
+    software: Mapping[str, str],
 ) -> list[tuple[str, str]]:
     """Returns everything that was chosen for this run, by name, so that a user need not guess."""
-    plan, tokenizer, software = built.plan, inputs.tokenizer, environment()
+    plan, tokenizer = built.plan, inputs.tokenizer
+    flops = flops_per_token(plan.spec, config.max_target_length)
     weights = plan.split(plan.shapes)
     trained = f"{sum(leaf.size for leaf in jax.tree.leaves(weights.trainable)):,} parameters"
     trained += f", with adapters of rank {plan.step.lora_rank}" if plan.step.lora_rank else ""

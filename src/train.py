@@ -2,7 +2,7 @@
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from src.report.summary import ending, next_commands, print_header, run_header
 from src.report.trackers import Tracking
 from src.run import Evaluator, Saver, open_log, open_run
 from src.startup import configured, environment
-from src.step.build import build
+from src.step.build import TracedStep, build
 from src.step.compiler_flags import compiler_options
 from src.step.narrow_weights import NarrowWeights
 from src.step.optimizer import hparams_at
@@ -53,16 +53,9 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
 def train(config: Config, exits: contextlib.ExitStack) -> Result:
     """Trains by a checked config. What must be closed, however the run ends, is entered in `exits`."""
     # ---- Devices, model and step
-    folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
-    exits.callback(folder.close)
-    is_writer = jax.process_index() == 0
-    tracking = exits.enter_context(Tracking(config.report_to if is_writer else ()))
-    check_hardware(config.run.hardware)
-    options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
-    built = build(config, jax.devices(), options)  # before anything is written: what does not fit comes out here
+    folder, tracking, built = begin(config, exits)
     plan, global_batch, schedule = built.plan, built.rows, built.schedule
-    train_step = built.train
-    check_same_program(built, config.steps)
+    is_writer, train_step = jax.process_index() == 0, built.train
     if config.compiled_trainstep_file or config.pgle or config.pgle_profile:
         from src.aot import pgle, program  # import private modules of JAX, which another JAX may have elsewhere
 
@@ -134,6 +127,20 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
     result = run_steps(saver, batches, update, streams, tracking, report)
     return conclude(config, plan, result, tokenizer, folder, report)
+
+
+def begin(
+    config: Config, exits: contextlib.ExitStack, fields: Mapping[str, jax.ShapeDtypeStruct] = {}
+) -> tuple[RunFolder, Tracking, TracedStep]:
+    """Names a run's folder and traces its step, before anything is written; `fields` are as `build` takes them."""
+    folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
+    exits.callback(folder.close)
+    tracking = exits.enter_context(Tracking(config.report_to if jax.process_index() == 0 else ()))
+    check_hardware(config.run.hardware)
+    options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
+    built = build(config, jax.devices(), options, fields)
+    check_same_program(built, config.steps)
+    return folder, tracking, built
 
 
 def run_steps(

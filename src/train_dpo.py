@@ -13,7 +13,6 @@ from ml_collections import ConfigDict
 
 from src.checkpoint.contents import kept_in, saved_meta
 from src.checkpoint.data_position import run_rules
-from src.checkpoint.run_folder import RunFolder, dated_name
 from src.cli import run_command
 from src.config.base_yml import Usage
 from src.config.schema import KEYS, Config
@@ -28,22 +27,17 @@ from src.data.types import EvalSet, InputSpec, TrainData
 from src.errors import UserError, say
 from src.loaded_model import model_facts
 from src.model.params import Weights
-from src.parallel.slices import check_hardware, count_slices
 from src.report.diagnostics import advice_on_memory, stack_traces
 from src.report.recorder import LiveReport, Result
 from src.report.summary import print_header, run_header
-from src.report.trackers import Tracking
 from src.run import Evaluator, Saver, open_log, open_run
 from src.startup import configured, environment
-from src.step.build import build
-from src.step.compiler_flags import compiler_options
 from src.step.dpo import LOSS, measure
 from src.step.eval_step import compile_eval_step
 from src.step.optimizer import hparams_at
-from src.step.same_program import check_same_program
 from src.step.state import TrainState, batch_sharding
 from src.step.train_step import Metrics
-from src.train import conclude, run_steps
+from src.train import begin, conclude, run_steps
 
 USAGE = Usage(
     """Trains a model on preference pairs (DPO).
@@ -81,20 +75,13 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
 def train(config: Config, exits: contextlib.ExitStack) -> Result:
     """Trains by a checked config. What must be closed, however the run ends, is entered in `exits`."""
     # ---- Devices, model and step
-    folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
-    exits.callback(folder.close)
-    is_writer = jax.process_index() == 0
-    tracking = exits.enter_context(Tracking(config.report_to if is_writer else ()))
-    check_hardware(config.run.hardware)
-    options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
-    built = build(config, jax.devices(), options, pair_fields(config.max_target_length))
-    plan, global_batch = built.plan, built.rows
+    folder, tracking, built = begin(config, exits, pair_fields(config.max_target_length))
+    plan, global_batch, is_writer = built.plan, built.rows, jax.process_index() == 0
     if any(layer.dropout_rate or layer.capacity_factor != -1 for layer in (plan.spec, *plan.spec.layers)):
         raise UserError(
             "dropout_rate and capacity_factor make a reward depend on chance, or on the pair's other answer: set "
             "dropout_rate=0 and capacity_factor=-1"
         )
-    check_same_program(built, config.steps)
 
     # ---- Data
     tokenizer = make_tokenizer(config.data, config.vocab_size)

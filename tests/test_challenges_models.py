@@ -20,10 +20,10 @@ from src.data.tokenizer import ByteTokenizer
 from src.data.types import EvalSet, InputSpec
 from src.decode import read_prompts
 from src.errors import UserError
-from src.evaluate import Evaluator
 from src.generate import Speed
 from src.hf.folder import open_folder
 from src.hf.load import match_tensors
+from src.run import Evaluator
 from src.step.eval_step import eval_step
 from src.step.state import TrainState
 from tests import tiny

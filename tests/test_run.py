@@ -9,8 +9,8 @@ import pytest
 from src.checkpoint.preemption import Preemption
 from src.checkpoint.run_folder import RunFolder
 from src.errors import UserError
-from src.evaluate import Evaluator
 from src.report.metrics import MetricsLog
+from src.run import Evaluator
 from tests import runs
 
 STEPS = 8

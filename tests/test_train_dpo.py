@@ -15,7 +15,7 @@ from src.checkpoint.run_folder import RunFolder
 from src.config.load import load
 from src.config.yaml import dump
 from src.errors import UserError
-from src.evaluate import Evaluator
+from src.run import Evaluator
 from tests import runs
 from tests import trackers as stand_ins
 

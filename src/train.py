@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
 def train(config: Config, exits: contextlib.ExitStack) -> Result:
     """Trains by a checked config. What must be closed, however the run ends, is entered in `exits`."""
     # ---- Devices, model and step
-    folder, tracking, built = begin(config, exits)
+    folder, built, tracking, report = begin(config, exits)
     plan, global_batch, schedule = built.plan, built.rows, built.schedule
-    is_writer, train_step = jax.process_index() == 0, built.train
+    train_step = built.train
     if config.compiled_trainstep_file or config.pgle or config.pgle_profile:
         from src.aot import pgle, program  # import private modules of JAX, which another JAX may have elsewhere
 
@@ -88,7 +88,6 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     # ---- The run's folder, and where in the run it is
     checkpointer, start = open_run(config, folder, plan, built.state, fingerprint, tokenizer, exits)
     state, first_step = start.state, int(start.state.step)
-    report = exits.enter_context(contextlib.closing(LiveReport(folder))) if is_writer else None
     finished = ending(config, first_step, start.eval_loss)
     if finished and not start.evaluation_due:  # in a restart loop, or after a kill at the end
         folder.fetch("metrics.jsonl")
@@ -97,18 +96,16 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     places, rows_taken, rows_before, saved = start.position
     place_in_data = rows_taken, None if places is None else places[streams], rows_before, saved
     batches = train_batches(inputs, data, streams, global_batch, *place_in_data, schedule, first_step)
-    exits.callback(batches.close)
     evaluations = [
         Evaluator(config.evaluation, inputs, plan, built.eval, eval_set, start.eval_position.get(eval_set.name))
         for eval_set in eval_sets
     ]
 
     # ---- What the user sees
-    header = run_header(config, built, inputs, data, eval_sets, folder, first_step, environment()) if is_writer else []
+    header = run_header(config, built, inputs, data, eval_sets, folder, first_step, environment()) if report else []
     if not config.quiet:
         print_header(header)
     recorder = open_log(config, folder, header, start, built)
-    tracking.start(folder, first_step if start.resumed else None)
     say(start.messages)
     saver = Saver(config, folder, built, rows, checkpointer, start, recorder, meta, data, evaluations, generated)
 
@@ -131,16 +128,18 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
 def begin(
     config: Config, exits: contextlib.ExitStack, fields: Mapping[str, jax.ShapeDtypeStruct] = {}
-) -> tuple[RunFolder, Tracking, TracedStep]:
+) -> tuple[RunFolder, TracedStep, Tracking, LiveReport | None]:
     """Names a run's folder and traces its step, before anything is written; `fields` are as `build` takes them."""
     folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
     exits.callback(folder.close)
-    tracking = exits.enter_context(Tracking(config.report_to if jax.process_index() == 0 else ()))
+    is_writer = jax.process_index() == 0
+    tracking = exits.enter_context(Tracking(config.report_to if is_writer else ()))
+    report = exits.enter_context(contextlib.closing(LiveReport(folder))) if is_writer else None
     check_hardware(config.run.hardware)
     options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
     built = build(config, jax.devices(), options, fields)
     check_same_program(built, config.steps)
-    return folder, tracking, built
+    return folder, built, tracking, report
 
 
 def run_steps(
@@ -156,8 +155,10 @@ def run_steps(
     state, done, rows_taken, schedule = start.state, int(start.state.step), start.position[1], built.schedule
     narrow = NarrowWeights(built.plan, state, done + config.log_period)
     say(narrow.messages)
+    tracking.start(folder, done if start.resumed else None)
     stopped_by, finished = 0, ending(config, done, start.eval_loss)
     with (
+        contextlib.closing(batches),
         recorder,
         contextlib.closing(Profile(config.diagnostics, done, config.steps, folder.local)) as profile,
         contextlib.closing(Preemption(folder.path)) as preemption,

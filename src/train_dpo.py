@@ -8,7 +8,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 
-import jax
 from ml_collections import ConfigDict
 
 from src.checkpoint.contents import kept_in, saved_meta
@@ -28,7 +27,7 @@ from src.errors import UserError, say
 from src.loaded_model import model_facts
 from src.model.params import Weights
 from src.report.diagnostics import advice_on_memory, stack_traces
-from src.report.recorder import LiveReport, Result
+from src.report.recorder import Result
 from src.report.summary import print_header, run_header
 from src.run import Evaluator, Saver, open_log, open_run
 from src.startup import configured, environment
@@ -75,8 +74,8 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
 def train(config: Config, exits: contextlib.ExitStack) -> Result:
     """Trains by a checked config. What must be closed, however the run ends, is entered in `exits`."""
     # ---- Devices, model and step
-    folder, tracking, built = begin(config, exits, pair_fields(config.max_target_length))
-    plan, global_batch, is_writer = built.plan, built.rows, jax.process_index() == 0
+    folder, built, tracking, report = begin(config, exits, pair_fields(config.max_target_length))
+    plan, global_batch = built.plan, built.rows
     if any(layer.dropout_rate or layer.capacity_factor != -1 for layer in (plan.spec, *plan.spec.layers)):
         raise UserError(
             "dropout_rate and capacity_factor make a reward depend on chance, or on the pair's other answer: set "
@@ -106,7 +105,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     _, rows_taken, rows_before, _ = start.position
 
     # ---- What the user sees
-    header = run_header(config, built, inputs, data, eval_sets, folder, done, environment()) if is_writer else []
+    header = run_header(config, built, inputs, data, eval_sets, folder, done, environment()) if report else []
     order = f"by seed {config.data_shuffle_seed}, a pair a row"
     of_pairs = {"loss": f"DPO, dpo_beta {config.dpo_beta:g}", "order": order}
     header = [(name, of_pairs.get(name, value)) for name, value in header]
@@ -122,10 +121,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     with_reference = functools.partial(pair_batch, reference=kept_in(folder, facts, compute))
     evaluations = [evaluator(each, prepare=with_reference) for each in eval_sets]
     batches = train_batches(inputs, data, rows, global_batch, rows_taken, rows_before=rows_before)
-    exits.callback(batches.close)
     recorder = open_log(config, folder, header, start, built)
-    report = exits.enter_context(contextlib.closing(LiveReport(folder))) if is_writer else None
-    tracking.start(folder, done if start.resumed else None)
 
     # ---- The loop of src/train.py
     saver = Saver(config, folder, built, rows, checkpointer, start, recorder, meta, data, evaluations)

@@ -68,12 +68,12 @@ def write_corpus(folder, documents=60, seed=0, words=(5, 150)):
 _BUILT = {}
 
 
-def build_once(config, devices, options):
+def build_once(config, devices, options, fields):
     """In place of `train.build`: tracing and compiling a step again takes half of a short run's time."""
     sections = (config.model, config.step, config.batch, config.mesh, config.eval_metrics)
-    key = repr((sections, devices, dict(options)))
+    key = repr((sections, devices, dict(options), fields))
     if key not in _BUILT:
-        _BUILT[key] = build(config, devices, options)
+        _BUILT[key] = build(config, devices, options, fields)
     return _BUILT[key]
 
 

@@ -40,8 +40,7 @@ USAGE = Usage(
 
 python -m src.decode RUN prompt=TEXT [key=value ...]
 python -m src.decode CONFIG load_parameters_path=PATH prompt=TEXT [key=value ...]
-python -m src.decode RUN decode_path=OUT.jsonl decode_prompt_tokens=N dataset_path=DATA [decode_samples=S]
-python -m src.decode --help WORD                  what the key of this name does, or all keys with this word""",
+python -m src.decode RUN decode_path=OUT.jsonl decode_prompt_tokens=N dataset_path=DATA [decode_samples=S]""",
     ("Decoding",),
 )
 

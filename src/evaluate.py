@@ -41,8 +41,7 @@ python -m src.evaluate RUN [key=value ...]
 python -m src.evaluate CONFIG load_parameters_path=PATH eval_dataset_path=TEXTS [key=value ...]
 python -m src.evaluate RUN tasks=NAME,NAME [limit=N] [num_fewshot=N] [include_path=FOLDER] [use_chat_template=true]
 python -m src.evaluate CONFIG load_parameters_path=PATH texts_path=IN.txt scores_path=OUT.jsonl
-python -m src.evaluate CONFIG load_parameters_path=PATH tokens_path=IN.npy logits_path=OUT.npy
-python -m src.evaluate --help WORD                what the key of this name does, or all keys with this word""",
+python -m src.evaluate CONFIG load_parameters_path=PATH tokens_path=IN.npy logits_path=OUT.npy""",
     ("Evaluation",),
 )
 

@@ -29,8 +29,7 @@ USAGE = Usage(
     """Shows the first batches of a run as text, checks them, and measures how fast they are made.
 
 python -m src.inspect_data CONFIG [key=value ...]
-python -m src.inspect_data CONFIG process_count=4 process_index=1     what the second of four hosts would read
-python -m src.inspect_data --help WORD            what the key of this name does, or all keys with this word""",
+python -m src.inspect_data CONFIG process_count=4 process_index=1     what the second of four hosts would read""",
     ("Tools for data", "Data"),
 )
 
@@ -62,17 +61,11 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     micro_batches = config.gradient_accumulation_steps
     global_batch, rows = rows_of_process(config.per_device_batch_size, micro_batches, count, process)
     schedule = BatchSchedule.of(config.batch, lambda size, _: rows_of_process(size, micro_batches, count, process)[0])
-    if schedule.ramp and count > 1:
-        raise UserError(
-            f"process_count={count}: with enable_rampup_batch_size the mesh decides which rows a process has. Leave "
-            "process_count out, to see the rows of all"
-        )
     is_stream = any(isinstance(source, StreamSource) for source in data.sources)
-    if is_stream and count > 1:
-        raise UserError(
-            f"process_count={count}: these data are a stream for each process, and only the first one's is here. Leave "
-            "process_count out"
-        )
+    if count > 1 and (is_stream or schedule.ramp):
+        ramped = "with enable_rampup_batch_size the mesh decides which rows a process has"
+        why = "these data are a stream for each process, and only the first one's is here" if is_stream else ramped
+        raise UserError(f"process_count={count}: {why}. Leave process_count out, to see all rows that are here")
     about_data = describe_data(train_specs(config.data), data) + few_documents(inputs, data, global_batch, config.steps)
     print_header(
         [

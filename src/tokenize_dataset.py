@@ -45,8 +45,7 @@ from src.storage_errors import Failure, failure_of
 USAGE = Usage(
     """Writes a run's data as token ids, for dataset_type=tokens.
 
-python -m src.tokenize_dataset CONFIG [key=value ...] tokenized_path=FOLDER
-python -m src.tokenize_dataset --help WORD        what the key of this name does, or all keys with this word""",
+python -m src.tokenize_dataset CONFIG [key=value ...] tokenized_path=FOLDER""",
     ("Tools for data", "Data"),
 )
 

@@ -32,8 +32,7 @@ from src.step.compiler_flags import check_environment, compiler_options
 USAGE = Usage(
     """Compiles a run's step for devices that are not here: memory, speed, and what would help.
 
-python -m src.train_compile CONFIG compile_topology=v5p-128 [key=value ...]
-python -m src.train_compile --help WORD           what the key of this name does, or all keys with this word""",
+python -m src.train_compile CONFIG compile_topology=v5p-128 [key=value ...]""",
     ("Compilation ahead of time",),
 )
 DOES_NOT_FIT = 3  # exit code

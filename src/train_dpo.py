@@ -42,8 +42,7 @@ USAGE = Usage(
     """Trains a model on preference pairs (DPO).
 
 python -m src.train_dpo CONFIG load_parameters_path=MODEL dataset_path=PAIRS.jsonl [key=value ...]
-python -m src.train_dpo RUN                       goes on with a run
-python -m src.train_dpo --help WORD               what the key of this name does, or all keys with this word""",
+python -m src.train_dpo RUN                       goes on with a run""",
     ("Finetuning: preferences",),
 )
 # Keys of src.train and its data that would make another run there: to leave them out would change what is meant.

@@ -25,8 +25,7 @@ USAGE = Usage(
     """Trains a SentencePiece tokenizer on a run's text.
 
 python -m src.train_tokenizer CONFIG dataset_path=TEXT tokenizer_type=sentencepiece tokenizer_path=OUT.model \\
-    vocab_size=8000 [key=value ...]                 (tokenizer_type=huggingface: OUT is a folder with a tokenizer.json)
-python -m src.train_tokenizer --help WORD         what the key of this name does, or all keys with this word""",
+    vocab_size=8000 [key=value ...]              (tokenizer_type=huggingface: OUT is a folder with a tokenizer.json)""",
     ("Data",),
 )
 

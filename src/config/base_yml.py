@@ -74,12 +74,10 @@ class Usage(NamedTuple):
 
 TRAIN = Usage(
     """Trains a model.
-
-python -m src.train CONFIG [key=value ...]        such as: python -m src.train configs/quickstart.yml steps=100
-python -m src.train --help WORD                   what the key of this name does, or all keys with this word
-
 CONFIG is a YAML file, a Python file with get_config(), or the folder of a run, which then goes on (with another
-run_name: begins anew); with key=value alone it is configs/base.yml."""
+run_name: begins anew); with key=value alone it is configs/base.yml.
+
+python -m src.train CONFIG [key=value ...]        such as: python -m src.train configs/quickstart.yml steps=100"""
 )
 
 
@@ -118,7 +116,8 @@ def _overview(usage: Usage) -> str:
             names = textwrap.fill("  ".join(key.name for key in keys), 118)
             names_only.append(f"\n{title}\n{textwrap.indent(names, '  ')}")
     heading = "\nAll other keys" if in_full else "\nKeys, with their defaults in configs/base.yml"
-    return "\n".join([usage.text, *in_full, heading, *names_only])
+    topic = f"{f'python -m {usage.command} --help WORD':49} what the key of this name does, or all keys with this word"
+    return "\n".join([usage.text, topic, *in_full, heading, *names_only])
 
 
 if __name__ == "__main__":

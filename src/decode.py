@@ -52,9 +52,7 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
         return None
     if config.interactive and jax.process_count() > 1:
         raise UserError("interactive=true needs a job of one process, and this one has several: use prompt_path")
-    tokenizer = make_tokenizer(config.data, config.vocab_size)
-    if tokenizer is None:
-        raise UserError("a prompt needs a tokenizer, which dataset_type=synthetic does not have: dataset_type=text")
+    tokenizer = make_tokenizer(config.data, config.vocab_size, "prompt")
     # A mistake in a prompt is reported before the weights are read, which takes minutes.
     if config.use_chat_template and tokenizer.chat_template is None:
         raise missing_template()

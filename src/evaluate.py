@@ -79,12 +79,11 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     if run and not scores:
         trained = load([str(run)])
         _check_held_out(run, trained.data, trained.evaluation.eval_interval, config.data)
-    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    needed_by = "tasks" if config.tasks else "texts_path" * bool(config.texts_path)
+    tokenizer = make_tokenizer(config.data, config.vocab_size, needed_by)
     if config.tasks:
         from src.harness.tasks import find_tasks, run_tasks  # what they import is installed for them alone
 
-        if tokenizer is None:
-            raise UserError("tasks need a tokenizer, which dataset_type=synthetic does not have: dataset_type=text")
         if config.use_chat_template and tokenizer.chat_template is None:
             raise missing_template()
         tasks = find_tasks(config.harness)  # a mistake in them is told before the weights are read

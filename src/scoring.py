@@ -74,10 +74,8 @@ def score_texts(
 
     A line is a JSON object: `text`, `ids` (including the tokenizer's beginning of a text), `log_probs` of each id given
     those before it, in nats (null for the first), and `log_prob`, their sum. Raises UserError: a text is malformed, or
-    has more tokens than a row; there is no text or no tokenizer.
+    has more tokens than a row; there is no text.
     """
-    if tokenizer is None:
-        raise UserError("texts_path needs a tokenizer, which dataset_type=synthetic does not have: dataset_type=text")
     path, T = Path(evaluation.texts_path).expanduser(), batch.max_target_length
     texts = read_lines(path, "texts_path", _text_of_json)
     if not texts:

@@ -22,7 +22,7 @@ from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, Tokenizer
 from src.decode import DecodeMetrics, sample
-from src.errors import UserError, printable, say
+from src.errors import printable, say
 from src.parallel.slices import check_hardware, count_slices
 from src.report.diagnostics import Profile, Watchdog, advice_on_memory, stack_traces
 from src.report.recorder import LiveReport, Result, recorded
@@ -67,7 +67,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         train_step = eight_bits.compiled(built)  # of a ramp the full batch, which has to fit, before the smaller ones
 
     # ---- Data
-    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    tokenizer = make_tokenizer(config.data, config.vocab_size, "decode_metrics" * bool(config.decode_metrics))
     inputs = InputSpec.of(config, tokenizer, run_rules(config.run, config.checkpoint))
     data, eval_sets = open_sources(inputs, config.evaluation)
     place = batch_sharding(plan.layout, plan.fields)
@@ -81,8 +81,6 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         prompt = encode_prompt(config.decoding, config.max_target_length, tokenizer, config.prompt)
         longest = max(len(prompt), config.decode_prompt_tokens)
         say(length_note(config.decoding, config.max_target_length, longest))
-    if config.decode_metrics and not tokenizer:
-        raise UserError("decode_metrics needs a tokenizer, which dataset_type=synthetic does not have")
     generated = DecodeMetrics(config.decoding, inputs, global_batch) if config.decode_metrics else None
 
     # ---- The run's folder, and where in the run it is

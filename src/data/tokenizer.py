@@ -75,9 +75,14 @@ class SentencePieceTokenizer(Tokenizer):
         return {"type": "sentencepiece", "vocab_size": self.vocab_size, "digest": self._digest}
 
 
-def make_tokenizer(data: Data, vocab_size: int) -> Tokenizer | None:
-    """Opens the keys' tokenizer, None for synthetic data; raises UserError if it is unfit or exceeds `vocab_size`."""
+def make_tokenizer(data: Data, vocab_size: int, needed_by: str = "") -> Tokenizer | None:
+    """Opens the keys' tokenizer, None for synthetic data, unless a thing needs one.
+
+    Raises UserError if there is none for that, or it is unfit or exceeds `vocab_size`.
+    """
     if all_synthetic(data):
+        if needed_by:
+            raise UserError(f"{needed_by}: it needs a tokenizer, which dataset_type=synthetic lacks: dataset_type=text")
         return None
     match data.tokenizer_type:
         case "byte":

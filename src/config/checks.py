@@ -175,15 +175,12 @@ def _tokenizer(config: FlatKeys) -> Iterator[str]:
     kind, path = config.tokenizer_type, config.tokenizer_path
     if source_spec.all_synthetic(config):
         return
-    if kind == "sentencepiece" and not path:
-        yield "tokenizer_type=sentencepiece needs tokenizer_path, the .model file"
-    if kind == "huggingface" and not path:
-        yield "tokenizer_type=huggingface needs tokenizer_path, a model's folder or a tokenizer.json"
+    files = {"sentencepiece": "a .model file", "huggingface": "a model's folder or a tokenizer.json"}
+    if kind != "byte" and not path:
+        yield f"tokenizer_type={kind} needs tokenizer_path, {files[kind]}"
     if kind == "byte" and path:
-        yield (
-            f"tokenizer_path={path} is not read with tokenizer_type=byte; set tokenizer_type=sentencepiece (a .model "
-            "file) or tokenizer_type=huggingface (a model's folder or a tokenizer.json)"
-        )
+        others = " or ".join(f"tokenizer_type={other} ({of})" for other, of in files.items())
+        yield f"tokenizer_path={path} is not read with tokenizer_type=byte; set {others}"
 
 
 def _finetuning(config: FlatKeys) -> Iterator[str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from src import rendezvous
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.contents import checkpoint_entries, compare_configs
+from src.checkpoint.contents import checkpoint_entries, compare_configs, saved_meta
 from src.checkpoint.restore import EVALUATIONS, read_evaluations
 from src.checkpoint.resume import ResumePoint, starting_state
 from src.checkpoint.run_folder import RunFolder, in_run_folder, kept_checkpoint
@@ -116,12 +116,15 @@ class Saver:
     checkpointer: Checkpointer
     start: ResumePoint
     recorder: Recorder
-    meta: dict[str, Any]  # what every checkpoint says
+    fingerprint: Mapping[str, Any]  # of the data
+    tokenizer: Tokenizer | None
     data: TrainData
     evaluations: Sequence["Evaluator"]  # of each set
     generated: Any = None  # the run's `DecodeMetrics`
 
     def __post_init__(self) -> None:
+        # What every checkpoint says.
+        self.meta = saved_meta(self.built.plan, self.config.checkpoint, self.fingerprint, self.tokenizer)
         self.meta |= {"eval_position": self.start.eval_position, "rows_before": self.start.position.rows_before}
         self.meta["mixture"] = {"names": self.data.names, "weights": self.data.weights}
         evaluated = [each.source for each in self.evaluations]

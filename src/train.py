@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from src.checkpoint.contents import saved_meta
 from src.checkpoint.data_position import run_rules
 from src.checkpoint.preemption import Preemption
 from src.checkpoint.run_folder import RunFolder, dated_name, kept_checkpoint
@@ -75,7 +74,6 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     streams = schedule.streams()[rows]
     fingerprint = data_fingerprint(inputs, data, global_batch, eval_sets) | schedule.fingerprint()
     check_same(fingerprint, "data or code", "the same files, functions, tokenizer and keys")
-    meta = saved_meta(plan, config.checkpoint, fingerprint, tokenizer)
     if config.sample_length and tokenizer:
         # A prompt that is too long fails now rather than after the run.
         prompt = encode_prompt(config.decoding, config.max_target_length, tokenizer, config.prompt)
@@ -105,7 +103,9 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         print_header(header)
     recorder = open_log(config, folder, header, start, built)
     say(start.messages)
-    saver = Saver(config, folder, built, rows, checkpointer, start, recorder, meta, data, evaluations, generated)
+    saver = Saver(
+        config, folder, built, rows, checkpointer, start, recorder, fingerprint, tokenizer, data, evaluations, generated
+    )
 
     count_cut = jax.jit(lambda cuts: jnp.sum(cuts[:, 1]), out_shardings=plan.layout.sharding(()))
     cuts_sharding = plan.layout.sharding(("batch", None))

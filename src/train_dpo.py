@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
 
-from src.checkpoint.contents import kept_in, saved_meta
+from src.checkpoint.contents import kept_in
 from src.checkpoint.data_position import run_rules
 from src.cli import run_command
 from src.config.base_yml import Usage
@@ -96,7 +96,6 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     model = model_facts(config)
     fingerprint = data_fingerprint(inputs, data, global_batch, eval_sets) | {"reference": model["weights"]}
     check_same(fingerprint, "data", "the same files, tokenizer, weights and keys")
-    meta = saved_meta(plan, config.checkpoint, fingerprint, tokenizer)
 
     # ---- The run's folder, and where in the run it is
     checkpointer, start = open_run(config, folder, plan, built.state, fingerprint, tokenizer, exits)
@@ -123,7 +122,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     recorder = open_log(config, folder, header, start, built)
 
     # ---- The loop of src/train.py
-    saver = Saver(config, folder, built, rows, checkpointer, start, recorder, meta, data, evaluations)
+    saver = Saver(config, folder, built, rows, checkpointer, start, recorder, fingerprint, tokenizer, data, evaluations)
 
     def update(done: int, state: TrainState, host_batch: HostBatch) -> tuple[TrainState, Metrics]:
         batch = to_global(with_reference(host_batch.arrays), place, rows, global_batch)

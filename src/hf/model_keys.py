@@ -130,16 +130,5 @@ def _spec(model: Model, max_target_length: int) -> ModelSpec:
 
 
 def model_yaml(keys: Mapping[str, Any]) -> str:
-    """Returns YAML of the keys whose values are not base.yml's, with a line for each layer of a pattern."""
-    lines = []
-    for key, value in keys.items():
-        if frozen(value) == KEYS[key].default:
-            continue
-        if key != "decoder_segments":
-            lines.append(f"{key}: {dump(value)}")
-            continue
-        lines.append("decoder_segments:")
-        for segment in value:
-            lines += [f"  - repeats: {segment['repeats']}", "    pattern:"]
-            lines += [f"      - {dump(layer)}" for layer in segment["pattern"]]
-    return "\n".join([*lines, ""])
+    """Returns YAML of the keys whose values are not base.yml's."""
+    return "".join(f"{key}: {dump(value)}\n" for key, value in keys.items() if frozen(value) != KEYS[key].default)

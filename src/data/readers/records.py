@@ -52,13 +52,9 @@ def read_record(record: bytes, record_format: str, column: str) -> Content | Non
     `column` is the field that has the document. Raises ValueError, which continues a sentence that begins with the
     record's name, where there is none.
     """
-    match record_format:
-        case "text":
-            return _text(record)
-        case "json":
-            return from_json(record, column)
-        case _:
-            return _from_example(record, column)
+    if record_format == "text":
+        return _text(record)
+    return (from_json if record_format == "json" else _from_example)(record, column)
 
 
 def from_json(data: bytes, column: str) -> Content | None:

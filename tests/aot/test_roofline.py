@@ -1,6 +1,5 @@
 """The roofline against arithmetic by hand, and its predictions against what was published."""
 
-import dataclasses
 import importlib.util
 from itertools import pairwise
 from pathlib import Path
@@ -42,7 +41,7 @@ def test_each_resource_by_itself():
 
 
 def test_scores_that_are_masked_cost_time_where_the_kernel_computes_them():
-    whole = dataclasses.replace(WORK, whole_scores=True)
+    whole = WORK._replace(whole_scores=True)
     assert predict(whole, CHIP, PEAK, []).compute_seconds == pytest.approx(6 / 0.85)
 
 
@@ -134,7 +133,7 @@ def test_the_closed_form_is_what_compiled_programs_move(published, keys, mesh, s
 
 def test_products_in_8_bits_take_the_time_of_their_own_peak():
     """In a model whose layers' weights make all operations but a known part, half of them in 8 bits."""
-    work = dataclasses.replace(WORK, model_flops=FlopsPerToken(3e14, 4e14, 2e14), low_precision=0.5)
+    work = WORK._replace(model_flops=FlopsPerToken(3e14, 4e14, 2e14), low_precision=0.5)
     wide = predict(work, CHIP, PEAK, []).compute_seconds
     assert wide == predict(WORK, CHIP, PEAK, []).compute_seconds
     assert predict(work, CHIP, PEAK, [], 2 * PEAK).compute_seconds == pytest.approx(wide * (4 - 0.5) / 4)

@@ -117,7 +117,7 @@ def digest_of(arrays):
 @contextlib.contextmanager
 def recording():
     """Yields the digests of the batches that a run trains on, and of those that it evaluates on, as they are taken."""
-    from src import evaluate, train, train_dpo
+    from src import run, train, train_dpo
 
     batches, eval_batches = [], []
 
@@ -130,7 +130,7 @@ def recording():
         finally:
             made.close()
 
-    class EvalBatches(evaluate.EvalBatches):
+    class EvalBatches(run.EvalBatches):
         def __iter__(self):
             for arrays in super().__iter__():
                 eval_batches.append(digest_of(arrays))
@@ -139,7 +139,7 @@ def recording():
     with (
         mock.patch.object(train, "train_batches", train_batches),
         mock.patch.object(train_dpo, "train_batches", train_batches),
-        mock.patch.object(evaluate, "EvalBatches", EvalBatches),
+        mock.patch.object(run, "EvalBatches", EvalBatches),
     ):
         yield batches, eval_batches
 

@@ -3,7 +3,6 @@
 Tensor letters: src/model/spec.py. A token goes through k experts.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -67,7 +66,7 @@ class Experts(nnx.Module):
         """Counts what a token's experts make beside their weights' products."""
         expert = FeedForward.costs(spec, spec.moe_mlp_dim)
         width = (spec.num_experts_per_tok + spec.shared_experts) * expert.width
-        return dataclasses.replace(expert, width=width, active=spec.num_experts_per_tok / spec.num_experts)
+        return expert._replace(width=width, active=spec.num_experts_per_tok / spec.num_experts)
 
     def __call__(self, x_BTD: Array, context: ForwardContext) -> tuple[Array, Report]:
         """Maps [B, T, D] to [B, T, D], and reports the router's sums over this batch."""

@@ -12,11 +12,12 @@ GIVEN = Range("...", bool)
 ABOVE_1 = Range("a number above 1", lambda x: x > 1)
 
 
-class Need(NamedTuple):
-    """Keys, and other keys one of which must have one of these values for them to have effect."""
+class Need:
+    """Keys, and other keys one of which must have its value, or one of its values, for them to have effect."""
 
-    keys: Sequence[str]
-    one_of: Mapping[str, Sequence[Any] | Range]
+    def __init__(self, keys: str | Sequence[str], **one_of: Any) -> None:
+        self.keys = keys.split() if isinstance(keys, str) else keys
+        self.one_of = {key: of if isinstance(of, list | tuple) else [of] for key, of in one_of.items()}
 
     def met(self, facts: Mapping[str, Any]) -> bool:
         """Returns whether the keys have effect on a layer, or in a configuration, with these flat keys."""
@@ -51,69 +52,69 @@ _SCALED_ROPE = ("linear", "llama3.1", "yarn", "dynamic", "longrope", "proportion
 # fmt: off
 # Of facts that may differ by layer: what a layer does without is not a part of its description.
 OF_LAYERS = (
-    Need(["sliding_window_size"], {"attention_type": ["local_sliding"]}),
-    Need(["chunk_attn_window_size"], {"attention_type": ["chunk"]}),
-    Need(["base_num_query_heads", *_OF_SCORES, *_OF_ROPE], {"attention_type": _SCORED}),
-    Need([name for name in KEYS if name.startswith("gdn_")], {"attention_type": ["gated_delta"]}),
-    Need(["base_num_kv_heads", "head_dim"], {"attention_type": _SCORED[:3]}),
-    Need(["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon"],
-         {"attention_type": ["mla"]}),
-    Need(["attention_out_bias"], {"attention_bias": [True]}),
-    Need(["attn_temperature_floor"], {"attn_temperature_scale": ABOVE_0}),
-    Need(_OF_ROPE, {"position_type": ["rope"]}),
-    Need(["rope_factor"], {"rope_type": _SCALED_ROPE}),
-    Need(["rope_type"], {"rope_factor": ABOVE_1, "rope_attention_factor": ABOVE_0, "rope_type": _SCALED_ROPE[3:]}),
-    Need(["original_max_position_embeddings"], {"rope_type": _SCALED_ROPE[1:5]}),
-    Need(["rope_attention_factor"], {"rope_type": ["yarn", "longrope"]}),
-    Need(["rope_short_factor", "rope_long_factor"], {"rope_type": ["longrope"]}),
-    Need(["rope_low_freq_factor", "rope_high_freq_factor"], {"rope_type": ["llama3.1"]}),
-    Need(["beta_fast", "beta_slow", "rope_truncate", "mscale", "mscale_all_dim"], {"rope_type": ["yarn"]}),
-    Need(_of_group("Model: feed-forward", "mlp_"), {"num_experts": FROM_2}),
-    Need(["shared_expert_gate"], {"shared_experts": FROM_1}),
-    Need(["topk_routing_group", "routing_group_score"], {"n_routing_groups": FROM_2}),
-    Need(["base_mlp_dim"], {"num_experts": [1], "base_moe_mlp_dim": [0]}),
+    Need("sliding_window_size", attention_type="local_sliding"),
+    Need("chunk_attn_window_size", attention_type="chunk"),
+    Need(["base_num_query_heads", *_OF_SCORES, *_OF_ROPE], attention_type=_SCORED),
+    Need([name for name in KEYS if name.startswith("gdn_")], attention_type="gated_delta"),
+    Need("base_num_kv_heads head_dim", attention_type=_SCORED[:3]),
+    Need("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim latent_norm_epsilon",
+         attention_type="mla"),
+    Need("attention_out_bias", attention_bias=True),
+    Need("attn_temperature_floor", attn_temperature_scale=ABOVE_0),
+    Need(_OF_ROPE, position_type="rope"),
+    Need("rope_factor", rope_type=_SCALED_ROPE),
+    Need("rope_type", rope_factor=ABOVE_1, rope_attention_factor=ABOVE_0, rope_type=_SCALED_ROPE[3:]),
+    Need("original_max_position_embeddings", rope_type=_SCALED_ROPE[1:5]),
+    Need("rope_attention_factor", rope_type=["yarn", "longrope"]),
+    Need("rope_short_factor rope_long_factor", rope_type="longrope"),
+    Need("rope_low_freq_factor rope_high_freq_factor", rope_type="llama3.1"),
+    Need("beta_fast beta_slow rope_truncate mscale mscale_all_dim", rope_type="yarn"),
+    Need(_of_group("Model: feed-forward", "mlp_"), num_experts=FROM_2),
+    Need("shared_expert_gate", shared_experts=FROM_1),
+    Need("topk_routing_group routing_group_score", n_routing_groups=FROM_2),
+    Need("base_mlp_dim", num_experts=1, base_moe_mlp_dim=0),
 )
 _WITH_COLUMN = ("text", "tfds", "array_record", "parquet", "hf", "custom")
 WITH_MOMENTS = [name for name in KEYS["opt_type"].allowed if name not in ("adafactor", "sgd")]
 _STAGES = Range("2 or more", lambda size: size >= 2 or size == -1)
 NEEDS = (
     *OF_LAYERS,
-    Need(["trainable_position_size"], {"position_type": ["learned"]}),
-    Need(["load_balance_loss_weight", "router_z_loss_weight"], {"num_experts": FROM_2}),
-    Need(["routed_bias_update_rate"], {"routed_bias": [True]}),
-    Need(["mtp_loss_scaling_factor"], {"mtp_num_layers": ABOVE_0}),
-    Need(["remat_custom"], {"remat_policy": ["custom"]}),
-    Need(["adam_b1", "adam_b2", "adam_eps", "mu_dtype"], _of_optimizers(WITH_MOMENTS)),
-    Need(["adam_clip_threshold"], _of_optimizers(["adamw"])),
-    Need(["muon_beta"], _of_optimizers(["muon"])),
-    Need(["abort_on_nan_loss", "abort_on_inf_loss"], {"on_nonfinite": ["stop"]}),
-    Need(["skip_step_interval", "skip_step_scaling_factor"], {"skip_step_on_spikes": [True]}),
-    Need(["target_eval_loss"], {"eval_interval": FROM_1}),
-    Need(["load_ema"], {"load_parameters_path": GIVEN, "load_weights_rules": GIVEN}),
-    Need(["wsd_decay_steps_fraction"], {"lr_schedule_type": ["wsd"]}),
-    Need(["quantization_exclude"], {"quantization": ["int8", "fp8", "mxfp8"], "quantize_weights": ["int8"]}),
-    Need(["lora_alpha", "lora_parameters"], {"lora_rank": ABOVE_0}),
-    Need(["dataset_name", "eval_dataset_name"], {"dataset_type": ["tfds", "hf"]}),
-    Need(["train_split", "eval_split"], {"dataset_type": ["tfds", "hf", "custom"]}),
-    Need(["dataset_column"], {"dataset_type": _WITH_COLUMN}),
-    Need(["array_record_format"], {"dataset_type": ["array_record"]}),
-    Need(["dataset_factory"], {"dataset_type": ["custom"]}),
-    Need(["max_document_bytes"], {"dataset_type": ["text"]}),
-    Need(["long_documents"], {"packing": [False]}),
-    Need(["per_device_batch_size_start", "per_device_batch_size_increment", "global_rampup_samples"],
-         {"enable_rampup_batch_size": [True]}),
-    Need(["sft_train_on_completion_only"], {"use_sft": [True]}),
-    Need(["num_fewshot", "limit", "include_path"], {"tasks": GIVEN}),
-    Need(["decode_samples", "decode_prompt_tokens"], {"decode_path": GIVEN, "decode_metrics": GIVEN}),
-    Need(["decode_num_prompts"], {"decode_prompt_tokens": ABOVE_0}),
-    Need(["decode_metrics"], {"eval_interval": ABOVE_0}),
-    Need(["decode_sampling_top_k"], {"decode_sampling_strategy": ["topk", "composite"]}),
-    Need(["decode_sampling_nucleus_p"], {"decode_sampling_strategy": ["nucleus", "composite"]}),
-    Need(["num_pipeline_microbatches", "num_pipeline_repeats"],
-         {"ici_pipeline_parallelism": _STAGES, "dcn_pipeline_parallelism": _STAGES}),
-    Need(["skip_first_n_steps_for_profiler", "profiler_steps"], {"profiler": ["xplane"]}),
-    Need(["hang_after_seconds", "hang_action"], {"hang_after_steps": ABOVE_0}),
-    Need(["stack_trace_to_cloud", "stack_trace_interval_seconds"], {"collect_stack_trace": [True]}),
+    Need("trainable_position_size", position_type="learned"),
+    Need("load_balance_loss_weight router_z_loss_weight", num_experts=FROM_2),
+    Need("routed_bias_update_rate", routed_bias=True),
+    Need("mtp_loss_scaling_factor", mtp_num_layers=ABOVE_0),
+    Need("remat_custom", remat_policy="custom"),
+    Need("adam_b1 adam_b2 adam_eps mu_dtype", **_of_optimizers(WITH_MOMENTS)),
+    Need("adam_clip_threshold", **_of_optimizers(["adamw"])),
+    Need("muon_beta", **_of_optimizers(["muon"])),
+    Need("abort_on_nan_loss abort_on_inf_loss", on_nonfinite="stop"),
+    Need("skip_step_interval skip_step_scaling_factor", skip_step_on_spikes=True),
+    Need("target_eval_loss", eval_interval=FROM_1),
+    Need("load_ema", load_parameters_path=GIVEN, load_weights_rules=GIVEN),
+    Need("wsd_decay_steps_fraction", lr_schedule_type="wsd"),
+    Need("quantization_exclude", quantization=["int8", "fp8", "mxfp8"], quantize_weights="int8"),
+    Need("lora_alpha lora_parameters", lora_rank=ABOVE_0),
+    Need("dataset_name eval_dataset_name", dataset_type=["tfds", "hf"]),
+    Need("train_split eval_split", dataset_type=["tfds", "hf", "custom"]),
+    Need("dataset_column", dataset_type=_WITH_COLUMN),
+    Need("array_record_format", dataset_type="array_record"),
+    Need("dataset_factory", dataset_type="custom"),
+    Need("max_document_bytes", dataset_type="text"),
+    Need("long_documents", packing=False),
+    Need("per_device_batch_size_start per_device_batch_size_increment global_rampup_samples",
+         enable_rampup_batch_size=True),
+    Need("sft_train_on_completion_only", use_sft=True),
+    Need("num_fewshot limit include_path", tasks=GIVEN),
+    Need("decode_samples decode_prompt_tokens", decode_path=GIVEN, decode_metrics=GIVEN),
+    Need("decode_num_prompts", decode_prompt_tokens=ABOVE_0),
+    Need("decode_metrics", eval_interval=ABOVE_0),
+    Need("decode_sampling_top_k", decode_sampling_strategy=["topk", "composite"]),
+    Need("decode_sampling_nucleus_p", decode_sampling_strategy=["nucleus", "composite"]),
+    Need("num_pipeline_microbatches num_pipeline_repeats",
+         ici_pipeline_parallelism=_STAGES, dcn_pipeline_parallelism=_STAGES),
+    Need("skip_first_n_steps_for_profiler profiler_steps", profiler="xplane"),
+    Need("hang_after_seconds hang_action", hang_after_steps=ABOVE_0),
+    Need("stack_trace_to_cloud stack_trace_interval_seconds", collect_stack_trace=True),
 )
 # fmt: on
 # Keys that every command takes but these, whose data or loop have no use for them.

@@ -16,7 +16,7 @@ from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.contents import checkpoint_entries, compare_configs, saved_meta
 from src.checkpoint.restore import EVALUATIONS, read_evaluations
 from src.checkpoint.resume import ResumePoint, starting_state
-from src.checkpoint.run_folder import RunFolder, in_run_folder, kept_checkpoint
+from src.checkpoint.run_folder import RunFolder, dated_name, in_run_folder, kept_checkpoint
 from src.config import load as configuration
 from src.config.schema import Config, Evaluation
 from src.data.eval_batches import EvalBatches
@@ -27,17 +27,37 @@ from src.data.types import EvalSet, InputSpec, RowArrays, Tokenizer, TrainData
 from src.errors import UserError, say
 from src.model.flops import flops_per_token
 from src.model.params import Weights
+from src.parallel.slices import check_hardware, count_slices
 from src.report.comparison import read_facts
 from src.report.metrics import MetricsLog, StepPrinter, eval_key, eval_sets, perplexity
-from src.report.recorder import NonFiniteError, Recorder
+from src.report.recorder import LiveReport, NonFiniteError, Recorder
 from src.report.summary import dates, ending
+from src.report.trackers import Tracking
 from src.scoring import eval_batch_size
 from src.startup import environment
-from src.step.build import TracedStep
+from src.step.build import TracedStep, build
+from src.step.compiler_flags import compiler_options
 from src.step.plan import StepPlan
+from src.step.same_program import check_same_program
 from src.step.state import TrainState, batch_sharding
 
 KEPT_EVALUATIONS = 10  # so that a run which falls back to an older checkpoint need not repeat its evaluation
+
+
+def begin(
+    config: Config, exits: contextlib.ExitStack, fields: Mapping[str, jax.ShapeDtypeStruct] = {}
+) -> tuple[RunFolder, TracedStep, Tracking, LiveReport | None]:
+    """Names a run's folder and traces its step, before anything is written; `fields` are as `build` takes them."""
+    folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
+    exits.callback(folder.close)
+    is_writer = jax.process_index() == 0
+    tracking = exits.enter_context(Tracking(config.report_to if is_writer else ()))
+    report = exits.enter_context(contextlib.closing(LiveReport(folder))) if is_writer else None
+    check_hardware(config.run.hardware)
+    options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
+    built = build(config, jax.devices(), options, fields)
+    check_same_program(built, config.steps)
+    return folder, built, tracking, report
 
 
 def open_run(

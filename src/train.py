@@ -2,7 +2,7 @@
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from src.checkpoint.data_position import run_rules
 from src.checkpoint.preemption import Preemption
-from src.checkpoint.run_folder import RunFolder, dated_name, kept_checkpoint
+from src.checkpoint.run_folder import RunFolder, kept_checkpoint
 from src.cli import run_command
 from src.completion import encode_prompt, length_note
 from src.config.schema import Config
@@ -22,19 +22,15 @@ from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, Tokenizer
 from src.decode import DecodeMetrics, sample
 from src.errors import printable, say
-from src.parallel.slices import check_hardware, count_slices
 from src.report.diagnostics import Profile, Watchdog, advice_on_memory, stack_traces
 from src.report.recorder import LiveReport, Result, recorded
 from src.report.summary import ending, next_commands, print_header, run_header
 from src.report.trackers import Tracking
-from src.run import Evaluator, Saver, open_log, open_run
+from src.run import Evaluator, Saver, begin, open_log, open_run
 from src.startup import configured, environment
-from src.step.build import TracedStep, build
-from src.step.compiler_flags import compiler_options
 from src.step.narrow_weights import NarrowWeights
 from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan
-from src.step.same_program import check_same_program
 from src.step.state import TrainState, batch_sharding
 from src.step.train_step import Metrics
 
@@ -122,22 +118,6 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
     result = run_steps(saver, batches, update, streams, tracking, report)
     return conclude(config, plan, result, tokenizer, folder, report)
-
-
-def begin(
-    config: Config, exits: contextlib.ExitStack, fields: Mapping[str, jax.ShapeDtypeStruct] = {}
-) -> tuple[RunFolder, TracedStep, Tracking, LiveReport | None]:
-    """Names a run's folder and traces its step, before anything is written; `fields` are as `build` takes them."""
-    folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
-    exits.callback(folder.close)
-    is_writer = jax.process_index() == 0
-    tracking = exits.enter_context(Tracking(config.report_to if is_writer else ()))
-    report = exits.enter_context(contextlib.closing(LiveReport(folder))) if is_writer else None
-    check_hardware(config.run.hardware)
-    options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
-    built = build(config, jax.devices(), options, fields)
-    check_same_program(built, config.steps)
-    return folder, built, tracking, report
 
 
 def run_steps(

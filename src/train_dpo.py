@@ -29,14 +29,14 @@ from src.model.params import Weights
 from src.report.diagnostics import advice_on_memory, stack_traces
 from src.report.recorder import Result
 from src.report.summary import print_header, run_header
-from src.run import Evaluator, Saver, open_log, open_run
+from src.run import Evaluator, Saver, begin, open_log, open_run
 from src.startup import configured, environment
 from src.step.dpo import LOSS, measure
 from src.step.eval_step import compile_eval_step
 from src.step.optimizer import hparams_at
 from src.step.state import TrainState, batch_sharding
 from src.step.train_step import Metrics
-from src.train import begin, conclude, run_steps
+from src.train import conclude, run_steps
 
 USAGE = Usage(
     """Trains a model on preference pairs (DPO).

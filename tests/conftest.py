@@ -74,5 +74,5 @@ def steps_built_once():
     from tests import runs  # which sets the folder of compiled programs: for tests of runs alone
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs.train, "build", runs.build_once)
+        patch.setattr(runs.src_run, "build", runs.build_once)
         yield

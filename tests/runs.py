@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
+from src import run as src_run
 from src import train
 from src.cli import run_command
 from src.step.build import build
@@ -69,7 +70,7 @@ _BUILT = {}
 
 
 def build_once(config, devices, options, fields):
-    """In place of `train.build`: tracing and compiling a step again takes half of a short run's time."""
+    """In place of `run.build`: tracing and compiling a step again takes half of a short run's time."""
     sections = (config.model, config.step, config.batch, config.mesh, config.eval_metrics)
     key = repr((sections, devices, dict(options), fields))
     if key not in _BUILT:
@@ -79,7 +80,7 @@ def build_once(config, devices, options, fields):
 
 def main(argv):
     """`train.main`, which builds each step once in this process."""
-    with mock.patch.object(train, "build", build_once):
+    with mock.patch.object(src_run, "build", build_once):
         return train.main(argv)
 
 

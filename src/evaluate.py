@@ -47,7 +47,6 @@ python -m src.evaluate CONFIG load_parameters_path=PATH tokens_path=IN.npy logit
 
 
 def _check_held_out(run: Path, trained: schema.Data, eval_interval: int, data: schema.Data) -> None:
-    """Raises UserError if what would be held out of `data` are documents that the run trained on."""
     if names_eval_data(data) or train_specs(data) != train_specs(trained):
         return
     if eval_interval == -1:

@@ -127,7 +127,6 @@ def segments(batch: RowArrays, row: int) -> list[Segment]:
 
 
 def _lines(title: str, batch: RowArrays, row: int, tokenizer: Tokenizer | None, cuts: np.ndarray | None) -> list[str]:
-    """Describes one row, by a line or two for each document; `cuts` are those of a row of conversations."""
     in_row = segments(batch, row)
     used, length = sum(segment.stop - segment.start for segment in in_row), batch["tokens"].shape[1]
     in_loss = sum(int(segment.loss_mask.sum()) for segment in in_row)

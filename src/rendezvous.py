@@ -120,7 +120,6 @@ class Meeting:
         facts_of[number] = self.facts if hello["facts"] == self.facts else hello["facts"]
 
     def _connect(self, process: int) -> "Peer":
-        """Connects to process 0 as soon as it listens, and waits until all processes have come."""
         host, _, port = self.address.rpartition(":")
         hello = {"greeting": GREETING, "process": process, "count": self.count, "facts": dict(self.facts)}
         while True:
@@ -167,7 +166,6 @@ def _listen(address: str, count: int) -> socket.socket:
 
 
 def _end_all(peers: Iterable["Peer"], code: int, message: str) -> NoReturn:
-    """Ends the job before it begins, in these processes and this one."""
     for peer in peers:
         peer.send({"code": code, "message": message})
     raise (UserError if code == MISTAKE else TransientError)(message)
@@ -272,7 +270,6 @@ class Job:
                     return
 
     def _ends_by(self, number: int, message: Mapping[str, Any]) -> bool:
-        """Takes a message of another process; returns whether it ended this one."""
         if "failed" in message:
             with self._failures:
                 self._failed[number] = message["failed"]

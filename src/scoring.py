@@ -160,7 +160,6 @@ def eval_batch_size(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan) ->
 
 
 def _padded(rows: Sequence[np.ndarray], B: int, T: int) -> np.ndarray:
-    """Returns the rows padded with _PADDING, [B, T], so that all batches have one shape."""
     tokens_BT = np.full((B, T), _PADDING, np.int32)
     for row, ids in enumerate(rows):
         tokens_BT[row, : len(ids)] = ids

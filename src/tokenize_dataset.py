@@ -247,7 +247,6 @@ _items_of_process = functools.cache(Items)
 
 
 def _write_shard(config_text: str, folder: Path, number: int, part: range) -> ShardFacts:
-    """Writes the shard with these items, its NUMBER.json last."""
     items = _items_of_process(config_text)
     dtype = np.dtype(items.dtype).newbyteorder("<")
     pair_starts = array.array("q", [0])  # a list would take four times the memory
@@ -272,7 +271,6 @@ def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Sh
 
 
 def _read_json(path: Path, make: Callable[..., Any] = dict) -> Any:
-    """Returns `make` of the facts in a file that `_write_json` wrote; raises UserError where it is damaged."""
     try:
         return make(**parse_json(path.read_bytes()))
     except (ValueError, TypeError) as error:

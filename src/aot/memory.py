@@ -138,7 +138,6 @@ def _is_activation(built: TracedStep, shape: tuple[int, ...]) -> bool:
 
 
 def _rows(built: TracedStep) -> set[int]:
-    """Returns the rows of a micro-batch, and of a pipeline's."""
     accumulation, schedule = built.plan.accumulation, built.plan.execution.schedule
     rows = built.rows // accumulation.micro_batches // built.plan.layout.size(accumulation.manual_axes)
     return {rows, rows // schedule.micro_batches} if schedule else {rows}

@@ -249,7 +249,6 @@ def read_file(kind: FileKind, path: str, header: Header) -> bytes:
 
 
 def _checked(where: str, content: bytes, kind: FileKind) -> bytes:
-    """Returns what follows a file's first two lines; raises UserError where it is not what they say."""
     first_line, second_line, body = (*content.split(b"\n", 2), b"", b"")[:3]
     if first_line + b"\n" != kind.first_line:
         raise UserError(

@@ -210,7 +210,6 @@ class Checkpointer:
             self._unwritten = None
 
     def _remove_unfinished(self) -> None:
-        """Removes, on process 0, what saves that were cut short have left."""
         if jax.process_index() != 0 or not self._directory.exists():
             return
         for path in list(self._directory.iterdir()):

@@ -160,7 +160,6 @@ def _wanted(tree: Tree, keep_dtypes: bool, meta: Mapping[str, Any], saved: Mappi
 
 
 def _undotted(name: str) -> tuple[str | int, ...]:
-    """Reverses `dotted`."""
     return tuple(int(word) if word.isdecimal() else word for word in name.split("."))
 
 

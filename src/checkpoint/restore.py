@@ -200,8 +200,6 @@ def of_process_0(read: Callable[[], Any]) -> Any:
 
 
 def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], Saved]:
-    """Returns the caller's meta, and the facts of each array, from the item `meta`."""
-
     def read() -> dict[str, Any]:
         if is_unfinished(step_folder):
             raise DamagedError("the save did not end")

@@ -109,7 +109,6 @@ def _load(
 
 @contextlib.contextmanager
 def _collected(problems: list[str]) -> Iterator[None]:
-    """Adds a UserError of the body to `problems`."""
     try:
         yield
     except UserError as error:
@@ -166,7 +165,6 @@ def _chain(path: Path, problems: list[str], keys: dict[str, Any] | None = None) 
 
 
 def _read(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Returns the keys of a YAML or Python file; none, and a problem, where it is missing or malformed."""
     with _collected(problems):
         if not path.is_file():
             raise UserError(_no_config(path))
@@ -175,7 +173,6 @@ def _read(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _no_config(path: Path) -> str:
-    """Returns why there is no CONFIG at `path`, and what there is."""
     if path.parts[:1] == ("hf:",):
         name = str(path).replace("hf:/", "hf://")
         return f"{name} is a model, not a run: type configs/base.yml model_name={name} load_parameters_path={name}"
@@ -305,7 +302,6 @@ def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str])
 
 
 def _typed(key: str, value: Any) -> Any:
-    """Returns a parsed value as the type of a key, or of an entry where the key is dotted; raises ValueError."""
     if key == "decoder_segments":
         return read_list(value, "segment", read_segment)
     if key in ENTRIES:
@@ -337,7 +333,6 @@ def diff_from_base(config: Mapping[str, Any]) -> list[str]:
 
 
 def _dotted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the flat configuration with each entry of a mapping under a dotted key of its own."""
     flat = {}
     for key, declared in KEYS.items():
         is_mapping = isinstance(declared.default, Mapping)

@@ -96,7 +96,6 @@ def check_model(config: Mapping[str, Any]) -> list[str]:
 
 
 def _layer(facts: FlatKeys) -> list[str]:
-    """Returns what is wrong with the facts of one layer, or with those that all layers share."""
     return [problem for check in LAYER_CHECKS for problem in check(facts)]
 
 

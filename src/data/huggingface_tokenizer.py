@@ -180,7 +180,6 @@ class HuggingFaceTokenizer(Tokenizer):
         return array
 
     def _special_id(self, kind: str, tokens: dict[str, str], ids: dict[str, list[int]]) -> int | None:
-        """Returns the id of bos or eos; None if no file names it."""
         if (token := tokens.get(f"{kind}_token")) is None:
             return next(iter(ids.get(f"{kind}_token_id", ())), None)
         if (token_id := self._tokenizer.token_to_id(token)) is None:

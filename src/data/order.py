@@ -80,7 +80,6 @@ class Shuffle:
         return int(self._starts[group]) + inside
 
     def _shuffled_groups(self, epoch: int) -> tuple[list[int], np.ndarray]:
-        """Returns the groups of an epoch in their order, and where each ends in it."""
         number = len(self._sizes)
         # No epoch of items is below 0, so that the order of groups has nothing of the order in one.
         groups = [permute(i, number, self._seed, self._source, -1 - epoch) for i in range(number)]

@@ -45,7 +45,6 @@ _passed: set[str] = set()  # digests of files
 
 
 def _python(call: str) -> list[str]:
-    """Returns the command by which a new process calls a function of this module."""
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {_ROOT!r}); import {__name__} as here; here.{call}"]
 
 

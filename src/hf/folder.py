@@ -58,7 +58,6 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
 
 
 def _weight_files(path: Path) -> tuple[dict[str, str], list[str]]:
-    """Returns the file of each tensor, if an index says so, and the names of the folder's safetensors files."""
     index = path / INDEX
     if index.exists():
         file_of = read_object(index).get("weight_map")

@@ -115,7 +115,6 @@ def _differences(layers: Layers, read: Layers, max_target_length: int) -> list[s
 
 
 def _layers(model: Model) -> list[Model]:
-    """Returns the facts of each layer, with `global_parameter_scale` in the sizes."""
     sizes = [key for key in keys_of("model") if key.startswith("base_")]
     whole = {"global_parameter_scale": 1, "decoder_segments": ()}
     return [

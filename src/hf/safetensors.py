@@ -182,7 +182,6 @@ def dequantized(stored: Mapping[str, Tensor], quantization: Mapping[str, Any], p
 
 
 def _pairs(stored: Mapping[str, Tensor], values: str, scales: str, path: Path) -> list[tuple[str, Tensor, Tensor]]:
-    """Returns (weight, values, scales) of each weight stored under its name and these two endings."""
     stems = {end: [name.removesuffix(end) for name in stored if name.endswith(end)] for end in (scales, values) if end}
     weights = list(dict.fromkeys(weight for of_end in stems.values() for weight in of_end))
     if missing := [weight + end for weight in weights for end in (values, scales) if weight + end not in stored]:
@@ -191,7 +190,6 @@ def _pairs(stored: Mapping[str, Tensor], values: str, scales: str, path: Path) -
 
 
 def _check(name: str, tensor: Tensor, dtypes: Sequence[np.dtype], shape: tuple[int | None, ...], path: Path) -> None:
-    """Raises UserError unless the tensor is of one of these dtypes and this shape, in which None is any size."""
     if tensor.dtype not in dtypes:
         raise UserError(f"{name} in {path} is not of the dtype {' or '.join(map(str, dtypes))}")
     if len(tensor.shape) != len(shape) or any(n not in (None, tensor.shape[dim]) for dim, n in enumerate(shape)):

@@ -84,7 +84,6 @@ class Rearrangement:
         self._to_weight(by_factor[tuple(slice(*span) for span in spans)])[...] = part
 
     def _to_weight(self, block: np.ndarray) -> np.ndarray:
-        """Returns a view of `block`, whose dims are the file's factors, with the weight's dims."""
         block = block.transpose([self._factors.index(letter) for letter in self.dims if letter in self._factors])
         return np.expand_dims(block, tuple(self.dims.index(letter) for letter in self.split))
 
@@ -191,7 +190,6 @@ def _layer_numbers(shapes: Shapes) -> dict[tuple[str, int], list[list[int]]]:
 
 
 def _place(weight: WeightPath, layers: Mapping[tuple[str, int], list[list[int]]]) -> tuple[str, list[int]]:
-    """Returns the weight's name in a table and the numbers of the layers that it is stacked over."""
     match weight:
         case ("segments", segment, position, *rest):
             return ".".join(["layer", *rest]), layers["segments", segment][position]

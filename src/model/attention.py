@@ -113,7 +113,6 @@ class Attention(nnx.Module):
         return checkpoint_name(out_BTD, "out_proj"), cache
 
     def _values(self, x_BTD: Array, k_BTKH: Array) -> Array:
-        """Projects to values, or takes the keys' projection for them, and normalises them."""
         v_BTKH = k_BTKH
         if not self.spec.share_kv_projections:
             v_BTKH = matmul(x_BTD, self.value[...], "BTD,DKH->BTKH")

@@ -222,7 +222,6 @@ def _slice_shape(chips: int, generation: _Generation) -> tuple[int, ...] | None:
 
 
 def _factors(product: int, count: int) -> tuple[int, ...]:
-    """Factors `product` into `count` whole numbers with the least sum."""
     if count == 1:
         return (product,)
     divisors = [n for n in range(1, product + 1) if product % n == 0]

@@ -156,7 +156,6 @@ class _Follower(threading.Thread):
         return {**saved, "trained_by": trained_by, "since": start}
 
     def _read(self, file: BinaryIO, steps: dict[int, dict[str, float]]) -> None:
-        """Adds the lines that were written since, of steps that the tracker does not have."""
         for line in file:
             if not line.endswith(b"\n"):
                 file.seek(-len(line), os.SEEK_CUR)

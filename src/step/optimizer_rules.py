@@ -63,7 +63,6 @@ def scaled(rules: Tree, field: str) -> list[optax.GradientTransformation]:
 
 
 def _rules(keys: Step) -> list[Rule]:
-    """Returns the rules in order, and last that of the other weights."""
     return [Rule(**{"opt_type": keys.opt_type, **settings}) for settings in (*keys.optimizer_rules, {})]
 
 

@@ -88,7 +88,6 @@ class ParquetSource(Source):
         return rows
 
     def _group(self, group: int) -> pa.ChunkedArray:
-        """Returns the column of a row group, read by the first thread that asks for it."""
         with self._reading[group]:
             with self._lock:
                 if group in self._cached:

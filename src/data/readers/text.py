@@ -173,7 +173,6 @@ class TextSource(Source):
             self._parse_line(data[start - lines[0][0] : stop - lines[0][0]], file, start)
 
     def _read_text(self, file: str, piece: int, size: int, max_bytes: int) -> str:
-        """Reads a piece of a text file of `size` bytes; raises UserError where it is not text."""
         data = _piece(piece, size, max_bytes, functools.partial(files.read, file))
         is_beginning = piece == 0 and self._rules > 1
         if flaw := (is_beginning and other_format(file, data[:HEAD_BYTES])) or _flaw(data):
@@ -258,7 +257,6 @@ def _extents(file: str, size: int) -> np.ndarray:
 
 
 def _count_pieces(sizes: np.ndarray, max_bytes: int) -> np.ndarray:
-    """Counts the pieces of documents of these sizes in bytes, none of which has more than `max_bytes`."""
     return -(-sizes // (max_bytes - int(_CUT_WINDOW * max_bytes)))
 
 

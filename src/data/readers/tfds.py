@@ -72,7 +72,6 @@ def _find(spec: SourceSpec) -> str:
 
 
 def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
-    """Reads TFDS's facts on a dataset, and chooses its files of the format array_record."""
     import tensorflow_datasets as tfds
 
     try:

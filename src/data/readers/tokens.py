@@ -146,7 +146,6 @@ class _TokenFolder:
             raise self._damaged(INDEX_FILE.format(shard), "its documents do not follow each other")
 
     def _ids(self, shard: int, start: int, stop: int) -> np.ndarray:
-        """Reads int32: the ids [start, stop) of a shard."""
         name, largest_id = IDS_FILE.format(shard), self._shards[shard].largest_id
         begin, end = start * self._dtype.itemsize, stop * self._dtype.itemsize
         data = files.read(self._path(name), begin, end) if self._copies else self._mapped(name)[begin:end]
@@ -229,7 +228,6 @@ class TokenDocuments(_TokenFolder, Source):
 
 
 def _parse(summary: bytes, name: str) -> dict[str, Any]:
-    """Parses tokens.json, with `shards` as a list of ShardFacts; raises UserError where it is damaged."""
     try:
         facts = parse_json(summary)
         if (version := facts["format"]) not in range(1, FORMAT + 1):

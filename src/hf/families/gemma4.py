@@ -45,7 +45,6 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
 
 
 def _sizes(hf: Mapping[str, Any], kinds: Sequence[str]) -> list[Keys]:
-    """Returns the sizes of each layer that are not those of all."""
     full = {"head_dim": count_entry(hf, "global_head_dim", 512)}
     if entry(hf, "attention_k_eq_v", False) and hf.get("num_global_key_value_heads") is not None:
         full["num_key_value_heads"] = count_entry(hf, "num_global_key_value_heads", 1)

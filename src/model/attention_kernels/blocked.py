@@ -158,7 +158,6 @@ def _on_device(spec: ScoreSpec, parts: int, tile: int) -> Callable[..., Array]:
 
 
 def _sum(einsum: str, x: Array, y: Array) -> Array:
-    """Multiplies and sums in float32 at least."""
     return jnp.einsum(einsum, x, y, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
 
 

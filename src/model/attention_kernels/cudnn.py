@@ -214,7 +214,6 @@ class _Pieces:
         return jax.linear_transpose(lambda x: self.queries(x)[p], zeros)(x_bt)[0]
 
     def _call(self, arrays: Sequence[Array], mask: _Mask) -> tuple[tuple[Array, ...], dict[str, Any]]:
-        """Returns the primitives' operands and settings for queries, keys and values of a piece."""
         none, has_bias = jnp.zeros(0, arrays[0].dtype), mask.bias_b1ts is not None
         kind, lengths = fused.MaskType.CAUSAL if mask.used is None else fused.MaskType.NO_MASK, (none, none)
         if mask.lengths is not None:

@@ -109,7 +109,6 @@ def add_by_group(x: Array, bias: Array, factor_R1: Array | None = None, *, rows_
 
 
 def _batched_codes(x_GRX: Array, kernel: GroupedCodes, transposed: bool) -> Array:
-    """Multiplies each group's rows by its weight, as `batched_matmul`."""
     weight_dims = "gyx" if transposed else "gxy"
     triples = (weight_dims, "grx", "gry"), (weight_dims, "gry", "grx"), ("grx", "gry", weight_dims)
     no_axes = dict.fromkeys("grxy", ())  # all of it is on this device

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import jax
 import pytest
 
 from end_to_end.documented import ELSEWHERE, PAGES, commands_of, files_of, write_other_forms
@@ -14,7 +15,10 @@ from src import command_line, convert, hub, inspect_data
 from src.config.base_yml import help_for
 from src.config.schema import KEYS
 from src.convert import Agreement
+from src.model.attention_kernels import choose
 from src.model.flops import count_active_params, count_params
+from src.model.parts import attention_scores
+from src.parallel.mesh import make_layout
 from tests.hf import saved
 from tests.runs import BASE, ROOT
 from tests.tiny import spec_of
@@ -225,6 +229,35 @@ def test_a_familys_page_has_the_rows_of_that_table(page):
     rows = [line for line in page.read_text().splitlines() if line.startswith("| `")]
     assert rows
     assert set(rows) <= set(MODELS.read_text().splitlines())
+
+
+# The model files of each row of the table of attention kernels.
+OF_KERNELS = {
+    "Llama 2 to 4": "llama|mi[sx]tral|qwen2.5|qwen3-(?!next)|olmo|phi|glm|granite|smollm|gpt3",
+    "Gemma 1 and 3": "gemma-|gemma3-(?!27b)|qwen3-next",
+    "Gemma 3 27B": "gemma3-27b",
+    "DeepSeek": "deepseek|kimi",
+    "Gemma 2": "gemma2|gpt-oss|gemma4",
+}
+OF_DEVICES = [("tpu", 0.0), ("gpu", 9.0), ("gpu", 8.0), ("cpu", 0.0)]  # its columns: platforms, compute capabilities
+
+
+def test_the_table_of_kernels_is_what_is_chosen(monkeypatch):
+    table = re.search(r"\| family \| TPU .*\n\|[-|]+\n((?:\|.*\n)+)", MODELS.read_text())[1]
+    rows = [[cell.strip("` ") for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    files, seen = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yml")), []
+    for (start, pattern), (families, *kernels) in zip(OF_KERNELS.items(), rows, strict=True):
+        assert families.startswith(start)
+        for name in (name for name in files if re.match(pattern, name)):
+            config = command_line.load([BASE, f"model_name={name}"])
+            spec, layout = spec_of(config), make_layout(config.mesh, jax.devices()[:1])
+            scores = attention_scores(spec)
+            for (platform, capability), kernel in zip(OF_DEVICES, kernels, strict=True):
+                monkeypatch.setattr(choose, "_capability", lambda layout, it=capability: it)
+                chosen = choose.choose_kernel("autoselected", platform, scores, "bfloat16", 8192, layout)
+                assert chosen == kernel, (name, platform, capability)
+            seen.append(name)
+    assert sorted(seen) == files
 
 
 def test_what_adding_a_family_quotes_is_in_the_code():

@@ -29,6 +29,8 @@ def look_up(table_VD: Array, ids_BT: Array, layout: Layout, axis: str) -> Array:
 
     def on_device(part_VD: Array, ids_BT: Array) -> Array:
         if gathered:  # the gradient of a gather is a reduce-scatter
+            # libtpu 0.0.42 and 0.0.48 end with a RET_CHECK where a loop over micro-batches casts and adds its result.
+            part_VD = jax.lax.optimization_barrier(part_VD)
             part_VD = jax.lax.all_gather(part_VD, gathered, axis=1, axis_index_groups=near, tiled=True)
         ids_BT = ids_BT - (jax.lax.axis_index(sharing) * len(part_VD) if sharing else 0)
         if blocks == 1:

@@ -326,7 +326,7 @@ def test_after_a_store_fails_or_batches_are_closed_nothing_more_is_read_of_it(co
         is_remote, fails = True, False
 
         def __getitem__(self, i):
-            time.sleep(0.01)
+            time.sleep(0.002)
             if self.fails:
                 raise TransientError("the store does not answer")
             return super().__getitem__(i)

@@ -23,6 +23,7 @@ from src.config.command_keys import Diagnostics
 from src.report import diagnostics
 diagnostics._TRACES = pathlib.Path(sys.argv[1])
 default.STACK_TRACE_DIR_DEFAULT = sys.argv[1]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a script started pytest with &
 
 def a_function_of_its_own(seconds):
     end = time.monotonic() + seconds

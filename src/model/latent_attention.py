@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values come from one latent."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -62,10 +63,11 @@ class LatentAttention(nnx.Module):
     def __call__(self, x_BTD: Array, context: ForwardContext, cache: Cache | None) -> tuple[Array, Cache | None]:
         """Maps [B, T, D] to [B, T, D]; returns the cache with these tokens too, which is None in training."""
         constrain = context.layout.constrain
-        query_BTQ = x_BTD
+        query_BTQ, query = x_BTD, self.query[...]
         if self.spec.q_lora_rank:
             query_BTQ = self.query_down_norm(matmul(x_BTD, self.query_down[...], "BTD,DQ->BTQ"))
-        q_BTNH = matmul(query_BTQ, self.query[...], "BTQ,QNH->BTNH")
+            query = _whole(query, x_BTD.dtype, context.layout)
+        q_BTNH = matmul(query_BTQ, query, "BTQ,QNH->BTNH")
         nope_BTNH, rope_BTNH = jnp.split(q_BTNH, [self.spec.qk_nope_head_dim], axis=-1)
         rope_BTNH = self._rotate(rope_BTNH, context)
         down_BT1R = matmul(x_BTD, self.kv_down[...], "BTD,DR->BTR")[:, :, None]
@@ -98,7 +100,8 @@ class LatentAttention(nnx.Module):
         if rows_shared:
             latent_BT1R = replicate_rows(checkpoint_name(latent_BT1R, "value_proj"), layout, None, None)
             shared_BT1H = replicate_rows(checkpoint_name(shared_BT1H, "key_proj"), layout, None, None)
-        expanded_BSNH = matmul(latent_BT1R[:, :, 0], self.kv_up[...], "BTR,RNH->BTNH")
+        latent_BTR, kv_up = latent_BT1R[:, :, 0], _whole(self.kv_up[...], latent_BT1R.dtype, layout)
+        expanded_BSNH = matmul(latent_BTR, kv_up, "BTR,RNH->BTNH")
         nope_BSNH, v_BSNH = jnp.split(expanded_BSNH, [self.spec.qk_nope_head_dim], axis=-1)
         shared_BSNH = jnp.broadcast_to(shared_BT1H, (*nope_BSNH.shape[:-1], shared_BT1H.shape[-1]))
         k_BSNH = jnp.concatenate([nope_BSNH, shared_BSNH], axis=-1)
@@ -115,6 +118,11 @@ class LatentAttention(nnx.Module):
         mask_BTS = decode_mask(self.scores, context.positions_BT, cache_BS1R.shape[1])
         out_BTNR = masked_attention(q_BTNR, cache_BS1R, cache_BS1R[..., :R], mask_BTS, self.scores, None)
         return matmul(out_BTNR, kv_up[..., nope_dim:], "BTNR,RNH->BTNH")
+
+
+def _whole(kernel: Any, dtype: jnp.dtype, layout: Layout) -> Any:
+    """Gathers an up-projection: XLA for TPUs would multiply by each device's few rows of it in turn (docs/log.md)."""
+    return layout.constrain(kernel.astype(dtype), None, "heads", "head_dim") if isinstance(kernel, Array) else kernel
 
 
 def undivided_latents(layout: Layout, spec: ModelSpec) -> list[str]:

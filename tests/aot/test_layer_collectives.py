@@ -167,3 +167,13 @@ def test_tiles_of_the_loss_gather_no_hidden_states_over_context():
     assert over_context(found) == {
         (kind, ("context",), KEYS_OF_ROW): 2 * LAYERS for kind in ("all-gather", "reduce-scatter")
     }
+
+
+@pytest.mark.long
+def test_sharded_latents_are_gathered_not_multiplied_by_one_devices_rows_at_a_time():
+    """XLA would make loops of permutes of such products, with a few rows of a weight in each round."""
+    permuted = []
+    for rule in ("[]", "[fsdp,context,expert]"):
+        found, _ = moved(True, **MODELS["latent"], per_device_batch_size=2, logical_axis_rules__latent=rule)
+        permuted.append(sum(times for (kind, *_), times in found.items() if kind == "collective-permute"))
+    assert permuted[1] == permuted[0]

@@ -29,7 +29,7 @@ LONGEST = (
     *("resume", "parity", "train_compile", "decode", "memory", "expert_axis", "multiprocess", "kernels", "experts"),
     *("context_axis", "memory_levers", "train_step", "axes", "program", "compiler_flags", "config_entries", "pgle"),
     *("layer_collectives", "checkpoint", "multislice", "moe", "remat", "quantized_products", "train", "readme"),
-    *("tokenize_dataset", "tutorial", "run_as_config", "convert", "pipeline", "odd_exports", "scale", "launch"),
+    *("tokenize_dataset", "run_as_config", "convert", "pipeline", "odd_exports", "scale", "launch"),
     "forking",
 )
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 from tests import quick_compilation
@@ -11,6 +12,7 @@ from tests import quick_compilation
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "tutorial.ipynb"
 
 
+@pytest.mark.long
 def test_the_notebook_runs_and_resumes():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute(

@@ -12,7 +12,7 @@ from src.aot.devices import abstract_devices
 from src.parallel.topology import parse_topology
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
-from tests.compilers import needs_cuda
+from tests.compilers import NO_AUTOTUNING, needs_cuda
 from tests.tiny import BASE
 
 pytestmark = needs_cuda
@@ -25,7 +25,7 @@ def traced(*keys, topology="a3"):
     devices = abstract_devices(parse_topology(topology, 1))
     sizes = (f"max_target_length={LENGTH}", "per_device_batch_size=1", "dataset_type=synthetic")
     config = command_line.load([BASE, *sizes, *keys])
-    return build(config, devices, compiler_options("", devices[0], 1))
+    return build(config, devices, {**compiler_options("", devices[0], 1), **NO_AUTOTUNING})
 
 
 def buffers(text, least):

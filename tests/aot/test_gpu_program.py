@@ -13,7 +13,7 @@ from src.aot.replay import replay
 from src.parallel.topology import parse_topology, peak_flops
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
-from tests.compilers import SMALL, needs_cuda
+from tests.compilers import NO_AUTOTUNING, SMALL, needs_cuda
 from tests.tiny import BASE
 
 pytestmark = needs_cuda
@@ -27,7 +27,7 @@ def compiled(flags):
     topology = parse_topology("a3", 2)
     devices = abstract_devices(topology)
     config = command_line.load([BASE, *SIZES, "dcn_data_parallelism=1", "dataset_type=synthetic"])
-    built = build(config, devices, compiler_options(flags, devices[0], topology.slices))
+    built = build(config, devices, {**compiler_options(flags, devices[0], topology.slices), **NO_AUTOTUNING})
     return built.traced.lower().compile().as_text(), built.plan.layout.mesh, topology.chip
 
 

@@ -116,7 +116,8 @@ def test_the_command_that_compiles_ahead_of_time_does_so_by_the_profile(for_gpus
 
 
 @needs_cuda
-@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_profile_of_another_program_is_refused(for_gpus, tmp_path, is_compiled):
     """Compiled by it, the program is the one without."""
     lowered, header, plain = for_gpus

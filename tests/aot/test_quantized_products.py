@@ -21,7 +21,7 @@ from src.parallel.mesh import make_layout, weight_shardings
 from src.parallel.topology import parse_topology
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
-from tests.compilers import needs_cuda, needs_libtpu
+from tests.compilers import NO_AUTOTUNING, needs_cuda, needs_libtpu
 from tests.tiny import load, spec_of
 
 D, F, N, K, H, T = 512, 1024, 4, 2, 128, 512
@@ -58,6 +58,8 @@ def compiled(kind, topology, flags=""):
         return jnp.sum(jnp.square(out_BTD.astype(jnp.float32)))
 
     options = compiler_options(flags, layout.mesh.devices.flat[0], 1)
+    if layout.platform == "gpu" and not flags:
+        options |= NO_AUTOTUNING
     step = jax.jit(jax.grad(loss, argnums=(0, 1)), compiler_options=options, out_shardings=(at, rows))
     return step.lower(weights, x).compile().as_text()
 

@@ -63,8 +63,7 @@ def begin(
 def open_run(
     config: Config,
     folder: RunFolder,
-    plan: StepPlan,
-    abstract: TrainState,
+    built: TracedStep,
     fingerprint: Mapping[str, Any],
     tokenizer: Tokenizer | None,
     exits: contextlib.ExitStack,
@@ -82,7 +81,7 @@ def open_run(
     changes = compare_configs(config, folder)
     accepted = (*config.accept_changes, *[EVALUATION] * (not config.target_eval_loss))
     start = starting_state(
-        config.checkpoint, config.data, accepted, plan, abstract, checkpointer, fingerprint, tokenizer
+        config.checkpoint, config.data, accepted, built.plan, built.state, checkpointer, fingerprint, tokenizer
     )
     first_step = int(start.state.step)
     if first_step > config.steps or (first_step == config.steps and not start.resumed):

@@ -78,7 +78,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     generated = DecodeMetrics(config.decoding, inputs, global_batch) if config.decode_metrics else None
 
     # ---- The run's folder, and where in the run it is
-    checkpointer, start = open_run(config, folder, plan, built.state, fingerprint, tokenizer, exits)
+    checkpointer, start = open_run(config, folder, built, fingerprint, tokenizer, exits)
     state, first_step = start.state, int(start.state.step)
     finished = ending(config, first_step, start.eval_loss)
     if finished and not start.evaluation_due:  # in a restart loop, or after a kill at the end

@@ -98,7 +98,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     check_same(fingerprint, "data", "the same files, tokenizer, weights and keys")
 
     # ---- The run's folder, and where in the run it is
-    checkpointer, start = open_run(config, folder, plan, built.state, fingerprint, tokenizer, exits)
+    checkpointer, start = open_run(config, folder, built, fingerprint, tokenizer, exits)
     done = int(start.state.step)
     _, rows_taken, rows_before, _ = start.position
 

@@ -1,5 +1,6 @@
 """Products of activations with weights: as einsums, or on a single CPU as products of matrices."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +26,27 @@ def product(x: Array, kernel: Array, einsum: str, precision: str | None) -> Arra
     sizes = dict(zip(dims_x + dims_kernel, x.shape + kernel.shape, strict=True))
     width = math.prod(sizes[dim] for dim in summed)
     matrix = kernel.reshape(width, -1) if dims_kernel == summed + out else kernel.reshape(-1, width).T
-    y = jnp.matmul(x.reshape(-1, width), matrix, precision=precision)
+    y = _multiply(x.reshape(-1, width), matrix, precision)
     return y.reshape([sizes[dim] for dim in dims_y])
+
+
+def _multiply(x_RI: Array, kernel_IO: Array, precision: str | None) -> Array:
+    """Multiplies matrices on a CPU, where XLA takes up to three times as long if the first one is transposed.
+
+    A kernel's gradient is such a product: so the narrower of its operands is copied in the order in which it is read.
+    """
+    matmul, barrier = functools.partial(jnp.matmul, precision=precision), jax.lax.optimization_barrier
+
+    def gradients(kept: tuple[Array, Array], d_out_RO: Array) -> tuple[Array, Array]:
+        x_RI, kernel_IO = kept
+        # Without barriers XLA would make transposed products of these again.
+        if x_RI.shape[1] <= d_out_RO.shape[1]:
+            d_kernel_IO = barrier(matmul(barrier(x_RI.T), d_out_RO))
+        else:
+            d_kernel_IO = barrier(matmul(barrier(d_out_RO.T), x_RI)).T
+        return matmul(d_out_RO, kernel_IO.T), d_kernel_IO
+
+    return with_gradient(lambda x, kernel: (matmul(x, kernel), (x, kernel)), gradients)(x_RI, kernel_IO)
 
 
 def with_gradient(run: Callable[..., tuple[Any, Any]], gradients: Callable[[Any, Any], Any]) -> Callable[..., Any]:

@@ -1,5 +1,7 @@
 """Products with weights on a single CPU, and how layers run there."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,10 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from src.model.products import product
-from tests.tiny import make
+from src.step.optimizer import hparams_at
+from src.step.state import abstract_batch, abstract_state
+from src.step.train_step import compile_steps
+from tests.tiny import LENGTH, make
 
 SIZES = dict(zip("BTDNHAFVR", (2, 3, 4, 2, 5, 2, 6, 7, 4), strict=True))
 FORMS = ["BTD,DNH->BTNH", "BTNH,NHD->BTD", "BTF,FD->BTD", "BTD,DAF->BTAF", "BTD,VD->BTV"]
@@ -32,6 +37,17 @@ def test_a_product_and_its_gradients_are_the_einsums(einsum, devices):
     products = [eqn for eqn in _equations(compiled.trace(*arrays).jaxpr) if eqn.primitive.name == "dot_general"]
     are_matrices = [all(operand.aval.ndim == 2 for operand in eqn.invars) for eqn in products]
     assert set(are_matrices) == {devices == 1 and einsum in FORMS}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_multiplies_no_transposed_first_matrix(tied):
+    """XLA for CPUs takes up to three times as long for one, by the arrays of the compiled step."""
+    config, plan = make(1, logits_via_embedding=tied)
+    state, batch = abstract_state(plan), abstract_batch(plan, 2, LENGTH)
+    step = compile_steps(plan, state)[0].lower(state, batch, hparams_at(config.step, config.steps, 0))
+    dots = re.findall(r" dot\(.*", step.compile().as_text())
+    assert dots
+    assert not [dot for dot in dots if "lhs_contracting_dims={0}" in dot]
 
 
 def _equations(jaxpr):

@@ -117,8 +117,9 @@ def digest_of(arrays):
 @contextlib.contextmanager
 def recording():
     """Yields the digests of the batches that a run trains on, and of those that it evaluates on, as they are taken."""
-    from src import run, train, train_dpo
+    from src import train, train_dpo
 
+    evaluator = sys.modules[train.Evaluator.__module__]
     batches, eval_batches = [], []
 
     def train_batches(*arguments, original=train.train_batches, **keywords):
@@ -130,7 +131,7 @@ def recording():
         finally:
             made.close()
 
-    class EvalBatches(run.EvalBatches):
+    class EvalBatches(evaluator.EvalBatches):
         def __iter__(self):
             for arrays in super().__iter__():
                 eval_batches.append(digest_of(arrays))
@@ -139,7 +140,7 @@ def recording():
     with (
         mock.patch.object(train, "train_batches", train_batches),
         mock.patch.object(train_dpo, "train_batches", train_batches),
-        mock.patch.object(run, "EvalBatches", EvalBatches),
+        mock.patch.object(evaluator, "EvalBatches", EvalBatches),
     ):
         yield batches, eval_batches
 

@@ -88,6 +88,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     places, rows_taken, rows_before, saved = start.position
     place_in_data = rows_taken, None if places is None else places[streams], rows_before, saved
     batches = train_batches(inputs, data, streams, global_batch, *place_in_data, schedule, first_step)
+    exits.callback(batches.close)  # not before the report, as it waits for rows that are being made
     evaluations = [
         Evaluator(config.evaluation, inputs, plan, built.eval, eval_set, start.eval_position.get(eval_set.name))
         for eval_set in eval_sets
@@ -136,7 +137,6 @@ def run_steps(
     tracking.start(folder, done if start.resumed else None)
     stopped_by, finished = 0, ending(config, done, start.eval_loss)
     with (
-        contextlib.closing(batches),
         recorder,
         contextlib.closing(Profile(config.diagnostics, done, config.steps, folder.local)) as profile,
         contextlib.closing(Preemption(folder.path)) as preemption,

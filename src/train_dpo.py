@@ -119,6 +119,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     with_reference = functools.partial(pair_batch, reference=kept_in(folder, facts, compute))
     evaluations = [evaluator(each, prepare=with_reference) for each in eval_sets]
     batches = train_batches(inputs, data, rows, global_batch, rows_taken, rows_before=rows_before)
+    exits.callback(batches.close)
     recorder = open_log(config, folder, header, start, built)
 
     # ---- The loop of src/train.py

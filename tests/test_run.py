@@ -196,6 +196,24 @@ def test_a_signal_at_an_evaluation_delays_it_to_the_resumed_run(tmp_path, whole,
     assert_same(tmp_path / "run", whole)
 
 
+@pytest.mark.parametrize("stopped_by", [signal.SIGTERM, 0])
+def test_the_end_of_a_run_is_told_before_its_data_are_waited_for(stopped_by, tmp_path, monkeypatch, capsys):
+    """They may be slow, or hang: threads make rows of later steps."""
+    said = []
+
+    def train_batches(*arguments, original=runs.train.train_batches):
+        try:
+            yield from original(*arguments)
+        finally:
+            said.append(capsys.readouterr().out)
+
+    monkeypatch.setattr(runs.train, "train_batches", train_batches)
+    monkeypatch.setattr(Preemption, "reached", lambda self, step: stopped_by and step == 4)
+    assert start(tmp_path).stopped_by == stopped_by
+    assert f"report: {tmp_path / 'run' / 'report.html'}" in said[0]
+    assert ("stopped by SIGTERM after step 4" in said[0]) == bool(stopped_by)
+
+
 def test_what_came_of_another_checkpoint_is_not_taken(tmp_path, whole):
     """Nor a file that is none of ours: then the evaluation is made again, with the same result."""
     start(tmp_path, steps=4, learning_rate_schedule_steps=STEPS)

@@ -28,6 +28,10 @@ def traced(*keys, topology="a3"):
     return build(config, devices, {**compiler_options("", devices[0], 1), **NO_AUTOTUNING})
 
 
+# What only passes on arrays that other instructions make.
+PASSES_ON = ("parameter", "tuple", "get-tuple-element", "while", "conditional", "call", "bitcast")
+
+
 def buffers(text, least):
     """The arrays in memory of so many elements or more, by the line of the program that makes them."""
     computations, _ = hlo.parse(text)
@@ -38,7 +42,7 @@ def buffers(text, least):
             sizes = [
                 math.prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\[([\d,]*)\]", each.type)
             ]
-            if max(sizes, default=0) >= least:
+            if max(sizes, default=0) >= least and each.opcode not in PASSES_ON:
                 found[each.name] = (each.type, each.attributes)
     return found
 
@@ -103,9 +107,10 @@ def test_an_a100_has_what_it_can(keys, reason):
 @pytest.mark.long
 @pytest.mark.parametrize("model", MODELS)
 def test_no_models_attention_holds_an_eighth_of_all_scores(model):
-    """Each published model at its own sizes. (Gathered weights and logits may be larger: they are not attention's.)"""
+    """Each published model at its own sizes, but for the vocabulary. (Gathered weights and what blocks keep may be
+    larger: they are not attention's.)"""
     positions = ["trainable_position_size=8192"] * model.startswith("gpt3")
-    built = traced(f"model_name={model}", *positions)
+    built = traced(f"model_name={model}", "vocab_size=512", *positions)
     text = built.traced.lower().compile().as_text()
     heads = max(layer.num_query_heads for layer in built.plan.spec.layers)
     found = buffers(text, heads * LENGTH**2 // 8).values()

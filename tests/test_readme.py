@@ -185,7 +185,7 @@ def test_what_the_promises_name_is_there():
         for words in (span.split() for span in re.findall(r"`([^`]+)`", shown)):
             for before, word in zip(["", *words], words, strict=False):
                 path, _, test = word.partition("::")
-                if before == "-m":
+                if before == "-m" and words[0] != "pytest":  # whose -m is a mark
                     assert find_spec(word), word
                 elif re.fullmatch(r"(src|tests|configs|scripts|end_to_end)/[\w/.-]*", path):
                     assert (ROOT / path).exists(), path

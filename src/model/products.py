@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+LARGE = 2**18  # numbers of a weight. Below, the quickstart's step took longer with `_multiply`, in as much CPU time.
+
 
 def product(x: Array, kernel: Array, einsum: str, precision: str | None) -> Array:
     """Multiplies `x` by a weight of its dtype, as `einsum` says.
@@ -26,7 +28,8 @@ def product(x: Array, kernel: Array, einsum: str, precision: str | None) -> Arra
     sizes = dict(zip(dims_x + dims_kernel, x.shape + kernel.shape, strict=True))
     width = math.prod(sizes[dim] for dim in summed)
     matrix = kernel.reshape(width, -1) if dims_kernel == summed + out else kernel.reshape(-1, width).T
-    y = _multiply(x.reshape(-1, width), matrix, precision)
+    multiply = _multiply if kernel.size >= LARGE else jnp.matmul
+    y = multiply(x.reshape(-1, width), matrix, precision=precision)
     return y.reshape([sizes[dim] for dim in dims_y])
 
 

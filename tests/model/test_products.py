@@ -9,6 +9,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from src.model import products
 from src.model.products import product
 from src.step.optimizer import hparams_at
 from src.step.state import abstract_batch, abstract_state
@@ -21,8 +22,9 @@ BATCHED = ["BTNH,RNH->BTNR"]  # a matrix for each head is no product of two matr
 
 
 @pytest.mark.parametrize("einsum", FORMS + BATCHED)
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_product_and_its_gradients_are_the_einsums(einsum, devices):
+@pytest.mark.parametrize(("devices", "large"), [(1, 0), (1, products.LARGE), (2, 0)])
+def test_a_product_and_its_gradients_are_the_einsums(einsum, devices, large, monkeypatch):
+    monkeypatch.setattr(products, "LARGE", large)
     rng = np.random.default_rng(0)
     dims_x, dims_kernel, dims_y = einsum.replace("->", ",").split(",")
     shapes = [[SIZES[dim] for dim in dims] for dims in (dims_x, dims_kernel, dims_y)]
@@ -34,14 +36,15 @@ def test_a_product_and_its_gradients_are_the_einsums(einsum, devices):
     np.testing.assert_allclose(dx, np.einsum(f"{dims_y},{dims_kernel}->{dims_x}", dy, kernel), 1e-4, 1e-5)
     np.testing.assert_allclose(dkernel, np.einsum(f"{dims_x},{dims_y}->{dims_kernel}", x, dy), 1e-4, 1e-5)
     arrays = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=whole) for each in (x, kernel)]
-    products = [eqn for eqn in _equations(compiled.trace(*arrays).jaxpr) if eqn.primitive.name == "dot_general"]
-    are_matrices = [all(operand.aval.ndim == 2 for operand in eqn.invars) for eqn in products]
+    equations = [eqn for eqn in _equations(compiled.trace(*arrays).jaxpr) if eqn.primitive.name == "dot_general"]
+    are_matrices = [all(operand.aval.ndim == 2 for operand in eqn.invars) for eqn in equations]
     assert set(are_matrices) == {devices == 1 and einsum in FORMS}
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_step_multiplies_no_transposed_first_matrix(tied):
+def test_a_step_multiplies_no_large_transposed_first_matrix(tied, monkeypatch):
     """XLA for CPUs takes up to three times as long for one, by the arrays of the compiled step."""
+    monkeypatch.setattr(products, "LARGE", 0)
     config, plan = make(1, logits_via_embedding=tied)
     state, batch = abstract_state(plan), abstract_batch(plan, 2, LENGTH)
     step = compile_steps(plan, state)[0].lower(state, batch, hparams_at(config.step, config.steps, 0))

@@ -28,8 +28,9 @@ def traced(*keys, topology="a3"):
     return build(config, devices, {**compiler_options("", devices[0], 1), **NO_AUTOTUNING})
 
 
-# What only passes on arrays that other instructions make.
+# What only passes on arrays that other instructions make; a collective may have weights of several parts of a layer.
 PASSES_ON = ("parameter", "tuple", "get-tuple-element", "while", "conditional", "call", "bitcast")
+PASSES_ON += tuple(f"{kind}{part}" for kind in ("all-gather", "reduce-scatter") for part in ("", "-start", "-done"))
 
 
 def buffers(text, least):

@@ -15,7 +15,7 @@ from src.errors import UserError
 _BEGINNINGS = {
     "results_path": rb'\{\n  "(eval_loss["/]|results": .*"model": "mintext")',
     "scores_path": rb'\{"text": [^\n]*"log_probs": \[null',
-    "logits_path": rb"\x93NUMPY.{4}\{'descr': '<f4', 'fortran_order': False, 'shape': \(\d+, \d+, \d+\)",
+    "logits_path": rb"\x93NUMPY\x02\x00.{4}\{'descr': '<f4', 'fortran_order': False, 'shape': \(\d+, \d+, \d+\)",
     "decode_path": rb'\{"id": 0, "sample": 0, "prompt": ',
     "decode_path's settings": rb'\{.*"decode_samples": .*"prompts": ',
     "compile_report": rb'\{\n  "topology": ',

@@ -128,7 +128,9 @@ def write_logits(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weigh
     compute, B = _compiled(plan, _logits), eval_batch_size(evaluation, batch, plan)
     file = None
     if jax.process_index() == 0:
-        file = np.lib.format.open_memmap(Path(evaluation.logits_path).expanduser(), "w+", np.float32, shape)
+        out = Path(evaluation.logits_path).expanduser()
+        # NumPy itself writes version 1.0: by this one `disk.is_own` knows the file.
+        file = np.lib.format.open_memmap(out, "w+", np.float32, shape, version=(2, 0))
     for first in range(0, len(tokens), B):
         rows = tokens[first : first + B]
         logits_BTV = compute(weights, _padded(rows, B, tokens.shape[1]))

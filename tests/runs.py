@@ -66,10 +66,10 @@ def write_corpus(folder, documents=60, seed=0, words=(5, 150)):
 # ---- In this process
 
 
-_BUILT = {}
+_BUILT, _NO_FIELDS = {}, {}
 
 
-def build_once(config, devices, options, fields):
+def build_once(config, devices, options, fields=_NO_FIELDS):
     """In place of `run.build`: tracing and compiling a step again takes half of a short run's time."""
     sections = (config.model, config.step, config.batch, config.mesh, config.eval_metrics)
     key = repr((sections, devices, dict(options), fields))

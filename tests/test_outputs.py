@@ -91,6 +91,7 @@ def trained(tmp_path_factory):
     runs.run_here(base_output_directory=folder, dataset_path=corpus, steps=1, eval_interval=1, eval_steps=1)
     (folder / "texts.txt").write_text("alpha\n")
     np.save(folder / "ids.npy", np.zeros((8, 4), np.int32))
+    np.save(folder / "logits.npy", np.zeros((8, 4, 300), np.float32))
     return folder / "run"
 
 
@@ -109,6 +110,7 @@ FOREIGN = {
     "a run's config.yml": lambda trained: (trained / "config.yml").read_bytes(),
     "data in JSON lines": lambda trained: b'{"text": "mine"}\n',
     "ids": lambda trained: (trained.parent / "ids.npy").read_bytes(),
+    "another program's logits": lambda trained: (trained.parent / "logits.npy").read_bytes(),
     "JSON": lambda trained: b'{\n  "mine": 1\n}\n',
     "texts, of which a later one has scores": lambda trained: (
         b'{"text": "a"}\n{"text": "b", "log_probs": [null, -1]}\n'

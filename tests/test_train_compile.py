@@ -110,6 +110,7 @@ def test_what_should_help_is_compiled_to_see(tmp_path):
     assert again["needed"] == first["compiled"]
 
 
+@pytest.mark.long
 @needs_cuda
 def test_a_gpu_host_has_a_verdict_though_its_compiler_gives_none(tmp_path, monkeypatch, settings):
     monkeypatch.setattr(sys.modules[main.__module__], "changes", no_changes)
@@ -189,7 +190,7 @@ def test_an_offer_that_is_compiled_is_what_the_command_says_of_it(monkeypatch, s
     ("setting", "part", "key"),
     [
         ("attention=dot_product", 2 / 3, "attention"),
-        ("attention=autoselected", 2 / 3, "num_vocab_tiling"),
+        pytest.param("attention=autoselected", 2 / 3, "num_vocab_tiling", marks=pytest.mark.long),
         pytest.param("num_vocab_tiling=64", 2 / 3, "ici_context_parallelism", marks=pytest.mark.long),
     ],
 )

@@ -25,6 +25,7 @@ def compiled(**keys):
     return step.traced.lower().compile().memory_analysis(), memory(step)
 
 
+@pytest.mark.long
 @needs_libtpu
 @pytest.mark.usefixtures("little_effort")
 def test_the_optimizers_state_is_in_host_memory():

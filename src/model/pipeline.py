@@ -78,6 +78,11 @@ def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> Schedule | Non
     stages, group = layout.mesh.shape[AXIS], spec.layer_groups[spec.largest_group]
     micro_batches, repeats = mesh.num_pipeline_microbatches, mesh.num_pipeline_repeats
     if stages == 1:
+        if micro_batches != -1 or repeats not in (-1, 1):
+            raise UserError(
+                "num_pipeline_microbatches and num_pipeline_repeats need more than one pipeline stage: set "
+                "ici_pipeline_parallelism or dcn_pipeline_parallelism"
+            )
         return None
     if layout.rules["layers"] != (AXIS,):
         raise UserError(f"{stages} pipeline stages need logical_axis_rules.layers=[{AXIS}]")

@@ -219,6 +219,12 @@ def test_what_stages_cannot_share_out_is_an_error(keys, parts):
     assert [part for part in parts if part not in str(error.value)] == []
 
 
+def test_keys_of_stages_are_refused_if_all_devices_come_to_one_stage():
+    keys = {"ici_pipeline_parallelism": -1, "ici_fsdp_parallelism": 1, "num_pipeline_microbatches": 4}
+    with pytest.raises(UserError, match="need more than one pipeline stage"):
+        make(1, **keys)
+
+
 @pytest.mark.parametrize(
     ("per_device", "keys", "parts"),
     [

@@ -34,6 +34,11 @@ class Execution:
         places = self.remat_custom.items()
         return tuple(tuple(name for name, at in places if at == place) for place in ("device", "offload"))
 
+    @property
+    def mlp_in_halves(self) -> bool:
+        """Whether a wide feed-forward layer runs in halves: where gradients are early and a policy keeps none of it."""
+        return self.early_gradients and self.remat_policy != "none" and "mlpwi" not in sum(self.kept, ())
+
     def remat(self, block: Callable, repeats: int) -> Callable:
         """Wraps a block of a pattern that runs `repeats` times, to keep for the backward pass what the policy names."""
         if self.remat_policy == "none" and not self.has_experts:

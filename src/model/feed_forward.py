@@ -3,6 +3,7 @@
 import functools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,26 +54,41 @@ class FeedForward(nnx.Module):
         self, x_BTD: Array, context: ForwardContext, gate_BT1: Array | None = None
     ) -> tuple[Array, dict[str, Array]]:
         """Maps [B, T, D] to [B, T, D], times each token's gate if there is one; reports nothing."""
-        hidden_BTF = activated(self._factors(x_BTD, context), self.spec)
-        if gate_BT1 is not None:  # here, as experts are weighted: its gradient does not need the last product
-            hidden_BTF *= gate_BT1
-        out_BTD = context.reduce_scatter_sequence(matmul(hidden_BTF, self.wo[...], "BTF,FD->BTD"))
+        wi, wo, bias = self.wi[...], self.wo[...], self.wi_bias[...] if self.spec.mlp_bias else None
+        half = len(wo) // 2 if isinstance(wo, Array) else 0
+        wide = half >= self.spec.emb_dim and half % 128 == 0 and context.layout.shards("mlp") == 1
+        if context.mlp_in_halves and wide and isinstance(wi, Array):
+            # Half of the hidden units at a time, forward and backward, so that arrays of the other half need no memory.
+            run = jax.checkpoint(functools.partial(self._project, context=context))
+            out_BTD = run(x_BTD, gate_BT1, wi[..., :half], wo[:half], None if bias is None else bias[:, :half])
+            x_BTD, out_BTD = context.gradients_together(x_BTD, out_BTD)
+            out_BTD += run(x_BTD, gate_BT1, wi[..., half:], wo[half:], None if bias is None else bias[:, half:])
+        else:
+            out_BTD = self._project(x_BTD, gate_BT1, wi, wo, bias, context)
+        out_BTD = context.reduce_scatter_sequence(out_BTD)
         if self.spec.mlp_bias:
             out_BTD += self.wo_bias[...].astype(x_BTD.dtype)
         return checkpoint_name(out_BTD, "mlpwo"), {}
 
-    def _factors(self, x_BTD: Array, context: ForwardContext) -> list[Array]:
-        wi, indices = self.wi[...], range(len(self.spec.mlp_activations))
+    def _project(
+        self, x_BTD: Array, gate_BT1: Array | None, wi: Any, wo: Any, bias_AF: Array | None, context: ForwardContext
+    ) -> Array:
+        indices = range(len(self.spec.mlp_activations))
         if context.early_gradients and isinstance(wi, Array):
-            # Arrays of their own, whose gradients no product computes again (docs/log.md).
-            factors = context.gradients_together(*(matmul(x_BTD, wi[:, index], "BTD,DF->BTF") for index in indices))
+            # Weights' gradients are there before attention's backward pass begins, or factors' would be held through
+            # it. Factors are arrays of their own, whose gradients no product computes again (docs/log.md).
+            x_BTD, *kernels = context.gradients_together(x_BTD, *(wi[:, index] for index in indices))
+            factors = context.gradients_together(*(matmul(x_BTD, kernel, "BTD,DF->BTF") for kernel in kernels))
         else:
             hidden_BTAF = matmul(x_BTD, wi, "BTD,DAF->BTAF")
             factors = [hidden_BTAF[..., index, :] for index in indices]
-        if self.spec.mlp_bias:
-            biases = self.wi_bias[...].astype(x_BTD.dtype)
-            factors = [factor + biases[index] for index, factor in enumerate(factors)]
-        return [context.layout.constrain(factor, "batch", "length", "mlp") for factor in factors]
+        if bias_AF is not None:
+            factors = [factor + bias_AF[index].astype(x_BTD.dtype) for index, factor in enumerate(factors)]
+        factors = [context.layout.constrain(factor, "batch", "length", "mlp") for factor in factors]
+        hidden_BTF = activated(factors, self.spec)
+        if gate_BT1 is not None:  # here, as experts are weighted: its gradient does not need the last product
+            hidden_BTF *= gate_BT1
+        return matmul(hidden_BTF, wo, "BTF,FD->BTD")
 
 
 def activated(factors: Sequence[Array], spec: LayerSpec) -> Array:

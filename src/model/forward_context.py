@@ -25,6 +25,7 @@ class ForwardContext:
     log_internals: bool = False  # blocks report the size of what they return
     layer: Array | int = 0  # number of the block that runs, counted through the model
     early_gradients: bool = False  # `Execution.early_gradients`
+    mlp_in_halves: bool = False  # `Execution.mlp_in_halves`
 
     # Between blocks more devices may share T than within: those that share heads and hidden units there (sequence
     # parallelism). Stating both placements makes one all-gather serve all projections forward, and one reduce-scatter

@@ -104,7 +104,9 @@ def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Ar
     """Returns the hidden states [B, T, D] of a batch that is `in_zigzag`, their context, and the layers' reports."""
     positions_BT, segment_ids_BT, keys_BTW = (inputs.get(name) for name in ("positions", "segment_ids", "dropout_keys"))
     settings = (plan.layout, plan.kernel, plan.packed, keys_BTW)
-    more = {"early_gradients": plan.execution.early_gradients, "log_internals": plan.step.log_internals > 0}
+    execution = plan.execution
+    more = {"early_gradients": execution.early_gradients, "mlp_in_halves": execution.mlp_in_halves}
+    more |= {"log_internals": plan.step.log_internals > 0}
     context = ForwardContext(positions_BT, segment_ids_BT, *settings, **more)
     hidden_BTD, _, reports = model(inputs["tokens"], context, plan.execution)
     return hidden_BTD, context, reports

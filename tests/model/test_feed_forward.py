@@ -1,0 +1,60 @@
+"""A wide feed-forward layer in halves, as on TPUs, against the whole layer, which parity tests hold to transformers."""
+
+import dataclasses
+
+import jax
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from src.model.params import Weights
+from src.step.loss import next_token_loss
+from tests.tiny import GPT3, assert_close, loss_and_gradients, make, packed_rows, random_weights
+
+WIDE = 256  # at least twice the embedding, and each half whole vectors of 128
+
+
+def plan_on_tpus(devices=1, **keys):
+    """A plan that runs as on TPUs, on CPUs; and the same without early gradients."""
+    _, plan = make(devices, base_mlp_dim=WIDE, **{"remat_policy": "full", **keys})
+    return dataclasses.replace(plan, execution=dataclasses.replace(plan.execution, early_gradients=True)), plan
+
+
+def widths(plan):
+    """The last dims of all activations of rows [8, 16, ...] that the loss and its gradients make."""
+    batch, weights = packed_rows(0), random_weights(plan)
+    loss = jax.grad(lambda weights: next_token_loss(plan.decoder(Weights(weights)), batch, plan).loss)
+    found = set()
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            found.update(out.aval.shape[2:] for out in equation.outvars if out.aval.shape[:2] == (8, 16))
+            for inner in jaxprs_in_params(equation.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(loss)(weights).jaxpr)
+    return {shape[-1] for shape in found if shape}
+
+
+@pytest.mark.parametrize("keys", [{}, {**GPT3, "attention_bias": "false"}, {"remat_policy": "save_qkv_proj"}], ids=str)
+def test_halves_have_the_whole_layers_loss_and_gradients(keys):
+    in_halves, whole = plan_on_tpus(**keys)
+    batch, weights = packed_rows(0), random_weights(whole)
+    assert WIDE // 2 in widths(in_halves)
+    assert WIDE not in widths(in_halves)
+    assert WIDE in widths(whole)
+    assert_close(loss_and_gradients(in_halves, weights, batch), loss_and_gradients(whole, weights, batch), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"remat_policy": "none"},
+        {"remat_policy": "minimal"},
+        {"base_emb_dim": 160},
+        {"ici_tensor_parallelism": 2, "ici_fsdp_parallelism": 1},
+    ],
+    ids=str,
+)
+def test_a_layer_stays_whole_if_its_hidden_units_are_saved_sharded_or_few(keys):
+    in_halves, _ = plan_on_tpus(keys.get("ici_tensor_parallelism", 1), **keys)
+    assert WIDE in widths(in_halves)

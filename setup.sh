@@ -97,7 +97,7 @@ if [[ ${#to_install[@]} -gt 0 ]]; then
   cp "${to_install[@]}" "$venv/installed/"
 fi
 if is_due aot; then
-  rm -rf "$venv/aot" # src/aot/compilers.py says why they have a folder of their own
+  rm -rf "$venv/aot" # src/extras/aot/compilers.py says why they have a folder of their own
   install requirements/aot.txt --no-deps --target="$venv/aot" --requirement=requirements/aot.txt
   cp requirements/aot.txt "$venv/installed/"
 fi

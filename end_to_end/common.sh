@@ -15,7 +15,7 @@ needs_transformers() {
 
 needs_compilers() {
   "$python" - <<'PYTHON' 2>/dev/null || skip "the compilers for TPU and GPU are missing: bash setup.sh aot"
-import src.aot.compilers
+import src.extras.aot.compilers
 import jax_cuda12_plugin, libtpu
 PYTHON
 }

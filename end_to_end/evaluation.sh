@@ -59,10 +59,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from src.command_line import load
+from src.run.resolve_config import load
 from src.data.tokenizer import make_tokenizer
-from src.harness.answers import Answers
-from src.loaded_model import load_model
+from src.extras.evaluation.answers import Answers
+from src.extras.generation.loaded_model import load_model
 
 out = sys.argv[1]
 theirs = HFLM(pretrained=f"{out}/hf", dtype="float32", device="cpu", max_length=128, batch_size=8)

@@ -13,7 +13,7 @@ mkdir -p "$out"
 import sys
 from pathlib import Path
 
-from src import convert
+from src.extras.hf import convert
 from tests.hf import saved
 
 for name in saved.CONFIGS:

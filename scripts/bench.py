@@ -17,17 +17,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import numpy as np
 
-from src import command_line
-from src.cli import run_command
 from src.model.flops import count_params, flops_per_token
 from src.model.spec import model_spec
 from src.parallel.mesh import global_batch_size, make_layout
 from src.parallel.slices import describe_mesh
 from src.parallel.topology import run_peak
+from src.run import resolve_config
 from src.step.build import plan_step
 from src.step.optimizer import hparams_at
 from src.step.state import abstract_state, batch_sharding, init_state
 from src.step.train_step import compile_steps
+from src.system.exit_codes import run_command
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
 
 def bench_step(argv: list[str], steps: int) -> None:
     """Prints the time of a training step, tokens per second, MFU where the device's peak is known, and peak memory."""
-    config = command_line.load(argv)
+    config = resolve_config.load(argv)
     jax.config.update("jax_default_matmul_precision", config.matmul_precision)
     layout = make_layout(config.mesh, jax.devices())
     device = jax.devices()[0]
@@ -136,7 +136,7 @@ def bench_input(argv: list[str], steps: int) -> None:
     from src.data.tokenizer import make_tokenizer
     from src.data.types import InputSpec
 
-    config = command_line.load(argv)
+    config = resolve_config.load(argv)
     rows = np.arange(round(config.per_device_batch_size))
     tokenizer = make_tokenizer(config.data, config.vocab_size)
     inputs = InputSpec.of(config, tokenizer)

@@ -17,17 +17,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import src.aot.compilers  # noqa: F401  isort: skip  before JAX
+import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as sa
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
-from src import command_line
-from src.aot.devices import abstract_devices
-from src.aot.hlo import collectives
-from src.cli import run_command
+from src.extras.aot.devices import abstract_devices
+from src.extras.aot.hlo import collectives
 from src.model.attention import repeat_kv
 from src.model.attention_kernels.scores import score_spec
 from src.model.attention_kernels.splash import ZigzagCausalMask, block_sizes, splash
@@ -35,7 +33,9 @@ from src.model.forward_context import ForwardContext
 from src.model.spec import LayerSpec, model_spec
 from src.parallel.mesh import Layout, make_layout
 from src.parallel.topology import parse_topology
+from src.run import resolve_config
 from src.step.compiler_flags import compiler_options
+from src.system.exit_codes import run_command
 
 NEVER = -1e30  # the logarithm of a sum over no keys
 BASE = Path(__file__).resolve().parents[1] / "configs" / "base.yml"
@@ -168,7 +168,7 @@ def main(argv: Sequence[str]) -> None:
     for length in options.length:
         for n in options.context:
             keys = ["model_name=llama3-8b", f"max_target_length={length}", f"ici_context_parallelism={n}"]
-            config = command_line.load([str(BASE), *keys])
+            config = resolve_config.load([str(BASE), *keys])
             layout = make_layout(config.mesh, devices)
             spec = model_spec(config.model, config.step, config.batch.max_target_length).layers[0]
             ways = {

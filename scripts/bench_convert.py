@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 
-from src import convert
+from src.extras.hf import convert
 
 SIZES = {
     "vocab_size": 16_000,

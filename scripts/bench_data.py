@@ -33,14 +33,15 @@ import numpy as np
 from absl import flags
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from src import command_line, tokenize_dataset, train_tokenizer
-from src.cli import run_command
 from src.data import document_stream, packing
 from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.readers.text import TextSource
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, Tokenizer
+from src.extras.datasets import tokenize_dataset, train_tokenizer
+from src.run import resolve_config
+from src.system.exit_codes import run_command
 
 BASE = str(Path(__file__).resolve().parents[1] / "configs" / "base.yml")
 B, T = 16, 2048
@@ -89,7 +90,7 @@ def main(argv: list[str]) -> None:
 
 def compare(argv: list[str], turns: int, seconds: float, has_short_documents: bool) -> None:
     """Prints the two's tokens per second on one thread, and with what each does best on the cores there are."""
-    config = command_line.load(argv)
+    config = resolve_config.load(argv)
     path, tokenizer = config.dataset_path, make_tokenizer(config.data, config.vocab_size)
     packers = {"concat then split": concat_then_split}
     if has_short_documents:
@@ -136,7 +137,7 @@ def measure(make: Callable[[], Batches], seconds: float) -> tuple[float, float]:
 
 def ours(argv: list[str], threads: int) -> Batches:
     """MinText's batches."""
-    config = command_line.load([*argv, f"max_target_length={T}", f"data_threads={threads}"])
+    config = resolve_config.load([*argv, f"max_target_length={T}", f"data_threads={threads}"])
     tokenizer = make_tokenizer(config.data, config.vocab_size)
     inputs = InputSpec.of(config, tokenizer)
     data, _ = open_sources(inputs, config.evaluation)

@@ -20,10 +20,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from src import command_line
-from src.cli import run_command
-from src.generate import Generator, sampling, unrolled
-from src.loaded_model import load_model
+from src.extras.generation.generate import Generator, sampling, unrolled
+from src.extras.generation.loaded_model import load_model
+from src.run import resolve_config
+from src.system.exit_codes import run_command
 
 SIZES = {
     "hidden_size": 768,
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
             kind: LlamaForCausalLM.from_pretrained(folder, attn_implementation=kind).eval()
             for kind in ("sdpa", "eager")
         }
-        config = command_line.load(
+        config = resolve_config.load(
             [
                 str(Path(__file__).resolve().parents[1] / "configs" / "base.yml"),
                 *(f"model_name={folder}", f"load_parameters_path={folder}", f"max_target_length={length}"),

@@ -142,13 +142,13 @@ def mintext(case: Case, root: Path, keys: list[str]) -> Callable[[int], None]:
     argv = [str(root / "configs/quickstart.yml"), *case.keys, *keys]
     batch = random_batch(case)
     if (root / "src/step").exists():
-        from src import command_line
-        from src.startup import configure_jax
+        from src.run import resolve_config
+        from src.run.startup import configure_jax
         from src.step.build import build
         from src.step.optimizer import hparams_at
         from src.step.state import init_state
 
-        config = command_line.load(argv)
+        config = resolve_config.load(argv)
         configure_jax(config.step)
         built = build(config, jax.devices())
         hparams = hparams_at(config.step, config.steps, 0)

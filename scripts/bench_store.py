@@ -91,13 +91,13 @@ def write(folder: Path) -> None:
 
 def rate(keys: list[str], seconds: float) -> float:
     """Returns tokens per second of a pipeline with these keys, once its first batches are made."""
-    from src import command_line
     from src.data.loader import train_batches
     from src.data.open import open_sources
     from src.data.tokenizer import make_tokenizer
     from src.data.types import InputSpec
+    from src.run import resolve_config
 
-    config = command_line.load([BASE, f"max_target_length={T}", "eval_interval=-1", *keys])
+    config = resolve_config.load([BASE, f"max_target_length={T}", "eval_interval=-1", *keys])
     inputs = InputSpec.of(config, make_tokenizer(config.data, config.vocab_size))
     data, _ = open_sources(inputs, config.evaluation)
     batches = train_batches(inputs, data, range(B), B)
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--threads", type=int, default=64)
     options = parser.parse_args()
-    from src.data.readers import array_record
+    from src.extras.readers import array_record
 
     copied_bytes = array_record.COPIED_BYTES
     with tempfile.TemporaryDirectory() as place:

@@ -10,9 +10,9 @@ import string
 from collections.abc import Sequence
 from pathlib import Path
 
-from src.cli import run_command
-from src.errors import UserError
 from src.parallel.topology import parse_topology
+from src.system.errors import UserError
+from src.system.exit_codes import run_command
 
 # Values of the node labels cloud.google.com/gke-tpu-accelerator and gke-accelerator (docs.cloud.google.com/
 # kubernetes-engine/docs/concepts/plan-tpus and concepts/gpus), by the names of src/parallel/topology.py.

@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import src.aot.devices
-from src.errors import UserError
+import src.extras.aot.devices
+from src.system.errors import UserError
 
 BASE = str(Path(__file__).resolve().parents[1] / "configs" / "base.yml")
 
@@ -21,23 +21,23 @@ def facts(keys: Sequence[str]) -> dict[str, str]:
     """Returns the device, the software, and the CUDA that runs it."""
     import jax
 
-    from src.startup import environment
+    from src.run.environment import environment
 
     return {**environment(), "platform": jax.default_backend(), "CUDA of the run": cuda()}
 
 
 def compilers(keys: Sequence[str]) -> dict[str, str]:
     """Returns the CUDA for which steps are compiled ahead of time: the run's, or that of `bash setup.sh aot`."""
-    import src.aot.compilers  # noqa: F401  it extends the path
+    import src.extras.aot.compilers  # noqa: F401  it extends the path
 
     return {"CUDA ahead of time": cuda()}
 
 
 def cuda() -> str:
     """Returns the version of CUDA and of JAX's plugin for it."""
-    plugin = f"jax-cuda{src.aot.devices.CUDA}-plugin"
+    plugin = f"jax-cuda{src.extras.aot.devices.CUDA}-plugin"
     try:
-        return f"{src.aot.devices.CUDA} ({plugin} {metadata.version(plugin)})"
+        return f"{src.extras.aot.devices.CUDA} ({plugin} {metadata.version(plugin)})"
     except metadata.PackageNotFoundError:
         return "none"
 
@@ -101,13 +101,13 @@ def attention_differs(
     import jax.numpy as jnp
     import numpy as np
 
-    from src import command_line
     from src.model.attention_kernels.cudnn import cudnn
     from src.model.attention_kernels.scores import ScoreSpec, dot_product
     from src.model.forward_context import ForwardContext
     from src.parallel.mesh import make_layout
+    from src.run import resolve_config
 
-    layout = make_layout(command_line.load([BASE]).mesh, jax.devices()[:1])
+    layout = make_layout(resolve_config.load([BASE]).mesh, jax.devices()[:1])
     segments = np.arange(T) * 5 // (T + 7) if packed else np.zeros(T)
     segment_ids = jnp.asarray(np.tile(1 + segments, (B, 1)), jnp.int32)
     context = ForwardContext(jnp.tile(jnp.arange(T), (B, 1)), segment_ids, layout, "", packed)
@@ -146,14 +146,14 @@ def decoding(keys: Sequence[str]) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from src import command_line
-    from src.generate import Generator, sampling, unrolled
+    from src.extras.generation.generate import Generator, sampling, unrolled
     from src.parallel.mesh import make_layout
+    from src.run import resolve_config
     from src.step.build import plan_step
 
     prompt, new = (128, 256) if is_gpu() else (8, 8)
     sizes = (f"max_target_length={prompt + new}", "decode_sampling_strategy=greedy")
-    config = command_line.load([BASE, *keys, *sizes])
+    config = resolve_config.load([BASE, *keys, *sizes])
     plan = plan_step(config, make_layout(config.mesh, jax.devices()[:1]))
     weights = jax.jit(plan.init_weights, out_shardings=plan.split(plan.shardings))()
     plan, weights = unrolled(plan, weights)

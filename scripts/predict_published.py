@@ -1,7 +1,7 @@
 """Predicted speed beside the published, as a table in Markdown: `python scripts/predict_published.py`.
 
 The collectives of these runs are counted here in closed form, for compiling each takes minutes to hours; the tests hold
-that form against programs that were compiled. Nothing is fitted to a run: src/aot/roofline.py has the only constants.
+that form against programs that were compiled. Nothing is fitted to a run: aot/roofline.py has the only constants.
 """
 
 import itertools
@@ -18,13 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax.numpy as jnp
 
 from scripts.recipes import recipes
-from src.aot.hlo import RING_SHARE, Collective
-from src.aot.roofline import Prediction, predict, step_work
-from src.cli import run_command
+from src.extras.aot.hlo import RING_SHARE, Collective
+from src.extras.aot.roofline import Prediction, predict, step_work
 from src.model.execution import Execution
 from src.model.flops import count_params
 from src.model.spec import ModelSpec, model_spec
 from src.parallel.topology import peak_flops
+from src.system.exit_codes import run_command
 
 STATE_BYTES = 12  # of a parameter: the weight and Adam's two moments, in float32
 

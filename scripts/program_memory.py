@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from src.cli import run_command
-from src.errors import UserError
+from src.system.errors import UserError
+from src.system.exit_codes import run_command
 
 LEAST = 20_000_000  # bytes of what is listed by itself
 _NAME = r"(\S+?)(\{[\d,]*\})?"

@@ -20,19 +20,19 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import src.aot.compilers  # noqa: F401  isort: skip  before JAX
+import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from src.aot.devices import abstract_devices
-from src.aot.hlo import RING_SHARE, Computation, Instruction, collectives, executed, parse, type_bytes
-from src.cli import run_command
+from src.extras.aot.devices import abstract_devices
+from src.extras.aot.hlo import RING_SHARE, Computation, Instruction, collectives, executed, parse, type_bytes
+from src.extras.aot.train_compile import USAGE
 from src.parallel.topology import parse_topology
-from src.startup import configured
+from src.run.startup import configured
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
-from src.train_compile import USAGE
+from src.system.exit_codes import run_command
 
 # Cycles a second: a chip's stated peak over what its matrix units do in a cycle (v4, v5e, v5p: 128 x 128 each).
 CLOCK = {"TPU v4": 1.05e9, "TPU v5 lite": 1.5e9, "TPU v5": 1.75e9, "TPU v6 lite": 1.75e9, "TPU7x": 2.2e9}

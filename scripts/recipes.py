@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import yaml
 from ml_collections import FrozenConfigDict
 
-from src import command_line
-from src.aot.report import describe
-from src.cli import run_command
 from src.config.yaml import parse_keys
+from src.extras.aot.report import describe
 from src.parallel.topology import Topology, parse_topology, peak_flops
-from src.report.metrics import duration
+from src.run import resolve_config
+from src.run.metrics import duration
+from src.system.exit_codes import run_command
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "recipes"
 GIB = 2**30
@@ -76,7 +76,7 @@ class Recipe:
 
     def load(self, *arguments: str) -> FrozenConfigDict:
         """The configuration, with `key=value` arguments after the file."""
-        return command_line.load([str(FOLDER / f"{self.name}.yml"), *arguments])
+        return resolve_config.load([str(FOLDER / f"{self.name}.yml"), *arguments])
 
     def topology(self, slices: int | None = None) -> Topology:
         """Of as many slices or hosts; None: as the file says."""

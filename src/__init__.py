@@ -24,16 +24,34 @@ def as_installed(text: str) -> str:
     return text.replace("bash setup.sh aot", "a checkout's `bash setup.sh aot`").replace("-m src.", f"-m {__name__}.")
 
 
-class _OwnModules:
-    """Answers `from src.x import y`, as all the code has it, by the installed package's module x, which is no copy."""
+# Modules that users' own code may import by the names they had before.
+MOVED = {
+    "errors": "system.errors",
+    "command_line": "run.resolve_config",
+    "loaded_model": "extras.generation.loaded_model",
+    "step.dpo": "extras.preferences.dpo",
+}
+
+
+class _OtherNames:
+    """Finds modules by other names: a name of before, and `src.x` for the installed package's module x."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name.startswith("src.") and find_spec(__name__ + name[3:]) is None:
+        if not name.startswith(("src.", f"{__name__}.")):
+            return None
+        module = _module_named(name)
+        if module == name:  # no other finder has it
+            if name.startswith(f"{__name__}.extras"):
+                from src.system.errors import MissingExtra
+
+                raise MissingExtra(name)
+            return None
+        if find_spec(module) is None:
             raise ModuleNotFoundError(f"no module {name}: with {__name__}, src is a name of its own package", name=name)
-        return ModuleSpec(name, self) if name.startswith("src.") else None
+        return ModuleSpec(name, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = import_module(__name__ + spec.name[3:])
+        module = import_module(_module_named(spec.name))
         spec.loader_state = module.__spec__  # which importing replaces
         return module
 
@@ -41,8 +59,15 @@ class _OwnModules:
         module.__spec__ = module.__spec__.loader_state
 
 
-if __name__ != "src":
+def _module_named(name: str) -> str:
+    tail = name.partition(".")[2]
+    return f"{__name__}.{MOVED.get(tail, tail)}"
+
+
+if __name__ == "src":
+    sys.meta_path.append(_OtherNames())
+else:
     if "src" in sys.modules:
         raise ImportError(f"{__name__} calls itself src, and that is {sys.modules['src']} here: import it elsewhere")
     sys.modules["src"] = sys.modules[__name__]
-    sys.meta_path.insert(0, _OwnModules())
+    sys.meta_path.insert(0, _OtherNames())

@@ -3,8 +3,8 @@
 import runpy
 import sys
 
-from src.cli import end
-from src.errors import MISTAKE, did_you_mean
+from src.system.errors import MISTAKE, did_you_mean
+from src.system.exit_codes import end
 
 COMMANDS = (
     *("train", "train_compile", "train_dpo", "evaluate", "decode", "convert", "report"),

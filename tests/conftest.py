@@ -1,6 +1,6 @@
 """Every test runs on 8 virtual CPU devices."""
 
-import src.aot.compilers  # noqa: F401  isort: skip  before JAX
+import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
 
 import gc
 import os

@@ -15,10 +15,10 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from src import run as src_run
 from src import train
-from src.cli import run_command
+from src.run import run as src_run
 from src.step.build import build
+from src.system.exit_codes import run_command
 from tests import quick_compilation
 
 ROOT = Path(__file__).parents[1]

@@ -13,15 +13,17 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from src import command_line, convert, evaluate
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec
-from src.errors import UserError
-from src.loaded_model import load_model
+from src.extras.evaluation import evaluate
+from src.extras.generation.loaded_model import load_model
+from src.extras.hf import convert
 from src.model import params
 from src.model.params import Weights
+from src.run import resolve_config
 from src.step.loss import hidden_states, next_token_loss
+from src.system.errors import UserError
 from tests import runs
 from tests.data.one_source import train_batches
 
@@ -89,7 +91,7 @@ def test_a_hundred_steps_on_converted_weights_lower_the_loss_of_responses(folder
 
 def test_prompt_tokens_have_no_gradient(folders):
     """The gradient of the output projection is the sum over response tokens alone of h (p - y)."""
-    config = command_line.load(keys_of(folders))
+    config = resolve_config.load(keys_of(folders))
     plan, weights = load_model(config, make_tokenizer(config.data, config.vocab_size))
     tokenizer = make_tokenizer(config.data, config.vocab_size)
     data, _ = open_sources(InputSpec.of(config, tokenizer), config.evaluation)
@@ -219,7 +221,7 @@ def test_a_folders_tokenizer_is_its_models_and_another_is_refused(folders, tmp_p
     words.save(str(tmp_path / "hf" / "tokenizer.json"))
     (tmp_path / "hf" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     paths = {"model_name": tmp_path / "hf", "load_parameters_path": tmp_path / "hf"}
-    config = command_line.load(keys_of(folders, **paths))
+    config = resolve_config.load(keys_of(folders, **paths))
     assert (config.tokenizer_type, config.tokenizer_path) == ("huggingface", str(tmp_path / "hf"))
     with pytest.raises(UserError, match=r"another tokenizer.*\n.*type: huggingface -> byte"):
         evaluated(folders, **paths, tokenizer_type="byte", tokenizer_path="")

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from src import evaluate
 from src.data.eval_batches import TextBytes
-from src.data.huggingface_tokenizer import HuggingFaceTokenizer
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
 from src.data.types import END
-from src.errors import UserError
-from src.train_tokenizer import train
+from src.extras.datasets.train_tokenizer import train
+from src.extras.evaluation import evaluate
+from src.extras.hf.huggingface_tokenizer import HuggingFaceTokenizer
+from src.system.errors import UserError
 from tests.runs import ROOT, TINY
 from tests.test_scoring import log_probs
 

@@ -9,13 +9,14 @@ import signal
 import jax
 import pytest
 
-from src import command_line, run, train
+from src import train
 from src.checkpoint import restore
 from src.checkpoint.run_folder import RunFolder
 from src.config import load as configuration
 from src.data.readers import text
 from src.data.readers.text import TextSource
-from src.errors import UserError
+from src.run import resolve_config, run
+from src.system.errors import UserError
 from tests import runs
 
 
@@ -121,7 +122,7 @@ class TerminatedAfterStep2:
 
 
 def test_a_run_without_checkpoints_does_not_promise_to_go_on(tmp_path, corpus, monkeypatch, capsys):
-    monkeypatch.setattr(train, "Preemption", TerminatedAfterStep2)
+    monkeypatch.setattr(run, "Preemption", TerminatedAfterStep2)
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 4, "enable_checkpointing": "false"}
     runs.run_here(**keys)
     output = capsys.readouterr().out
@@ -130,7 +131,7 @@ def test_a_run_without_checkpoints_does_not_promise_to_go_on(tmp_path, corpus, m
 
 
 def test_names_in_other_alphabets_stay_legible():
-    config = command_line.load([runs.BASE, "dataset_path=мой текст/ü"])
+    config = resolve_config.load([runs.BASE, "dataset_path=мой текст/ü"])
     assert "dataset_path: мой текст/ü\n" in configuration.to_yaml(config)
 
 

@@ -11,21 +11,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from src import command_line
-from src.completion import encode_prompt
 from src.config.command_keys import Decoding
-from src.convert import compare
 from src.data.readers.synthetic import SyntheticSource
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import EvalSet, InputSpec
-from src.decode import read_prompts
-from src.errors import UserError
-from src.generate import Speed
-from src.hf.folder import open_folder
-from src.hf.load import match_tensors
-from src.run import Evaluator
+from src.extras.generation.completion import encode_prompt
+from src.extras.generation.decode import read_prompts
+from src.extras.generation.generate import Speed
+from src.extras.hf.convert import compare
+from src.extras.hf.folder import open_folder
+from src.extras.hf.load import match_tensors
+from src.run import resolve_config
+from src.run.evaluator import Evaluator
 from src.step.eval_step import eval_step
 from src.step.state import TrainState
+from src.system.errors import UserError
 from tests import tiny
 
 ROWS = tiny.packed_rows(0)
@@ -98,7 +98,7 @@ def test_an_interactive_loop_that_ends_at_once_has_no_speed():
 
 def test_half_of_a_surrogate_pair_in_a_prompt_and_a_byte_order_mark_before_it(write):
     decoding = Decoding(prompt_path=write("prompts.jsonl", '\ufeff{"prompt": "a\\ud800"}\n'))
-    (prompt,) = read_prompts(decoding, InputSpec.of(command_line.load([tiny.BASE]), ByteTokenizer()))
+    (prompt,) = read_prompts(decoding, InputSpec.of(resolve_config.load([tiny.BASE]), ByteTokenizer()))
     assert ByteTokenizer().decode(encode_prompt(decoding, 16, ByteTokenizer(), prompt)).startswith("a")
 
 

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from src import command_line
-from src.cli import run_command
-from src.errors import TransientError, UserError, say
-from src.hf.safetensors import open_tensors
-from src.report.metrics import StepPrinter
-from src.report.summary import print_header
+from src.extras.hf.safetensors import open_tensors
+from src.run import resolve_config
+from src.run.metrics import StepPrinter
+from src.run.summary import print_header
+from src.system.errors import TransientError, UserError, say
+from src.system.exit_codes import run_command
 from tests import runs
 
 TITLE = "\x1b]0;another title\x07"  # a terminal's window gets this title
@@ -30,7 +30,7 @@ def raising(error):
 
 def unsafe_config(tmp_path):
     (tmp_path / "my.yml").write_text('steps: "\\e]0;x\\a"\nrun_nam: "\\r"\n')
-    command_line.load([str(tmp_path / "my.yml")])
+    resolve_config.load([str(tmp_path / "my.yml")])
 
 
 def unsafe_tensors(tmp_path):
@@ -47,7 +47,7 @@ def unsafe_tensors(tmp_path):
         lambda argv: say([f"a{TITLE}\r\x08b\n"]),
         lambda argv: print_header([(f"name{TITLE}", f"a\nb{TITLE}")]),
         lambda argv: StepPrinter(4).say(f"a{TITLE}"),
-        lambda argv: command_line.load(["configs/base.yml", f"dataset_path=/nowhere/{TITLE}", "hardware=x\x1b[1m"]),
+        lambda argv: resolve_config.load(["configs/base.yml", f"dataset_path=/nowhere/{TITLE}", "hardware=x\x1b[1m"]),
     ],
 )
 def test_no_control_characters_are_printed(command, capsys):
@@ -69,9 +69,9 @@ def test_values_of_files_reach_messages_without_them(unsafe, tmp_path, capsys):
 
 COMMAND = """
 import sys
-from src.cli import run_command
-from src.errors import show
-from src.report.metrics import StepPrinter
+from src.system.exit_codes import run_command
+from src.system.errors import show
+from src.run.metrics import StepPrinter
 
 def main(argv):
     show("caf\\u00e9 \\u2192 \\ud800")
@@ -118,7 +118,7 @@ def test_a_mapped_file_that_is_cut_off_ends_a_command_with_its_place(tmp_path):
     (tmp_path / "tokens").write_bytes(bytes(2**20))
     program = f"""
 import mmap, sys
-from src.cli import run_command
+from src.system.exit_codes import run_command
 
 def read_tokens(argv):
     file = open({str(tmp_path / "tokens")!r}, "r+b")

@@ -22,16 +22,16 @@ from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from src import completion, decode
-from src.command_line import load
-from src.data.huggingface_tokenizer import HuggingFaceTokenizer
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
 from src.data.types import InputSpec
-from src.decode import Completion, generate
-from src.errors import UserError, printable
-from src.generate import Generator, Sampling, in_training, unrolled
-from src.loaded_model import inference_plan
+from src.extras.generation import completion, decode
+from src.extras.generation.decode import Completion, generate
+from src.extras.generation.generate import Generator, Sampling, in_training, unrolled
+from src.extras.generation.loaded_model import inference_plan
+from src.extras.hf.huggingface_tokenizer import HuggingFaceTokenizer
 from src.parallel.mesh import make_layout
+from src.run.resolve_config import load
+from src.system.errors import UserError, printable
 from tests import runs, tiny
 from tests.data import every_source
 

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from src.disk import lock, new_file
-from src.errors import UserError
+from src.system.disk import lock, new_file
+from src.system.errors import UserError
 
 
 def test_a_file_appears_when_it_is_whole_and_not_where_writing_fails(tmp_path):

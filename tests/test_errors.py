@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from src.checkpoint.run_folder import in_run_folder
-from src.cli import run_command
-from src.errors import TransientError, UserError
+from src.system.errors import TransientError, UserError
+from src.system.exit_codes import run_command
 from tests import runs
 
 
@@ -117,7 +117,7 @@ STEPS = """[printer.train({{"step": step, "loss": 1.0, "grad_norm": 1.0, "learni
 @pytest.mark.parametrize("output", [LINES, STEPS])
 @pytest.mark.parametrize("lines", [1, 100_000])  # within the pipe's buffer, and beyond
 def test_an_output_that_nobody_reads_ends_the_command_quietly(output, lines):
-    imports = "from src.report import metrics\nfrom src.cli import run_command"
+    imports = "from src.report import metrics\nfrom src.system.exit_codes import run_command"
     program = f"{imports}\nrun_command(lambda argv: {output.format(lines)})"
     process = subprocess.Popen(
         [sys.executable, "-c", f"import time; time.sleep(0.2)\n{program}"],
@@ -130,7 +130,14 @@ def test_an_output_that_nobody_reads_ends_the_command_quietly(output, lines):
 
 
 def test_a_command_can_end_before_anything_heavy_is_imported():
-    program = "import sys, src.cli; print(*[name for name in sys.modules if name.startswith('src.') or name == 'jax'])"
+    ours = "[name for name in sys.modules if name.startswith('src.') or name == 'jax']"
+    program = f"import sys, src.system.exit_codes; print(*{ours})"
     loaded = subprocess.run([sys.executable, "-c", program], cwd=runs.ROOT, capture_output=True, text=True, check=True)
-    expected = {"src.cli", "src.errors", "src.json_text", "src.rendezvous", "src.storage_errors"}
+    expected = {
+        "src.system.exit_codes",
+        "src.system.errors",
+        "src.system.json_text",
+        "src.system.rendezvous",
+        "src.system.storage_errors",
+    }
     assert set(loaded.stdout.split()) == expected

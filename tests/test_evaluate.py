@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from src import evaluate
+from src.extras.evaluation import evaluate
 from tests import runs
 
 LAYERS = {"base_num_decoder_layers": 2}

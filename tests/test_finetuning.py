@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from src import evaluate
+from src.extras.evaluation import evaluate
 from tests import runs
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from src.config.command_keys import Decoding
-from src.generate import Generator, Sampling, filter_logits, sample_tokens, sampling
+from src.extras.generation.generate import Generator, Sampling, filter_logits, sample_tokens, sampling
 from tests import tiny
 
 V = 50

@@ -12,9 +12,12 @@ import pytest
 import tokenizers
 from huggingface_hub import constants, file_download
 
-from src import command_line, convert, evaluate, hub, train_tokenizer
 from src.config.load import from_yaml, to_yaml
-from src.errors import TransientError, UserError
+from src.extras.datasets import train_tokenizer
+from src.extras.evaluation import evaluate
+from src.extras.hf import convert, hub
+from src.run import resolve_config
+from src.system.errors import TransientError, UserError
 from tests import runs
 from tests.hub_server import HubServer
 
@@ -134,7 +137,7 @@ def test_a_run_has_the_losses_of_the_local_folder_and_goes_on_with_its_commit(tm
     assert server.asked == asked
     assert losses(run) == losses(tmp_path / "local" / "run")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    config = command_line.load(keys_of("hf://org/tiny", texts, tmp_path / "new"))  # a new run takes the new commit
+    config = resolve_config.load(keys_of("hf://org/tiny", texts, tmp_path / "new"))  # a new run takes the new commit
     assert config.load_parameters_path == f"hf://org/tiny@{other}" != pinned
 
 
@@ -154,12 +157,12 @@ def test_adapters_go_on_with_the_weights_they_began_with(tmp_path, server):
 def test_other_commands_and_keys_take_it(tmp_path, server, llama, capsys):
     pinned = f"hf://org/tiny@{server.commit}"
     texts = runs.write_corpus(tmp_path / "texts", documents=4)
-    config = command_line.load(["configs/base.yml", "tokenizer_type=huggingface", "tokenizer_path=hf://org/tiny"])
+    config = resolve_config.load(["configs/base.yml", "tokenizer_type=huggingface", "tokenizer_path=hf://org/tiny"])
     assert config.tokenizer_path == pinned
     assert "org/tiny/model.safetensors" not in server.fetched
     rules = "load_weights_rules=[{match: token_embedder.*, path: 'hf://org/tiny'}]"
-    assert command_line.load(["configs/base.yml", rules]).load_weights_rules[0]["path"] == pinned
-    config = command_line.load(["configs/base.yml", "model_name=hf://org/tiny@main"], uses_weights=True)
+    assert resolve_config.load(["configs/base.yml", rules]).load_weights_rules[0]["path"] == pinned
+    config = resolve_config.load(["configs/base.yml", "model_name=hf://org/tiny@main"], uses_weights=True)
     assert (config.model_name, config.load_parameters_path, config.base_emb_dim) == (pinned, pinned, HIDDEN)
 
     convert.main(["from-hf", "hf://org/tiny", str(tmp_path / "made")])
@@ -176,13 +179,13 @@ def test_other_commands_and_keys_take_it(tmp_path, server, llama, capsys):
 def test_a_run_that_goes_on_keeps_the_commits_of_its_rules(tmp_path, server):
     rules = "load_weights_rules=[{match: a, path: runs/b}, {match: token_embedder.*, path: 'hf://org/tiny'}]"
     argv = ["configs/base.yml", rules, f"base_output_directory={tmp_path}", "run_name=run"]
-    began = command_line.load(argv)
+    began = resolve_config.load(argv)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yml").write_text(to_yaml(began))
     server.push("org/tiny", write_llama(tmp_path / "other", seed=1))
     hub._fetched.cache_clear()
-    assert command_line.load(argv).load_weights_rules == began.load_weights_rules
-    assert command_line.load(argv[:2]).load_weights_rules[1] != began.load_weights_rules[1]  # another run
+    assert resolve_config.load(argv).load_weights_rules == began.load_weights_rules
+    assert resolve_config.load(argv[:2]).load_weights_rules[1] != began.load_weights_rules[1]  # another run
 
 
 def test_of_weights_in_parts_those_are_fetched_that_the_index_names(tmp_path, server):
@@ -198,16 +201,16 @@ def test_of_weights_in_parts_those_are_fetched_that_the_index_names(tmp_path, se
     (tmp_path / "parts" / "config.json").write_text('{"model_type": "llama"}')
     server.push("org/parts", tmp_path / "parts", branch="odd")
     with pytest.raises(UserError, match=r"model\.safetensors\.index\.json"):
-        command_line.load(["configs/base.yml", "model_name=hf://org/parts@odd"])
+        resolve_config.load(["configs/base.yml", "model_name=hf://org/parts@odd"])
     server.push("org/bare", tmp_path / "nothing", README__md=b"#")
     with pytest.raises(UserError, match=r"model_name=hf://org/bare: this repository has no config\.json"):
-        command_line.load(["configs/base.yml", "model_name=hf://org/bare"])
+        resolve_config.load(["configs/base.yml", "model_name=hf://org/bare"])
 
 
 def test_of_two_processes_on_a_host_one_fetches(tmp_path, server):
     server.slow = 0.5
     environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home")}
-    script = "from src.hub import local_folder; print(local_folder('hf://org/tiny'))"
+    script = "from src.extras.hf.hub import local_folder; print(local_folder('hf://org/tiny'))"
     started = [
         subprocess.Popen([sys.executable, "-c", script], env=environment, cwd=runs.ROOT, stdout=subprocess.PIPE)
         for _ in range(2)

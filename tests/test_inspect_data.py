@@ -6,12 +6,13 @@ import re
 import numpy as np
 import pytest
 
-from src import command_line, inspect_data
 from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
-from src.errors import UserError
-from src.inspect_data import main, rows_of_process, segments
+from src.extras.datasets import inspect_data
+from src.extras.datasets.inspect_data import main, rows_of_process, segments
+from src.run import resolve_config
+from src.system.errors import UserError
 from tests import runs
 from tests.data.one_source import train_batches
 from tests.data.test_huggingface import CHAT_ML, TOKENS, byte_level, write_folder
@@ -173,7 +174,7 @@ def test_the_source_of_each_row_of_a_mixture_is_named(capsys, tmp_path, texts):
 
 
 def test_segments_have_every_pair_of_the_row(tmp_path, texts):
-    config = command_line.load(runs.arguments(dataset_path=tmp_path, **SMALL))
+    config = resolve_config.load(runs.arguments(dataset_path=tmp_path, **SMALL))
     data, _ = open_sources(InputSpec.of(config, ByteTokenizer()), config.evaluation)
     batches = train_batches(config, data, ByteTokenizer(), range(8), 8)
     batch = next(batches)

@@ -18,8 +18,8 @@ import yaml
 
 from end_to_end.documented import commands_of
 from scripts import jobset
-from src.errors import UserError
 from src.parallel.topology import parse_topology
+from src.system.errors import UserError
 from tests.fake_gcloud import parse
 from tests.runs import ROOT
 
@@ -576,7 +576,7 @@ def test_a_jobset_restarts_what_was_interrupted_but_no_mistake(kind):
     assert policy["name"]  # JobSet's schema requires it
     [rule] = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
-    assert rule["onExitCodes"]["values"] == [2]  # src/errors.py
+    assert rule["onExitCodes"]["values"] == [2]  # src/system/errors.py
     assert rule["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
     assert pod["restartPolicy"] == "Never"  # which podFailurePolicy needs
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from src.command_line import load
-from src.errors import UserError, counted, first_few
+from src.run.resolve_config import load
+from src.system.errors import UserError, counted, first_few
 
 
 def test_a_list_stops_at_five():

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from src.errors import UserError
+from src.system.errors import UserError
 from tests import runs
 
 STEPS = 6

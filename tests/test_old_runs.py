@@ -11,12 +11,15 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from src import command_line, evaluate, inspect_data, train_dpo
 from src.checkpoint import data_position
 from src.checkpoint.checkpointer import Checkpointer
 from src.data.rules import PRESENT_RULES
 from src.data.types import InputSpec
-from src.errors import UserError
+from src.extras.datasets import inspect_data
+from src.extras.evaluation import evaluate
+from src.extras.preferences import train_dpo
+from src.run import resolve_config
+from src.system.errors import UserError
 from tests.old_runs import make
 from tests.runs import BASE, ROOT, ended, finish, free_address, lines, main, start_command
 
@@ -149,7 +152,7 @@ def test_rules_of_a_later_version_are_refused(old_run, monkeypatch):
 def test_a_checkpoint_of_weights_from_elsewhere_has_the_present_rules(tmp_path):
     with contextlib.closing(Checkpointer(tmp_path / "out", max_to_keep=1, async_save=False)) as checkpointer:
         checkpointer.save(0, {"trainable": {"x": jnp.zeros(3)}}, {"vocab_size": 3, "tokenizer": None})
-    config = command_line.load([BASE, f"load_full_state_path={tmp_path}/out"])
+    config = resolve_config.load([BASE, f"load_full_state_path={tmp_path}/out"])
     assert data_position.run_rules(config.run, config.checkpoint) == PRESENT_RULES
 
 

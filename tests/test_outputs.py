@@ -6,11 +6,12 @@ import os
 import numpy as np
 import pytest
 
-from src import decode, evaluate
 from src.checkpoint.run_folder import RunFolder
-from src.disk import check_outputs, write_output
-from src.errors import UserError
-from src.report import page
+from src.extras.evaluation import evaluate
+from src.extras.generation import decode
+from src.extras.pages import page
+from src.system.disk import check_outputs, write_output
+from src.system.errors import UserError
 from tests import runs
 
 KEY = "compile_report"

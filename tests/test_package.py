@@ -22,7 +22,7 @@ TINY = {**runs.TINY, "base_output_directory": "runs", "steps": 2, "max_target_le
 ONE_COPY = """
 import sys
 import mintext.train, mintext.errors
-from src.errors import UserError
+from src.system.errors import UserError
 assert UserError is mintext.errors.UserError and UserError.__module__ == "mintext.errors"
 copies = [name for name in sys.modules if name.startswith("src.")
           and sys.modules[name] is not sys.modules["mintext" + name[3:]]]

@@ -9,18 +9,19 @@ import pytest
 from etils import epath
 from ml_collections import ConfigDict
 
-from src import hub, storage_errors
 from src.checkpoint import run_folder
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.load_weights import load_weights
-from src.command_line import load
 from src.config.source_spec import train_specs
 from src.data.open import open_source
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
-from src.errors import TransientError, UserError
-from src.report import page
-from src.storage_errors import retried
+from src.extras.hf import hub
+from src.extras.pages import page
+from src.run.resolve_config import load
+from src.system import storage_errors
+from src.system.errors import TransientError, UserError
+from src.system.storage_errors import retried
 from tests import runs
 from tests.tiny import load as load_tiny
 
@@ -100,7 +101,7 @@ def test_a_pipe_in_a_folder_of_data_is_not_waited_for(tmp_path):
     }.values(),
 )
 def test_a_file_that_is_no_array_of_ids(content, tmp_path, monkeypatch):
-    from src import scoring
+    from src.extras.evaluation import scoring
 
     (tmp_path / "ids.npy").write_bytes(content)
     config = load([runs.BASE, f"tokens_path={tmp_path}/ids.npy", f"logits_path={tmp_path}/logits.npy"])

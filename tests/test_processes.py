@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from src.errors import UserError
-from src.startup import Place, find_place, shared_facts
+from src.run.startup import Place, find_place, shared_facts
 from src.step import same_program as module
 from src.step.build import build
 from src.step.same_program import check_same_program
+from src.system.errors import UserError
 from tests.tiny import load
 
 SLURM = {

@@ -8,17 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from src import command_line, train_dpo
 from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
-from src.errors import UserError
+from src.extras.preferences import train_dpo
 from src.model.params import Weights, by_path
 from src.parallel.mesh import make_layout
-from src.report.metrics import StepPrinter
+from src.run import resolve_config
+from src.run.metrics import StepPrinter
 from src.step.build import plan_step
 from src.step.loss import hidden_states
+from src.system.errors import UserError
 from tests import runs
 
 STEPS = 8
@@ -109,13 +110,13 @@ def test_updates_are_those_of_sgd_by_hand_on_the_rows_of_a_run_without_a_ramp(co
     keys = keys_of(tmp_path / "run", corpus, steps=5, **sgd, **sizes)
     result = runs.run_here(**keys)
 
-    config = command_line.load(runs.arguments(**keys))
+    config = resolve_config.load(runs.arguments(**keys))
     inputs = InputSpec.of(config, ByteTokenizer())
     batches = train_batches(inputs, open_sources(inputs, config.evaluation)[0], range(16), 16)
     rows = [next(batches).arrays for _ in range(4)]
     batches.close()
     rows = {name: np.concatenate([batch[name] for batch in rows]) for name in rows[0]}
-    one = command_line.load(runs.arguments(devices=1, **{k: v for k, v in keys.items() if not k.startswith("ici_")}))
+    one = resolve_config.load(runs.arguments(devices=1, **{k: v for k, v in keys.items() if not k.startswith("ici_")}))
     plan = plan_step(one, make_layout(one.mesh, jax.devices()[:1]))
     weights = plan.init_weights()
 

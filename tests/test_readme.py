@@ -11,14 +11,16 @@ import jax
 import pytest
 
 from end_to_end.documented import ELSEWHERE, PAGES, commands_of, files_of, write_other_forms
-from src import command_line, convert, hub, inspect_data
 from src.config.base_yml import help_for
 from src.config.schema import KEYS
-from src.convert import Agreement
+from src.extras.datasets import inspect_data
+from src.extras.hf import convert, hub
+from src.extras.hf.convert import Agreement
 from src.model.attention_kernels import choose
 from src.model.flops import count_active_params, count_params
 from src.model.parts import attention_scores
 from src.parallel.mesh import make_layout
+from src.run import resolve_config
 from tests.hf import saved
 from tests.runs import BASE, ROOT
 from tests.tiny import spec_of
@@ -91,7 +93,7 @@ def test_a_command_is_understood(argv, anywhere, monkeypatch):
     monkeypatch.setenv("HOME", str(anywhere))
     monkeypatch.setattr(hub, "_fetched", lambda path, weights: str(anywhere / "tiny"))
     if help_for(argv) is None:
-        command_line.load(argv, uses_weights="load_ema=true" in argv)  # of src.evaluate and src.decode
+        resolve_config.load(argv, uses_weights="load_ema=true" in argv)  # of src.evaluate and src.decode
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +166,7 @@ def test_a_programs_help_ends_well():
 
 def test_the_small_model_is_as_small_as_the_readme_says():
     said = re.search(r"small\.yml.* ([\d.]+) million parameters", (ROOT / "README.md").read_text())
-    count = count_params(spec_of(command_line.load([str(ROOT / "configs" / "small.yml")])))
+    count = count_params(spec_of(resolve_config.load([str(ROOT / "configs" / "small.yml")])))
     assert f"{count / 1e6:.1f}" == said[1]
 
 
@@ -213,7 +215,7 @@ def test_the_table_of_models_has_each_file_and_its_numbers():
     assert len(rows) == len(set(rows))
     expected = set()
     for name in files:
-        spec = spec_of(command_line.load([BASE, f"model_name={name}"]))
+        spec = spec_of(resolve_config.load([BASE, f"model_name={name}"]))
         count = count_params(spec)
         sparse = spec.has_experts
         active = f"{count_active_params(spec):,}" if sparse else "all"
@@ -249,7 +251,7 @@ def test_the_table_of_kernels_is_what_is_chosen(monkeypatch):
     for (start, pattern), (families, *kernels) in zip(OF_KERNELS.items(), rows, strict=True):
         assert families.startswith(start)
         for name in (name for name in files if re.match(pattern, name)):
-            config = command_line.load([BASE, f"model_name={name}"])
+            config = resolve_config.load([BASE, f"model_name={name}"])
             spec, layout = spec_of(config), make_layout(config.mesh, jax.devices()[:1])
             scores = attention_scores(spec)
             for (platform, capability), kernel in zip(OF_DEVICES, kernels, strict=True):
@@ -264,8 +266,8 @@ def test_what_adding_a_family_quotes_is_in_the_code():
     code = "\n".join(
         (ROOT / file).read_text()
         for file in (
-            "src/hf/families/qwen3.py",
-            "src/hf/common_tensors.py",
+            "src/extras/hf/families/qwen3.py",
+            "src/extras/hf/common_tensors.py",
             "tests/hf/saved.py",
             "configs/models/qwen3-0.6b.yml",
         )

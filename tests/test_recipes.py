@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from scripts.recipes import FOLDER, read
-from src.aot.devices import abstract_devices
+from src.extras.aot.devices import abstract_devices
 from src.model.flops import count_params, flops_per_token
 from src.parallel.mesh import global_batch_size, make_layout
 from src.parallel.slices import describe_mesh

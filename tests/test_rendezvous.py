@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from src import rendezvous
-from src.errors import TransientError, UserError
+from src.system import rendezvous
+from src.system.errors import TransientError, UserError
 from tests import runs
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from scripts import get_text, results
-from src import command_line
+from src.run import resolve_config
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results"
 
@@ -174,17 +174,17 @@ def test_an_experiments_settings_are_understood_and_its_table_made(name, tmp_pat
 
     def train(lab, name, *keys, config=results.MODEL, core=None):
         asked[name] = [key.replace(str(lab.folder), "") for key in keys]
-        loaded = command_line.load([str(config), *keys, f"run_name={name}"])
+        loaded = resolve_config.load([str(config), *keys, f"run_name={name}"])
         loss = 2 + 1 / loaded.base_emb_dim + loaded.learning_rate + 10 / loaded.steps + loaded.data_shuffle_seed / 100
         held_out = [(loaded.steps, loss)]
         return results.Run(name, list(keys), 1000 * loaded.base_emb_dim, [(1, 6.0), (9, loss)], held_out, 1.0, "0")
 
     def command(module, config, *words):
         if module == "src.evaluate":
-            command_line.load([str(results.MODEL), *words])
+            resolve_config.load([str(results.MODEL), *words])
             Path(words[-1].partition("=")[2]).write_text('{"eval_bits_per_byte": 1.25, "eval_loss": 0.87}')
         else:
-            command_line.load([config, *words])
+            resolve_config.load([config, *words])
 
     for part in "train", "held_out":
         (tmp_path / part).mkdir()

@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import pytest
 
-from src.checkpoint.preemption import Preemption
 from src.checkpoint.run_folder import RunFolder
-from src.errors import UserError
-from src.report.metrics import MetricsLog
-from src.run import Evaluator
+from src.run.evaluator import Evaluator
+from src.run.metrics import MetricsLog
+from src.run.preemption import Preemption
+from src.system.errors import UserError
 from tests import runs
 
 STEPS = 8
@@ -201,13 +201,13 @@ def test_the_end_of_a_run_is_told_before_its_data_are_waited_for(stopped_by, tmp
     """They may be slow, or hang: threads make rows of later steps."""
     said = []
 
-    def train_batches(*arguments, original=runs.train.train_batches):
+    def train_batches(*arguments, original=runs.src_run.train_batches):
         try:
             yield from original(*arguments)
         finally:
             said.append(capsys.readouterr().out)
 
-    monkeypatch.setattr(runs.train, "train_batches", train_batches)
+    monkeypatch.setattr(runs.src_run, "train_batches", train_batches)
     monkeypatch.setattr(Preemption, "reached", lambda self, step: stopped_by and step == 4)
     assert start(tmp_path).stopped_by == stopped_by
     assert f"report: {tmp_path / 'run' / 'report.html'}" in said[0]

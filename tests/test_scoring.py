@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from src import evaluate
 from src.data.tokenizer import ByteTokenizer
-from src.errors import UserError
-from src.scoring import Scorer
+from src.extras.evaluation import evaluate
+from src.extras.evaluation.scoring import Scorer
 from src.step.eval_step import token_scores
+from src.system.errors import UserError
 from tests import runs, tiny
 
 LENGTH = 32

@@ -229,8 +229,8 @@ def test_every_import_is_pinned(folder, names):
     # A package that is not installed provides, as far as is known here, the module of its own name.
     packages = {name: {canonicalize_name(each) for each in providers.get(name, [name])} for name in imports}
     unpinned = {name for name in imports if not packages[name] & pinned}
-    # What a user installs for `convert check` (src/convert.py), for dataset_type=hf and on TPU VMs; streams.txt,
-    # trackers.txt, eval.txt and tpu.txt need not be installed where the tests run.
+    # What a user installs for `convert check`, for dataset_type=hf and on TPU VMs; streams.txt, trackers.txt,
+    # eval.txt and tpu.txt need not be installed where the tests run.
     trackers = {"wandb", "mlflow"}  # a test compares calls with the packages' own signatures where they are
     others = {"torch", "transformers", "datasets", "lm_eval", "cloud_tpu_diagnostics"} if folder == "src" else set()
     assert unpinned == trackers | others

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from src.startup import configure_jax
+from src.run.startup import configure_jax
 from tests.runs import ROOT
 from tests.tiny import load
 
@@ -52,7 +52,7 @@ import jax, numpy as np
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 from src.config.schema import Step
-from src.startup import configure_jax
+from src.run.startup import configure_jax
 configure_jax(Step())
 matrices = np.random.default_rng(0).normal(size=(4, 128, 128)).astype(np.float32)
 matrices += matrices.swapaxes(1, 2)
@@ -72,6 +72,6 @@ def test_training_needs_no_private_module_of_a_compiler_of_kernels():
     """A release of JAX that moves one would stop all training, for a key that is off."""
     program = "import sys; import src.train; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    private = ("src.aot", "jax.experimental.mosaic", "jax.experimental.pallas", "jaxlib.triton")
+    private = ("src.extras.aot", "jax.experimental.mosaic", "jax.experimental.pallas", "jaxlib.triton")
     slow = ("orbax",)  # the first save imports it
     assert [name for name in loaded.stdout.split() if name.startswith(private + slow)] == []

@@ -11,17 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = {
-    "train",
-    "train_dpo",
-    "train_compile",
-    "decode",
-    "evaluate",
-    "convert",
-    "inspect_data",
-    "tokenize_dataset",
-    "train_tokenizer",
-}
+COMMANDS = {path.stem for path in (ROOT / "src").glob("[a-z]*.py")}
 MAX_LEVELS = 10
 MAX_LINES = 400
 MAX_CORE_LINES = 4_360
@@ -52,10 +42,11 @@ def room(module):
 
 @functools.cache
 def rooms():
-    """room -> the rooms it imports from."""
+    """room -> the rooms it imports from; of the core without `extras`, which it imports within functions."""
     graph = {room(module): set() for module in imports() if module.count(".")}
     for module, others in imports().items():
-        graph[room(module)] |= {room(other) for other in others} - {room(module)}
+        above = {"extras"} - {room(module)} if room(module) not in COMMANDS else set()
+        graph[room(module)] |= {room(other) for other in others} - {room(module)} - above
     return graph
 
 
@@ -69,12 +60,34 @@ def test_rooms_lie_on_few_levels_and_form_no_circle():
     assert max(map(level, rooms())) <= MAX_LEVELS
 
 
+def imported_at_once(path):
+    """The modules that importing a file imports, but for those within functions."""
+    pending, names = [ast.parse(path.read_text())], set()
+    while pending:
+        for node in ast.iter_child_nodes(pending.pop()):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                pending.append(node)
+    return names
+
+
+def test_the_core_and_the_commands_import_extras_within_functions_alone():
+    files = [path for path in (ROOT / "src").rglob("*.py") if "extras" not in path.parts]
+    found = {path.name: names for path in files if (names := [x for x in imported_at_once(path) if "src.extras" in x])}
+    assert len(files) > 80
+    assert found == {}
+
+
 def test_modules_form_no_circle():
     def visit(module, above=()):
         assert module not in above, f"a circle: {' -> '.join([*above, module])}"
         if module not in visited:
             for other in imports()[module]:
-                visit(other, (*above, module))
+                if room(module) in ("extras", *COMMANDS) or room(other) != "extras":
+                    visit(other, (*above, module))
             visited.add(module)
 
     visited = set()
@@ -82,8 +95,9 @@ def test_modules_form_no_circle():
         visit(module)
 
 
-def test_the_config_stands_on_errors_alone():
-    assert rooms()["config"] == {"errors"}
+def test_the_config_knows_only_the_system():
+    assert rooms()["config"] == {"system"}
+    assert rooms()["system"] == set()
 
 
 @pytest.mark.parametrize("name", sorted(set(rooms()) - COMMANDS))
@@ -144,9 +158,7 @@ def reached(program):
 
 def test_training_reaches_nothing_that_its_config_does_not_ask_for():
     modules = reached("import src.train")
-    formats = tuple(
-        f"src.data.readers.{name}" for name in ("array_record", "parquet", "tfds", "tokens", "custom", "synthetic")
-    )
+    formats = tuple(f"src.data.readers.{name}" for name in ("custom", "synthetic"))
     packages = (
         "torch",
         "transformers",
@@ -156,13 +168,15 @@ def test_training_reaches_nothing_that_its_config_does_not_ask_for():
         "pyarrow",
         "sentencepiece",
     )
-    assert not [name for name in modules if name.startswith(("src.aot", "src.hf", *formats)) or name in packages]
+    assert not [
+        name for name in modules if name.startswith(("src.extras.aot", "src.extras.hf", *formats)) or name in packages
+    ]
 
 
 def test_a_config_is_read_without_jax():
     modules = reached("from src.config.load import load; load(['configs/base.yml'])")
     assert not [
-        name for name in modules if name.startswith("src.") and not name.startswith(("src.config", "src.errors"))
+        name for name in modules if name.startswith("src.") and not name.startswith(("src.config", "src.system"))
     ]
     assert "jax" not in modules
 
@@ -170,7 +184,7 @@ def test_a_config_is_read_without_jax():
 def test_no_file_is_long():
     lines = {path: len(path.read_text().splitlines()) for path in (ROOT / "src").rglob("*.py")}
     assert not {str(path): count for path, count in lines.items() if count > MAX_LINES}
-    assert lines[ROOT / "src" / "train_dpo.py"] < 250  # as docs/forking.md says
+    assert lines[ROOT / "src" / "extras" / "preferences" / "train_dpo.py"] < 250  # as docs/forking.md says
 
 
 def test_scripts_import_what_is_there():
@@ -206,7 +220,7 @@ def names_whole_config(path):
 
 def test_few_files_take_the_whole_config():
     # A reader of one's own gets the whole: `dataset_factory` is called with it.
-    apart = [ROOT / "src" / "config", ROOT / "src" / "data" / "readers"]
+    apart = [ROOT / "src" / "config", ROOT / "src" / "data" / "readers", ROOT / "src" / "extras" / "readers"]
     files = [path for path in (ROOT / "src").rglob("*.py") if path.parent not in apart]
     names = sorted(str(path.relative_to(ROOT)) for path in files if names_whole_config(path))
     assert len(names) <= MAX_FILES_OF_THE_WHOLE_CONFIG, (

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from src import tokenize_dataset
-from src.command_line import load
 from src.config.source_spec import train_specs
 from src.data.open import open_sources
-from src.data.readers.tokens import TokenDocuments
 from src.data.tokenizer import ByteTokenizer, make_tokenizer
 from src.data.types import EvalSet, InputSpec
-from src.errors import UserError
-from src.tokenize_dataset import main
-from src.train_tokenizer import train
+from src.extras.datasets import tokenize_dataset
+from src.extras.datasets.tokenize_dataset import main
+from src.extras.datasets.train_tokenizer import train
+from src.extras.readers.tokens import TokenDocuments
+from src.run.resolve_config import load
+from src.system.errors import UserError
 from tests import runs
 from tests.data.one_source import eval_batches, train_batches
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from src import train
-from src.command_line import load
-from src.report import recorder
+from src.run import recorder
+from src.run.resolve_config import load
+from src.run.run import Run
 from tests import runs
 
 STEPS = 12
@@ -220,7 +221,7 @@ def test_a_kill_before_the_report_leaves_one_and_the_next_start_finishes_it(tmp_
 
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 2, "checkpoint_period": 1}
     with monkeypatch.context() as patch:
-        patch.setattr(train, "conclude", killed)
+        patch.setattr(Run, "conclude", killed)
         with pytest.raises(KilledBeforeItsReport):
             runs.run_here(**keys)
     assert re.search(r"At step 1 of 2|Finished, step 2 of 2", (tmp_path / "run" / "report.html").read_text())

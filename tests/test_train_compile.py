@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from src.aot.report import typed
-from src.cli import run_command
-from src.errors import UserError
+from src.extras.aot.report import typed
+from src.extras.aot.train_compile import _compile, command, main
 from src.parallel.topology import parse_topology
-from src.train_compile import _compile, command, main
+from src.system.errors import UserError
+from src.system.exit_codes import run_command
 from tests import quick_compilation
 from tests.compilers import SMALL, needs_cuda, needs_libtpu
 
@@ -167,7 +167,7 @@ def test_a_report_that_cannot_be_written_leaves_the_program(tmp_path, monkeypatc
 
 def offered(arguments, monkeypatch, capacity):
     """What would help a step of devices with this memory; the last entry, which is first, was compiled last."""
-    monkeypatch.setattr("src.aot.report.device_capacity", lambda topology: capacity)
+    monkeypatch.setattr("src.extras.aot.report.device_capacity", lambda topology: capacity)
     return main(arguments)["changes"]
 
 

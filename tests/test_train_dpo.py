@@ -9,13 +9,15 @@ import re
 import numpy as np
 import pytest
 
-from src import decode, train, train_dpo
+from src import train
 from src.checkpoint.contents import kept_in
 from src.checkpoint.run_folder import RunFolder
 from src.config.load import load
 from src.config.yaml import dump
-from src.errors import UserError
-from src.run import Evaluator
+from src.extras.generation import decode
+from src.extras.preferences import train_dpo
+from src.run.evaluator import Evaluator
+from src.system.errors import UserError
 from tests import runs
 from tests import trackers as stand_ins
 

@@ -1,13 +1,13 @@
 import pytest
 from transformers import AutoTokenizer
 
-from src.command_line import load
 from src.data.open import open_sources
 from src.data.readers.text import TextSource
 from src.data.tokenizer import SentencePieceTokenizer, make_tokenizer
 from src.data.types import InputSpec
-from src.errors import UserError
-from src.train_tokenizer import main, train
+from src.extras.datasets.train_tokenizer import main, train
+from src.run.resolve_config import load
+from src.system.errors import UserError
 
 
 @pytest.fixture

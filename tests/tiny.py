@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from src import command_line
 from src.checkpoint.resume import new_state
 from src.model.params import Weights
 from src.model.spec import model_spec
 from src.parallel.mesh import Layout, make_layout
+from src.run import resolve_config
 from src.step.build import plan_step
 from src.step.loss import next_token_loss
 from src.step.optimizer import hparams_at
@@ -54,7 +54,7 @@ def load(**overrides):
     with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
         file.writelines(f"{key}: {value}\n" for key, value in TINY.items())
         file.flush()
-        return command_line.load([file.name, *(f"{key.replace('__', '.')}={it}" for key, it in overrides.items())])
+        return resolve_config.load([file.name, *(f"{key.replace('__', '.')}={it}" for key, it in overrides.items())])
 
 
 def spec_of(config):

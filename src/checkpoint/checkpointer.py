@@ -19,8 +19,8 @@ from jax.experimental import multihost_utils
 from src.checkpoint.digest import digests
 from src.checkpoint.restore import Restored, checksum_of, first_good, flatten, of_process_0, restore
 from src.checkpoint.run_folder import absolute, is_unfinished, steps_in, write_error
-from src.errors import TransientError, UserError
-from src.storage_errors import one_line, retried, tensorstore_errors
+from src.system.errors import TransientError, UserError
+from src.system.storage_errors import one_line, retried, tensorstore_errors
 
 _TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder on a disk that Orbax has not finished
 

@@ -19,12 +19,12 @@ from src.config.schema import Checkpoint, Config
 from src.data.batch_schedule import BatchSchedule
 from src.data.host_arrays import to_global
 from src.data.types import Tokenizer
-from src.errors import UserError, changed_keys
-from src.json_text import parse_json
 from src.step.plan import StepPlan
 from src.step.state import TrainState
+from src.system.errors import UserError, changed_keys
+from src.system.json_text import parse_json
 
-LogProbs = dict[str, list[float]]  # of both answers of a pair, by `src.data.pairs.pair_keys`
+LogProbs = dict[str, list[float]]  # of both answers of a pair, by `src.extras.preferences.pairs.pair_keys`
 
 
 # ---- What is saved

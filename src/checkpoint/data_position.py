@@ -15,7 +15,7 @@ from src.data.best_fit import documents_consumed, remap_position
 from src.data.fingerprint import EVALUATION, LATER, Fact
 from src.data.order import Mixture
 from src.data.rules import PRESENT_RULES, RULES_FACT, describe_rules, rules_of
-from src.errors import UserError, changed_keys, first_few
+from src.system.errors import UserError, changed_keys, first_few
 
 # The keys that alter an entry of the data's fingerprint: one of them in `accept_changes` accepts the change. The first
 # is recommended to a user whose configuration has not changed.

@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from src.checkpoint.restore import Restored, checkpoint_identity, restore_any, restore_weights
+from src.config.sources import HUB, is_hf_folder
 from src.data.host_arrays import check_same
 from src.data.tokenizer import folder_tokenizer, has_tokenizer
-from src.errors import UserError, counted, first_few
-from src.hub import PREFIX, local_folder
 from src.model import lora
 from src.model.params import Tree, by_path, dotted, join, nested
+from src.system.errors import UserError, counted, first_few
 
 TAIL_BYTES = 2**16  # read of each file: training changes the last bytes as it does all others
 
@@ -164,11 +164,11 @@ def _undotted(name: str) -> tuple[str | int, ...]:
 
 
 def _load_hf_weights(path: str, tree: Tree) -> Restored:
-    from src.hf.load import load_weights as load_folder
-    from src.hf.model_keys import read_model_keys
+    from src.extras.hf.load import load_weights as load_folder
+    from src.extras.hf.model_keys import read_model_keys
 
     notes: list[str] = []
-    folder = local_folder(path)
+    folder = _local(path)
     arrays = load_folder(folder, tree, notes)
     vocab_size = read_model_keys(folder)["vocab_size"]
     meta = {"vocab_size": vocab_size, "tokenizer": None}
@@ -184,9 +184,9 @@ def identity(path: str) -> str:
     """Returns a text that changes with the weights at `path`: of a checkpoint's digests, or of the ends of files."""
     if not _is_hf_folder(path):
         return checkpoint_identity(path)
-    from src.hf.peft import base_model
+    from src.extras.hf.peft import base_model
 
-    folder, crc = Path(local_folder(path)).expanduser(), 0
+    folder, crc = Path(_local(path)).expanduser(), 0
     if base := base_model(folder):
         crc = int(identity(base), 16)
     for file in sorted(folder.glob("*.safetensors")):
@@ -198,13 +198,19 @@ def identity(path: str) -> str:
 
 
 def _is_hf_folder(path: str) -> bool:
-    from src.hf.folder import is_hf_folder
-
-    kind = is_hf_folder(local_folder(path))
-    if path.startswith(PREFIX) and not kind:
+    kind = is_hf_folder(_local(path))
+    if path.startswith(HUB) and not kind:
         raise UserError(f"{path} has no config.json: expected a model in the format of transformers")
     check_same({"a Hugging Face folder": str(kind)}, f"contents in {path}", "the same folder")
     return kind
+
+
+def _local(path: str) -> str:
+    if not path.startswith(HUB):
+        return path
+    from src.extras.hf.hub import local_folder
+
+    return local_folder(path)
 
 
 def check_base(adapters: Mapping[str, Any], path: str, ema: bool) -> None:

@@ -21,10 +21,10 @@ from jax.experimental import multihost_utils
 from src.checkpoint.digest import digests
 from src.checkpoint.run_folder import absolute, is_remote, is_unfinished, steps_in
 from src.data.host_arrays import check_same
-from src.errors import TransientError, UserError, first_few
-from src.json_text import parse_json
 from src.model import params
-from src.storage_errors import DamagedError, Failure, failure_of, one_line, retried, tensorstore_result
+from src.system.errors import TransientError, UserError, first_few
+from src.system.json_text import parse_json
+from src.system.storage_errors import DamagedError, Failure, failure_of, one_line, retried, tensorstore_result
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ import jax
 from etils import epath
 
 from src.data.host_arrays import gather_json
-from src.disk import any_path, is_own, lock, new_file
-from src.errors import TransientError, UserError
-from src.storage_errors import Failure, StoreError, failure_of, one_line
+from src.system.disk import any_path, is_own, lock, new_file
+from src.system.errors import TransientError, UserError
+from src.system.storage_errors import Failure, StoreError, failure_of, one_line
 
 # What a run writes into its folder.
 FILES = ("config.yml", "environment.json", "metrics.jsonl", "report.html", "sample.txt")
@@ -166,18 +166,23 @@ def in_run_folder(folder: epath.Path) -> Iterator[None]:
         raise
     except BaseException as error:
         error.run_folder = folder  # type: ignore[attr-defined]
-        error.kept_checkpoint = getattr(error, "kept_checkpoint", "") or kept_checkpoint(folder)  # type: ignore[attr-defined]
+        error.kept_checkpoint = getattr(error, "kept_checkpoint", "") or describe_latest(folder)  # type: ignore[attr-defined]
         raise
 
 
-def kept_checkpoint(folder: epath.Path) -> str:
-    """Says which checkpoint a run's folder has that the run can be resumed from."""
-    try:
+def latest_step(folder: epath.Path) -> int | None:
+    """Returns the step of the newest checkpoint that a run can be resumed from; None if there is none, or no answer."""
+    with contextlib.suppress(Exception):  # each store's client has its own types
         checkpoints = folder / "checkpoints"
         steps = [step for step in steps_in(checkpoints) if not is_unfinished(checkpoints / str(step))]
-    except Exception:  # each store's client has its own types
-        steps = []
-    return f"the checkpoint of step {max(steps)} in {folder} stands" if steps else "no checkpoint is there"
+        return max(steps, default=None)
+    return None
+
+
+def describe_latest(folder: epath.Path) -> str:
+    """Names the checkpoint that a run can be resumed from, for a message."""
+    step = latest_step(folder)
+    return "no checkpoint is there" if step is None else f"the checkpoint of step {step} in {folder} stands"
 
 
 def write_error(checkpoints: epath.Path, step: int, size: int, error: Exception) -> Exception:

@@ -5,11 +5,11 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from src.config.hints import hints
 from src.config.keys import Key
-from src.config.migration_hints import meant, migration_hint
 from src.config.schema import KEYS
 from src.config.yaml import Plain, dump
-from src.errors import UserError
+from src.system.errors import UserError
 
 HEADER = """\
 # Every key of MinText, once, with its default. Type a key on the command line as key=value;
@@ -97,14 +97,14 @@ def help_text(word: str) -> str:
     """
     if word in KEYS:
         return f"{KEYS[word].group}\n{key_lines(KEYS[word])}"
-    if hint := migration_hint(word, Plain("...")):
+    if hint := hints().migration_hint(word, Plain("...")):
         return hint.sentence
     in_text = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)  # where a word begins: "rate" finds no "generates"
     by_name = [key for key in KEYS.values() if word.lower() in key.name]
     by_text = [key for key in KEYS.values() if key not in by_name and in_text.search(key_lines(key))]
     if by_name or by_text:
         return "\n".join(map(key_lines, by_name + by_text))
-    raise UserError(f"there is no key {word}.{meant(word)} --help alone lists all keys.")
+    raise UserError(f"there is no key {word}.{hints().meant(word)} --help alone lists all keys.")
 
 
 def _overview(usage: Usage) -> str:

@@ -17,7 +17,7 @@ from src.config.needs import WITH_MOMENTS
 from src.config.schema import KEYS, LOGICAL_AXES, MESH_AXES, size_key
 from src.config.step_keys import REMAT_ARRAYS
 from src.config.yaml import convert, dump
-from src.errors import UserError, did_you_mean, first_few
+from src.system.errors import UserError, did_you_mean, first_few
 
 # What a type of data can't do without.
 _NEEDED = {"tfds": "dataset_name", "custom": "dataset_factory"}

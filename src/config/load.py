@@ -11,13 +11,13 @@ from ml_collections import ConfigDict
 
 from src.config import sources, yaml
 from src.config.checks import ENTRIES, check_config, read_entries
+from src.config.hints import hints
 from src.config.keys import frozen
-from src.config.migration_hints import corrected_command, is_maxtext_default, joined, meant, migration_hint, own_value
-from src.config.model_checks import read_list, read_segment
+from src.config.model_checks import check_value, read_list, read_segment
 from src.config.needs import TYPED, Setting, idle_settings
 from src.config.schema import KEYS, Config, defaults, keys_of
 from src.config.yaml import BASE, CONFIGS, NOTHING, Plain, convert, dump, file_name, literal, parse_argument, parse_keys
-from src.errors import UserError, changed_keys, clipped, did_you_mean, first_few
+from src.system.errors import UserError, changed_keys, clipped, did_you_mean, first_few
 
 # Maps a folder of a model that another program wrote, and whether its tokenizer alone is wanted, to the keys of both as
 # `parse_keys` gives them; None where no such model is there. The config knows none of these formats.
@@ -52,7 +52,9 @@ def load(
         return _load(argv, [] if notes is None else notes, uses_weights, command, read_folder)
     except UserError as error:
         is_typed = not isinstance(argv, ConfigDict)
-        line = is_typed and corrected_command(argv, lambda words: _load(words, [], uses_weights, command, read_folder))
+        line = is_typed and hints().corrected_command(
+            argv, lambda words: _load(words, [], uses_weights, command, read_folder)
+        )
         raise UserError(f"{error}{line or ''}") from None
 
 
@@ -95,7 +97,7 @@ def _load(
     # A run's own file has every key, also those that say nothing.
     chosen = [setting for setting in files if not (run or setting.where.endswith(f"/{sources.CONFIG}"))]
     for key, sentence in idle_settings([*chosen, *arguments], config, failed, command, notes):
-        (notes if is_maxtext_default(key, config.get(key)) else problems).append(sentence)
+        (notes if hints().is_maxtext_default(key, config.get(key)) else problems).append(sentence)
     problems = [clipped(problem) for problem in dict.fromkeys(problems)]
     if len(problems) > 1:
         listed = "".join(f"\n  - {problem}" for problem in problems)
@@ -134,6 +136,17 @@ def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Settin
         else:
             with _collected(problems):
                 yield Setting(key, parse_argument(text, _default(key), key), TYPED)
+
+
+def joined(argv: Sequence[str]) -> Iterator[str]:
+    """Yields the words of a command line, each flag as one: `--steps 100` as `--steps=100`, `--verbose` as true."""
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word.startswith("--") and "=" not in word:
+            takes_next = words and "=" not in words[0] and not words[0].startswith("--")
+            word += f"={words.pop(0) if takes_next else 'true'}"
+        yield word
 
 
 def _default(key: str) -> Any:
@@ -193,8 +206,7 @@ def _model_in(folder: Path) -> str:
     """Returns the keys to type for the model in a folder, of src.convert or Hugging Face; empty where there is none."""
     if (folder / "model.yml").is_file():
         return f"model_name={folder}/model.yml load_parameters_path={folder}/checkpoint"
-    is_hf = folder.is_dir() and ((folder / "config.json").is_file() or any(folder.glob("*.safetensors")))
-    return f"model_name={folder} load_parameters_path={folder}" if is_hf else ""
+    return f"model_name={folder} load_parameters_path={folder}" if sources.is_hf_folder(folder) else ""
 
 
 def _model_name(settings: Sequence[Setting]) -> str:
@@ -281,17 +293,17 @@ def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str])
     for setting in settings:
         key, dot, entry = setting.key.partition(".")
         if key not in config:
-            if hint := migration_hint(setting.key, setting.value):
+            if hint := hints().migration_hint(setting.key, setting.value):
                 (notes if hint.accepted else problems).append(hint.sentence)
             else:
-                similar = meant(setting.key) or " `--help` lists all keys."
+                similar = hints().meant(setting.key) or " `--help` lists all keys."
                 problems.append(f"unknown key {setting.key} ({setting.where}).{similar}")
         elif dot and not isinstance(config[key], Mapping):
             problems.append(f"{setting.key} ({setting.where}): {key} is no mapping, it has no entry {entry}")
             failed.add(key)
         else:
             try:
-                value = _typed(setting.key, own_value(setting.key, setting.value))
+                value = _own(setting.key, setting.value)
                 config[key] = frozen({**config[key], entry: value}) if dot else value
             except ValueError as error:
                 problem = f"{setting.key} ({setting.where}): {error}"
@@ -299,6 +311,15 @@ def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str])
                 problems.append(f"{problem}{end} {key}: {KEYS[key].comment}")
                 failed.add(key)
     return config, failed
+
+
+def _own(key: str, value: Any) -> Any:
+    """Returns a value as the key has it; another trainer's spelling of it is known only if it is not MinText's."""
+    with contextlib.suppress(ValueError):
+        typed = _typed(key, value)
+        if "." in key or not check_value(key, typed):
+            return typed
+    return _typed(key, hints().own_value(key, value))
 
 
 def _typed(key: str, value: Any) -> Any:

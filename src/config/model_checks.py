@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from src.config.hints import hints
 from src.config.keys import Range, frozen
-from src.config.migration_hints import value_hint
 from src.config.schema import KEYS, section_of
 from src.config.yaml import MAX_NAME, Plain, convert, dump, too_long, unprintable
-from src.errors import did_you_mean, first_few
+from src.system.errors import did_you_mean, first_few
 
 ACTIVATIONS = ("silu", "gelu", "gelu_exact", "quick_gelu", "relu", "squared_relu", "linear", "plus_one")
 # What an attention type can't do without.
@@ -56,7 +56,7 @@ def check_value(name: str, value: Any) -> str:
         return f"{name}={dump(value)} must be a list of {', '.join(key.allowed)}, or []"
     elif key.allowed and not isinstance(value, tuple) and value not in key.allowed:
         choices = ", ".join(choice or "(empty)" for choice in key.allowed)
-        return f"{name}={value} is none of {choices}{value_hint(name, value)}"
+        return f"{name}={value} is none of {choices}{hints().value_hint(name, value)}"
     if key.example and not all(isinstance(text, str) and text for text in value):
         return f"{name}={dump(value)} must be a list of texts, such as {key.example}"
     if name == "run_name" and value:

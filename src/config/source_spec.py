@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from src.config.schema import Data
-from src.errors import UserError
+from src.system.errors import UserError
 
 # The order of a mixture's sources repeats after as many rows as its weights, as whole numbers, add up to.
 MAX_PERIOD = 100_000

@@ -13,12 +13,19 @@ from ml_collections.config_dict import RequiredValueError
 
 from src.config.schema import keys_of
 from src.config.yaml import dump, parse, read_file
-from src.errors import UserError, clipped, did_you_mean
+from src.system.errors import UserError, clipped, did_you_mean
 
 CONFIG = "config.yml"
+HUB = "hf://"  # before the name of a model on the Hugging Face hub
 
 # What a start of the run was told of its machines, and which changes it was to accept: another one says so itself.
 OF_ONE_START = ("coordinator_address", "num_processes", "process_id", "accept_changes")
+
+
+def is_hf_folder(path: str | os.PathLike[str]) -> bool:
+    """Returns whether there is a Hugging Face model folder, complete or not, at `path`."""
+    folder = Path(path).expanduser()
+    return folder.is_dir() and ((folder / "config.json").is_file() or any(folder.glob("*.safetensors")))
 
 
 def read_python(path: Path) -> dict[str, Any]:

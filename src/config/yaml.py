@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from src import shipped
 from src.config.keys import frozen
-from src.errors import UserError, clipped
+from src.system.errors import UserError, clipped
 
 CONFIGS = shipped("configs")
 BASE = CONFIGS / "base.yml"

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from src.config.schema import BatchKeys
-from src.errors import counted, first_few
+from src.system.errors import counted, first_few
 
 RAMP_KEYS = (
     *("enable_rampup_batch_size", "per_device_batch_size_start", "per_device_batch_size_increment"),

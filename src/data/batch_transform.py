@@ -8,8 +8,8 @@ import numpy as np
 from src.config.schema import BatchKeys
 from src.data.packing import empty_batch
 from src.data.types import BATCH_ARRAYS, RowArrays
-from src.errors import UserError, changed_keys
-from src.user_code import call, class_name, load_function
+from src.system.errors import UserError, changed_keys
+from src.system.user_code import call, class_name, load_function
 
 MAX_WEIGHT = 1e30  # of a token in the loss, either way
 _TAKEN = ("dropout_keys", "text_bytes")  # what steps and evaluations add to a batch

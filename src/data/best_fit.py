@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from src.data.packing import Position, Segment, Sizes, remaining
-from src.errors import UserError
+from src.system.errors import UserError
 
 WINDOW = 20  # items to choose from: a position has a bit for each but the oldest
 _MAX_ROWS = (1 << 32 - WINDOW) - 1  # with the window's bits they fill the 31 of a positive int32

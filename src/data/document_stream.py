@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 
 from src.data.best_fit import best_fit
-from src.data.conversations import encode_conversation
 from src.data.order import Shuffle
 from src.data.packing import Cuts, Items, PackingStream, RowLayout, concatenate, fill_row, one_per_row
 from src.data.readers.files import ReadAhead
 from src.data.streams import StreamReader, StreamSource
 from src.data.types import Conversation, Document, InputSpec, Item, RowArrays, RowSource, Source
-from src.errors import UserError
+from src.system.errors import UserError
 
 
 class DocumentStream:
@@ -155,6 +154,8 @@ def rows_per_epoch(inputs: InputSpec, source: Source | RowSource) -> float | Non
 def encode(inputs: InputSpec, item: Item) -> list[Document]:
     """Tokenizes an item: one document, or for some conversations one for each turn of the assistant."""
     if isinstance(item, Conversation):
+        from src.extras.conversations import encode_conversation
+
         return encode_conversation(inputs.tokenizer, item, inputs.data.sft_train_on_completion_only)
     if isinstance(item, str):  # of an empty one only its own end could be learned
         if item and inputs.count_bytes:

@@ -17,7 +17,7 @@ from src.data.order import Mixture
 from src.data.packing import RowLayout
 from src.data.streams import StreamSource
 from src.data.types import END, Document, EvalSet, InputSpec, RowArrays, Tokenizer
-from src.errors import UserError
+from src.system.errors import UserError
 
 
 class EvalBatches:

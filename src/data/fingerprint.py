@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Self
 from src.config.source_spec import names_eval_data
 from src.data.rules import RULES_FACT
 from src.data.types import EvalSet, Fingerprint, InputSpec, RowSource, Source, TrainData
-from src.errors import TransientError, UserError, changed_keys
-from src.user_code import code_digests
+from src.system.errors import TransientError, UserError, changed_keys
+from src.system.user_code import code_digests
 
 EVALUATION = "evaluation"  # begins each entry on which evaluations depend, and training does not
 LATER = {"file", "contents", "lines", "code", EVALUATION}  # what entries that older fingerprints lack begin with

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from src.errors import UserError, changed_keys
+from src.system.errors import UserError, changed_keys
 
 
 def host_rows(sharding: jax.sharding.Sharding, global_shape: Sequence[int]) -> np.ndarray:

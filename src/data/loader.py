@@ -21,8 +21,8 @@ from src.data.order import Mixture
 from src.data.packing import empty_batch
 from src.data.streams import StreamSource
 from src.data.types import InputSpec, RowArrays, RowSource, Source, TrainData
-from src.errors import UserError
-from src.user_code import load_function
+from src.system.errors import UserError
+from src.system.user_code import load_function
 
 _BATCHES_AHEAD = 6  # so many, so that threads need not keep step
 

@@ -9,9 +9,19 @@ from src.config.source_spec import SourceSpec, eval_specs, names_eval_data, trai
 from src.data import order
 from src.data.streams import StreamSource
 from src.data.types import Document, EvalSet, Fingerprint, InputSpec, Item, RowSource, Source, TrainData
-from src.errors import UserError
+from src.system.errors import UserError
 
 AnySource = Source | RowSource
+READERS = {  # dataset_type -> the module whose `open_source(spec, inputs)` opens it
+    "text": "src.data.readers.text",
+    "synthetic": "src.data.readers.synthetic",
+    "custom": "src.data.readers.custom",
+    "tfds": "src.extras.readers.tfds",
+    "array_record": "src.extras.readers.array_record",
+    "parquet": "src.extras.readers.parquet",
+    "hf": "src.extras.readers.hf",
+    "tokens": "src.extras.readers.tokens",
+}
 
 
 def open_sources(inputs: InputSpec, evaluation: Evaluation) -> tuple[TrainData, list[EvalSet]]:
@@ -57,35 +67,14 @@ def open_source(spec: SourceSpec, inputs: InputSpec) -> AnySource:
 
 
 def _open(spec: SourceSpec, inputs: InputSpec) -> AnySource:
-    kind, length, seed = spec.dataset_type, inputs.batch.max_target_length, inputs.data.data_shuffle_seed
-    if kind == "text" and inputs.data.use_sft:
+    if spec.dataset_type == "text" and inputs.data.use_sft:
         if not spec.dataset_path:
             raise UserError(f"use_sft=true reads .jsonl files of conversations: set {spec.key('dataset_path')}")
-        from src.data.conversations import ConversationSource
+        from src.extras.conversations import ConversationSource
 
         return ConversationSource(spec.dataset_path, spec.key("dataset_path"), inputs)
-    reader = importlib.import_module(f"src.data.readers.{kind}")  # what it imports may not be installed
-    match kind:
-        case "text":
-            text = spec.dataset_path, spec.max_document_bytes, spec.key("dataset_path"), spec.dataset_column
-            return reader.TextSource(*text, inputs.rules)
-        case "synthetic":
-            # Evaluation's seed is unlike every training seed, which is at least 0: the two must share no row.
-            return reader.SyntheticSource(inputs.vocab_size, length, -1 - seed if spec.is_eval else seed)
-        case "tfds":
-            return reader.TfdsSource(spec)
-        case "array_record":
-            return reader.ArrayRecordSource(spec, inputs.rules)
-        case "parquet":
-            return reader.ParquetSource(spec, inputs.rules)
-        case "hf":
-            return reader.open_hf(spec, inputs)
-        case "tokens":
-            source = reader.TokenRows(spec, length) if inputs.batch.packing else reader.TokenDocuments(spec)
-            source.check(inputs.vocab_size, inputs.tokenizer.fingerprint() if inputs.tokenizer else None)
-            return source
-        case _:
-            return reader.open_custom(spec, inputs)
+    reader = importlib.import_module(READERS[spec.dataset_type])  # what it imports may not be installed
+    return reader.open_source(spec, inputs)
 
 
 # ---- Held out

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from src.data.types import BATCH_ARRAYS, NOT_TEXT, Document, RowArrays
-from src.errors import UserError
+from src.system.errors import UserError
 
 MAX_EMPTY_DOCUMENTS = 10_000  # in succession, before it is an error
 

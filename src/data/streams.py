@@ -16,8 +16,8 @@ from absl import flags
 from src.data.host_arrays import gather_json
 from src.data.order import permute
 from src.data.types import Fingerprint, Item, Source
-from src.errors import UserError, say
-from src.user_code import call
+from src.system.errors import UserError, say
+from src.system.user_code import call
 
 _WINDOW = 1024  # documents that are read, and may be shuffled, together; the state before each window can be saved
 

@@ -8,8 +8,7 @@ import numpy as np
 from src.config.schema import Data
 from src.config.source_spec import all_synthetic
 from src.data.types import Fingerprint, Tokenizer
-from src.errors import UserError
-from src.hub import local_folder
+from src.system.errors import UserError
 
 
 class ByteTokenizer(Tokenizer):
@@ -90,6 +89,8 @@ def make_tokenizer(data: Data, vocab_size: int, needed_by: str = "") -> Tokenize
         case "sentencepiece":
             tokenizer = SentencePieceTokenizer(data.tokenizer_path)
         case _:
+            from src.extras.hf.hub import local_folder
+
             folder = local_folder(data.tokenizer_path, weights=False)
             tokenizer = folder_tokenizer(Path(folder).expanduser(), vocab_size)
     if tokenizer.vocab_size > vocab_size:
@@ -107,7 +108,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 def folder_tokenizer(path: Path, model_vocab_size: int) -> Tokenizer:
     """Opens a Hugging Face folder's tokenizer (old: a SentencePiece model) or tokenizer.json, or raises UserError."""
-    from src.data.huggingface_tokenizer import HuggingFaceTokenizer  # only runs that use it pay for its imports
+    from src.extras.hf.huggingface_tokenizer import HuggingFaceTokenizer  # only runs that use it pay for its imports
 
     for file in (path / "tokenizer.json", path):
         if file.is_file():

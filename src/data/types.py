@@ -7,7 +7,7 @@ import numpy as np
 
 from src.config import schema
 from src.data.rules import PRESENT_RULES
-from src.errors import UserError
+from src.system.errors import UserError
 
 # The arrays of a batch, [rows, T].
 BATCH_ARRAYS: dict[str, type] = {

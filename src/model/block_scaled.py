@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from src.errors import UserError
 from src.model.low_precision import SCOPE, Coded, Shards, shards, spec, sum_over_devices, to_float8
 from src.model.products import with_gradient
 from src.parallel.mesh import Layout
+from src.system.errors import UserError
 
 BLOCK = 32
 CODES = jnp.float8_e4m3fn

@@ -11,7 +11,6 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from src.errors import UserError
 from src.model.attention_kernels.delta_rule import in_chunks, one_token
 from src.model.cache import Cache, CacheArray
 from src.model.costs import Costs
@@ -19,6 +18,7 @@ from src.model.forward_context import ForwardContext
 from src.model.norm import root_mean_square
 from src.model.params import Rngs, matmul, weight
 from src.model.spec import LayerSpec
+from src.system.errors import UserError
 
 HEADS = ("batch", "length", "heads", None)
 

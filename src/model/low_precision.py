@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from src.errors import UserError
 from src.model.products import with_gradient
 from src.parallel.mesh import Layout
+from src.system.errors import UserError
 
-SCOPE = "in_8_bits"  # of every such product, by which compiled programs are checked (src/aot/eight_bits.py)
+SCOPE = "in_8_bits"  # of every such product, by which compiled programs are checked (src/extras/aot/eight_bits.py)
 Shards = dict[str, tuple[str, ...]]  # the mesh axes that shard each dim, outermost first
 MAX_SUMMED = (2**31 - 1) // 127**2  # so many products of two int8 always fit in an int32
 

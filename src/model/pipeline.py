@@ -18,12 +18,12 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from src.config.schema import Mesh
-from src.errors import UserError, counted
 from src.model.forward_context import ForwardContext
 from src.model.products import with_gradient
 from src.model.spec import ModelSpec
 from src.parallel.mesh import Layout
 from src.parallel.slices import any_of, divisors
+from src.system.errors import UserError, counted
 
 AXIS = "stage"
 

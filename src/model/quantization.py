@@ -13,7 +13,6 @@ from jax import Array
 
 from src.config.command_keys import CALIBRATION_METHODS, fixed_bound
 from src.config.command_keys import Quantization as Keys
-from src.errors import UserError, first_few
 from src.model import params
 from src.model.block_scaled import BlockProducts
 from src.model.low_precision import FORMATS, Coded, Products, aligned, encode, largest
@@ -21,6 +20,7 @@ from src.model.selection import multiplied, require_matches
 from src.model.spec import LayerGroup
 from src.parallel.mesh import Layout
 from src.parallel.topology import compute_capability, kinds_with, peak_flops
+from src.system.errors import UserError, first_few
 
 EXCLUDED = Keys().quantization_exclude  # of these not every model has all
 LAYERS = ("layers", "other_layers")

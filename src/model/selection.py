@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from src.errors import UserError, first_few
 from src.model import params
+from src.system.errors import UserError, first_few
 
 LOOKED_UP = ("vocab", "position")  # first dims of tables that are not multiplied by
 

@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from src.config.schema import Mesh as MeshSection
 from src.config.schema import size_key
-from src.errors import UserError
 from src.parallel.slices import any_of, count_slices, joined_by_process, mesh_sizes
+from src.system.errors import UserError
 
 # The key that a weight's dim of a logical axis has its size from.
 SIZE_KEYS = {

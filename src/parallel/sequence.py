@@ -6,8 +6,8 @@ import numpy as np
 from jax import Array
 
 from src.config.schema import size_key
-from src.errors import UserError
 from src.parallel.mesh import Layout, mesh_axes_of
+from src.system.errors import UserError
 
 
 def zigzag_order(length: int, layout: Layout) -> np.ndarray:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from src.config.schema import Mesh, size_key
-from src.errors import UserError
+from src.system.errors import UserError
 
 
 def count_slices(devices: Sequence[jax.Device]) -> int:

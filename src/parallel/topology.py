@@ -4,7 +4,7 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from src.errors import UserError, did_you_mean
+from src.system.errors import UserError, did_you_mean
 
 GPU_MEMORY_FRACTION = 0.9  # of all of a GPU's memory; the rest is CUDA's own, NCCL's and cuDNN's
 

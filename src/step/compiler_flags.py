@@ -14,8 +14,8 @@ from importlib.util import find_spec
 
 import jax
 
-from src.config.migration_hints import retired_flag
-from src.errors import UserError, say
+from src.config.hints import hints
+from src.system.errors import UserError, say
 
 # A collective is fused with the computation it runs beside where both flags are on; today's libtpu has them off.
 _ASYNC_ALL_GATHER, _ASYNC_ALL_REDUCE = (
@@ -117,7 +117,7 @@ def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, st
             error = _error({name: options[name]}, device)
             if not error.startswith("No such compile option"):
                 errors += [error] if error else []
-            elif retired_flag(name, value) == "":
+            elif hints().retired_flag(name, value) == "":
                 say([f"compile_xla_flags: {name}={value} is left out: {BY_ITSELF}"])
                 del options[name]
             else:
@@ -143,7 +143,7 @@ def _error(options: Mapping[str, str], device: jax.Device) -> str:
 def _answer(package: str, name: str, value: str) -> str:
     """Returns the package that does not know a flag, with its version, and what replaced a retired one."""
     known = f"{package} {version(package)}."
-    if (instead := retired_flag(name, value)) is None:
+    if (instead := hints().retired_flag(name, value)) is None:
         return known
     return f"{known} It is retired: {instead} is in its place." if instead else f"{known} Take it out: {BY_ITSELF}."
 
@@ -177,7 +177,9 @@ def check_environment(uses_tpu: bool) -> None:
             name = re.search(r"\w+", flag)[0]
             typed = next((word for word in flags[variable].split() if re.match(rf"--{name}(=|$)", word)), "")
             value = (typed or flag).partition("=")[2].strip("'\"") or "true"
-            if typed and retired_flag(name, value) == "":  # no word has it where the variable names a file of flags
+            if (
+                typed and hints().retired_flag(name, value) == ""
+            ):  # no word has it where the variable names a file of flags
                 print(f"{variable} in the environment: {typed} is left out: {BY_ITSELF}", flush=True)
                 os.environ[variable] = " ".join(word for word in os.environ[variable].split() if word != typed)
             else:

@@ -7,14 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from src.config.schema import BatchKeys, Evaluation
 from src.data.types import NOT_TEXT
 from src.model.params import Weights
+from src.model.pipeline import check_rows
+from src.parallel.mesh import global_batch_size
 from src.parallel.sequence import from_zigzag
 from src.step.compiler_flags import always
 from src.step.loss import LogitsOf, batch_cross_entropy, hidden_states, in_tiles, in_zigzag
 from src.step.plan import Batch, StepPlan
 from src.step.state import batch_sharding
-from src.user_code import call, check_metrics
+from src.system.user_code import call, check_metrics
 
 
 def compile_eval_step(plan: StepPlan, function: Callable[..., dict[str, Any]] | None = None) -> jax.stages.Wrapped:
@@ -95,3 +98,12 @@ def token_scores(
         return of_tile(arrays)
     log_probs, likeliest = jax.lax.map(jax.checkpoint(of_tile), in_tiles(arrays, tiles, shards))
     return whole(log_probs), whole(likeliest)
+
+
+def eval_batch_size(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan) -> int:
+    """Returns the global batch size of evaluation; raises UserError where it does not divide over the mesh."""
+    key = "eval_per_device_batch_size" if evaluation.eval_per_device_batch_size else "per_device_batch_size"
+    rows = evaluation.eval_per_device_batch_size or batch.per_device_batch_size
+    size = global_batch_size(plan.layout, rows, 1, key)
+    check_rows(size, plan.layout, plan.execution.schedule, key)
+    return size

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from flax import nnx
 
 from src.config.schema import Step
-from src.errors import UserError
 from src.model import params
 from src.model.params import Rngs, Tree, by_path, nested
 from src.model.selection import Path, multiplied
 from src.model.spec import ModelSpec
+from src.system.errors import UserError
 
 # Weights from the width to a number of outputs that does not go with it, by the last component of their names.
 READOUTS = ("output", "router", "shared_gate")

@@ -8,9 +8,9 @@ import jax
 import optax
 
 from src.config.schema import Step
-from src.errors import UserError, counted
 from src.model.params import Tree, by_path, matches, nested
 from src.model.selection import Path, require_matches
+from src.system.errors import UserError, counted
 
 
 @dataclass(frozen=True)

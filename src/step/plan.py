@@ -26,7 +26,7 @@ from src.parallel.mesh import Layout, add_mesh_axes, replica_axes, weight_shardi
 from src.step import mup, optimizer_rules
 from src.step.matrices import matrices
 from src.step.optimizer import HParams, make_optimizer
-from src.user_code import load_function
+from src.system.user_code import load_function
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from src.errors import UserError
 from src.step.build import TracedStep
 from src.step.optimizer import hparams_at
+from src.system.errors import UserError
 
 
 def check_same_program(built: TracedStep, steps: int) -> None:

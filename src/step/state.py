@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from src.data.types import BATCH_ARRAYS
-from src.errors import UserError
 from src.model.params import ROLES, Tree, Weights
 from src.model.pipeline import check_rows
 from src.parallel.mesh import Layout
@@ -19,6 +18,7 @@ from src.step.optimizer import hparams_at
 from src.step.optimizer_shardings import state_shardings
 from src.step.plan import Batch, StepPlan
 from src.step.spikes import empty_window
+from src.system.errors import UserError
 
 EXTRAS = ("ema", "spikes")  # entries of a state that some runs have
 

@@ -5,11 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from src.errors import UserError
 from src.model.decoder import Decoder
 from src.step.loss import LossFunction, LossSums, next_token_loss
 from src.step.plan import Batch, StepPlan
-from src.user_code import call, check_metrics, class_name, load_function
+from src.system.errors import UserError
+from src.system.user_code import call, check_metrics, class_name, load_function
 
 
 def loss_function(name: str) -> LossFunction:

@@ -10,8 +10,8 @@ import jax
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 
-from src.aot import program
-from src.startup import configured
+from src.extras.aot import program
+from src.run.startup import configured
 from src.step.build import build
 
 

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from src.command_line import load
-from src.startup import configure_jax
+from src.run.resolve_config import load
+from src.run.startup import configure_jax
 from src.step.build import build
 from tests import runs
 from tests.aot.save_step import save

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from src.aot import devices
-from src.aot.devices import abstract_devices
-from src.errors import UserError
+from src.extras.aot import devices
+from src.extras.aot.devices import abstract_devices
 from src.parallel.mesh import make_layout
 from src.parallel.topology import parse_topology
+from src.system.errors import UserError
 from tests.compilers import needs_cuda, needs_libtpu
 from tests.tiny import load
 
@@ -22,8 +22,8 @@ TPUS = [("v4-8", 1), ("v4-128", 2), ("v5e-1", 1), ("v5e-8", 3), ("v5p-16", 1), (
 GPUS = [("a3", 1), ("a3-ultra:1", 1), ("a3", 4), ("a3-ultra", 2), ("a4", 2), ("a100", 2)]
 # Names and sizes that a process of its own asks for, which has not started JAX.
 FRESH = """
-import src.aot.compilers
-from src.aot.devices import abstract_devices
+import src.extras.aot.compilers
+from src.extras.aot.devices import abstract_devices
 from src.parallel.topology import parse_topology
 devices = abstract_devices(parse_topology("{name}", 1))
 import jax
@@ -87,7 +87,7 @@ def test_nothing_is_printed_and_this_machine_stays_a_cpu(name, platform):
 
 def test_training_does_not_meet_the_compilers():
     """JAX would try them on a machine that has no such accelerator."""
-    code = "import sys, src.train; sys.exit('src.aot.compilers' in sys.modules)"
+    code = "import sys, src.train; sys.exit('src.extras.aot.compilers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -98,7 +98,7 @@ def test_of_two_cuda_plugins_jax_takes_this_environment_s_own(tmp_path):
     (tmp_path / "jax_plugins" / "xla_cuda13" / "__init__.py").write_text("def initialize(): print('CUDA 13 begins')")
     (tmp_path / "jax_cuda13_plugin").mkdir()
     code = (
-        "import src.aot.compilers, sys, jax\nfrom src.aot import devices\n"
+        "import src.extras.aot.compilers, sys, jax\nfrom src.extras.aot import devices\n"
         "jax.config.update('jax_platforms', 'cpu'); jax.devices()\n"
         "print(devices.CUDA, hasattr(sys.modules['jax_plugins.xla_cuda12'], '__file__'))\n"
     )

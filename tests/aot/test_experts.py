@@ -10,9 +10,9 @@ from flax import nnx
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
 from scripts.program_stats import copies, instructions, kernels
-from src.aot import eight_bits, hlo
-from src.aot.devices import abstract_devices
-from src.aot.hlo import collectives
+from src.extras.aot import eight_bits, hlo
+from src.extras.aot.devices import abstract_devices
+from src.extras.aot.hlo import collectives
 from src.model import params, quantization
 from src.model.forward_context import ForwardContext
 from src.model.moe.grouped_gpu import TILE

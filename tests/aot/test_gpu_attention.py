@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from src import command_line
-from src.aot import hlo
-from src.aot.devices import abstract_devices
+from src.extras.aot import hlo
+from src.extras.aot.devices import abstract_devices
 from src.parallel.topology import parse_topology
+from src.run import resolve_config
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
 from tests.compilers import NO_AUTOTUNING, needs_cuda
@@ -24,7 +24,7 @@ def traced(*keys, topology="a3"):
     """A step of rows of 8,192."""
     devices = abstract_devices(parse_topology(topology, 1))
     sizes = (f"max_target_length={LENGTH}", "per_device_batch_size=1", "dataset_type=synthetic")
-    config = command_line.load([BASE, *sizes, *keys])
+    config = resolve_config.load([BASE, *sizes, *keys])
     return build(config, devices, {**compiler_options("", devices[0], 1), **NO_AUTOTUNING})
 
 

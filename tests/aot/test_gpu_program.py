@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 
 from scripts.program_stats import statistics
-from src import command_line
-from src.aot.devices import abstract_devices
-from src.aot.replay import replay
+from src.extras.aot.devices import abstract_devices
+from src.extras.aot.replay import replay
 from src.parallel.topology import parse_topology, peak_flops
+from src.run import resolve_config
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
 from tests.compilers import NO_AUTOTUNING, SMALL, needs_cuda
@@ -26,7 +26,7 @@ def compiled(flags):
     """A step of two hosts of H100s whose weights are sharded over all: its program's text, mesh and chip."""
     topology = parse_topology("a3", 2)
     devices = abstract_devices(topology)
-    config = command_line.load([BASE, *SIZES, "dcn_data_parallelism=1", "dataset_type=synthetic"])
+    config = resolve_config.load([BASE, *SIZES, "dcn_data_parallelism=1", "dataset_type=synthetic"])
     built = build(config, devices, {**compiler_options(flags, devices[0], topology.slices), **NO_AUTOTUNING})
     return built.traced.lower().compile().as_text(), built.plan.layout.mesh, topology.chip
 

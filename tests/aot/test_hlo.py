@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from src.aot.hlo import Collective, collectives
+from src.extras.aot.hlo import Collective, collectives
 from src.step.build import build
 from tests.tiny import load
 

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from src.aot.devices import abstract_devices
-from src.aot.hlo import collectives
+from src.extras.aot.devices import abstract_devices
+from src.extras.aot.hlo import collectives
 from src.parallel.topology import parse_topology
 from src.step.build import build
 from tests.compilers import needs_libtpu

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from src.aot import advice
-from src.aot.advice import changes
-from src.aot.devices import abstract_devices
-from src.aot.memory import device_bytes, memory, scores_bytes
+from src.extras.aot import advice
+from src.extras.aot.advice import changes
+from src.extras.aot.devices import abstract_devices
+from src.extras.aot.memory import device_bytes, memory, scores_bytes
 from src.model.spec import VOCAB_MULTIPLE
 from src.parallel.topology import parse_topology
 from src.step.build import build

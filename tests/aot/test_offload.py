@@ -2,8 +2,8 @@
 
 import pytest
 
-from src.aot.devices import abstract_devices
-from src.aot.memory import memory
+from src.extras.aot.devices import abstract_devices
+from src.extras.aot.memory import memory
 from src.parallel.topology import parse_topology
 from src.step.build import build
 from tests.compilers import needs_libtpu

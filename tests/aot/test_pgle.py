@@ -11,13 +11,13 @@ import pytest
 from jax._src import config as jax_config
 from jax._src import profiler as jax_profiler
 
-from src import command_line, train_compile
-from src.aot import pgle, program
-from src.aot.devices import abstract_devices
-from src.errors import UserError
+from src.extras.aot import pgle, program, train_compile
+from src.extras.aot.devices import abstract_devices
 from src.parallel.topology import parse_topology
+from src.run import resolve_config
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
+from src.system.errors import UserError
 from tests import runs
 from tests.compilers import SMALL, needs_cuda
 from tests.tiny import BASE, load
@@ -41,7 +41,7 @@ def proto(microseconds):
 def step_of(topology, *keys):
     """A step, what its program depends on, and its lowering."""
     devices = abstract_devices(parse_topology(topology, 1))
-    config = command_line.load([BASE, *SMALL, "dataset_type=synthetic", *keys])
+    config = resolve_config.load([BASE, *SMALL, "dataset_type=synthetic", *keys])
     built = build(config, devices, compiler_options("auto", devices[0], 1))
     header = program.header(built, config.model, config.step, config.batch, config.mesh)
     return built, header

@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from src import train_compile
-from src.aot import program
-from src.aot.devices import abstract_devices
 from src.config.schema import defaults, keys_of
-from src.errors import UserError
+from src.extras.aot import program, train_compile
+from src.extras.aot.devices import abstract_devices
 from src.parallel.topology import parse_topology
 from src.step import train_step
 from src.step.build import build
+from src.system.errors import UserError
 from tests import runs
 from tests.aot.save_step import header as step_header
 from tests.aot.save_step import no_cache, save
@@ -259,7 +258,7 @@ def test_what_is_compiled_in_may_not_change(file, overrides, line):
 
 
 def test_the_precision_of_products_is_compiled_in(file):
-    with jax.default_matmul_precision("high"):  # as src.startup sets it by the key
+    with jax.default_matmul_precision("high"):  # as src.run.startup sets it by the key
         said = refusal(file, build_step(matmul_precision="high"))
     assert "\n  matmul_precision: highest in the file, high here" in said
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from scripts.program_memory import main
-from src.aot.devices import abstract_devices
-from src.errors import UserError
+from src.extras.aot.devices import abstract_devices
 from src.parallel.topology import parse_topology
+from src.system.errors import UserError
 from tests.compilers import needs_libtpu
 
 

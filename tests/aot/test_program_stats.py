@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scripts.program_stats import dumped_bundles, instructions, kernels, main, numbered_mesh, statistics
-from src.aot.devices import abstract_devices
-from src.aot.replay import replay
-from src.aot.roofline import COMPUTE_REACHED, MEMORY_REACHED
+from src.extras.aot.devices import abstract_devices
+from src.extras.aot.replay import replay
+from src.extras.aot.roofline import COMPUTE_REACHED, MEMORY_REACHED
 from src.parallel.topology import parse_topology
 from tests import runs
 from tests.compilers import SMALL, needs_cuda, needs_libtpu

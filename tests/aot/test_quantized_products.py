@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from src.aot import eight_bits
-from src.aot.devices import abstract_devices
-from src.errors import UserError
+from src.extras.aot import eight_bits
+from src.extras.aot.devices import abstract_devices
 from src.model import params, quantization
 from src.model.block import Block
 from src.model.forward_context import ForwardContext
@@ -21,6 +20,7 @@ from src.parallel.mesh import make_layout, weight_shardings
 from src.parallel.topology import parse_topology
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
+from src.system.errors import UserError
 from tests.compilers import NO_AUTOTUNING, needs_cuda, needs_libtpu
 from tests.tiny import load, spec_of
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from src import command_line
-from src.aot.hlo import Collective
-from src.aot.roofline import Work, predict, step_work, work_of
+from src.extras.aot.hlo import Collective
+from src.extras.aot.roofline import Work, predict, step_work, work_of
 from src.model.execution import Execution
 from src.model.flops import FlopsPerToken, flops_per_token, layer_share, product_widths
+from src.run import resolve_config
 from src.step.build import build
 from tests.tiny import BASE, LENGTH, load, make, spec_of
 
@@ -119,7 +119,7 @@ COMPILED = [
 
 @pytest.mark.parametrize(("keys", "mesh", "slices", "compiled"), COMPILED)
 def test_the_closed_form_is_what_compiled_programs_move(published, keys, mesh, slices, compiled):
-    config = command_line.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
+    config = resolve_config.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
     execution = Execution(remat_policy=config.remat_policy)
     tokens = config.per_device_batch_size * 2048
     moved = published.step_collectives(spec_of(config), execution, tokens, mesh, {}, slices)

@@ -3,12 +3,12 @@
 import jax
 import pytest
 
-from src import command_line
-from src.aot.devices import abstract_devices
-from src.aot.hlo import collectives
-from src.aot.memory import memory
-from src.aot.roofline import predict, work_of
+from src.extras.aot.devices import abstract_devices
+from src.extras.aot.hlo import collectives
+from src.extras.aot.memory import memory
+from src.extras.aot.roofline import predict, work_of
 from src.parallel.topology import parse_topology
+from src.run import resolve_config
 from src.step.build import build
 from tests.compilers import SMALL, needs_libtpu
 from tests.tiny import BASE, LENGTH, TINY, load
@@ -24,7 +24,9 @@ def test_stages_pass_on_activations_and_no_weights(repeats, capfd):
     micro_batches = 4
     keys = (f"num_pipeline_repeats={repeats}", f"num_pipeline_microbatches={micro_batches}", "per_device_batch_size=2")
     layers = f"base_num_decoder_layers={LAYERS}"
-    config = command_line.load([BASE, *SMALL, *MESH, *keys, layers, "dataset_type=synthetic", "mlp_activations=[gelu]"])
+    config = resolve_config.load(
+        [BASE, *SMALL, *MESH, *keys, layers, "dataset_type=synthetic", "mlp_activations=[gelu]"]
+    )
     built = build(config, abstract_devices(parse_topology("v5e-8", 1)))
     compiled = built.traced.lower().compile()
     moved = collectives(compiled.as_text(), built.plan.layout.mesh)
@@ -60,7 +62,7 @@ def test_stages_pass_on_activations_and_no_weights(repeats, capfd):
 def test_stages_in_slices_of_their_own_send_each_other_rows_and_no_weights():
     mesh = ("dcn_pipeline_parallelism=2", "dcn_data_parallelism=1", "num_pipeline_microbatches=4")
     keys = (f"base_num_decoder_layers={LAYERS}", "dataset_type=synthetic", "per_device_batch_size=2")
-    config = command_line.load([BASE, *SMALL, *mesh, *keys])
+    config = resolve_config.load([BASE, *SMALL, *mesh, *keys])
     built = build(config, abstract_devices(parse_topology("v5e-4", 2)))
     moved = collectives(built.traced.lower().compile().as_text(), built.plan.layout.mesh)
     between = [each for each in moved if each.network == "dcn"]

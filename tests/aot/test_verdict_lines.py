@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from src.aot.report import change_lines, device_capacity, lines, make_report, verdict
-from src.errors import UserError
+from src.extras.aot.report import change_lines, device_capacity, lines, make_report, verdict
 from src.parallel.topology import parse_topology
 from src.step.build import build
+from src.system.errors import UserError
 from tests.tiny import load
 
 GIB = 2**30

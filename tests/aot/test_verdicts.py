@@ -6,11 +6,11 @@
 import jax
 import pytest
 
-from src import command_line
-from src.aot.devices import abstract_devices
+from src.extras.aot.devices import abstract_devices
+from src.extras.aot.train_compile import main
 from src.parallel.topology import parse_topology
+from src.run import resolve_config
 from src.step.build import build
-from src.train_compile import main
 from tests.compilers import SMALL, needs_libtpu
 from tests.runs import BASE
 
@@ -44,7 +44,7 @@ DO_NOT = [
 
 def compilers_own(keys):
     """Whether the step compiles; the compiler refuses what it finds no place for in a device's 15.75 GiB."""
-    config = command_line.load([str(BASE), *SMALL, *keys])
+    config = resolve_config.load([str(BASE), *SMALL, *keys])
     step = build(config, abstract_devices(parse_topology("v5e-4", 1)))
     try:
         step.traced.lower().compile()

@@ -13,8 +13,8 @@ from jax.experimental import multihost_utils
 
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.load_weights import load_weights
-from src.checkpoint.preemption import Preemption
-from src.errors import UserError
+from src.run.preemption import Preemption
+from src.system.errors import UserError
 from tests.checkpoint.arrays import abstract, make_mesh, make_values, place, restore_step
 
 

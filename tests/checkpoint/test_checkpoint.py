@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.restore import HostArray
-from src.errors import UserError
 from src.model.params import ROLES
+from src.system.errors import UserError
 from tests import quick_compilation
 from tests.checkpoint.arrays import abstract, make_mesh, make_values, place, restore_step, same
 

@@ -13,13 +13,13 @@ import jax
 import orbax.checkpoint as ocp
 import pytest
 
-from src import storage_errors
 from src.checkpoint import checkpointer as checkpoint
 from src.checkpoint import restore
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.run_folder import absolute
-from src.errors import TransientError, UserError
-from src.storage_errors import Failure, StoreError, failure_of, tensorstore_errors
+from src.system import storage_errors
+from src.system.errors import TransientError, UserError
+from src.system.storage_errors import Failure, StoreError, failure_of, tensorstore_errors
 from tests import runs
 from tests.checkpoint.arrays import abstract, make_mesh, make_values, place, same
 
@@ -380,8 +380,8 @@ def test_a_save_that_fails_is_the_last_line_of_the_run_and_the_only_one_of_its_e
 def test_a_command_does_not_wait_for_threads_of_orbax_that_will_not_end():
     program = """
 import threading, time
-from src.cli import run_command
-from src.errors import TransientError
+from src.system.exit_codes import run_command
+from src.system.errors import TransientError
 def main(argv):
     thread = type("Waiting", (threading.Thread,), {"__module__": "orbax.checkpoint._src.futures.future"})
     thread(target=time.sleep, args=[600]).start()

@@ -9,9 +9,9 @@ from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.load_weights import load_by_rules, load_weights
 from src.checkpoint.resume import all_weights, new_state
 from src.config.load import load
-from src.errors import UserError
 from src.model.params import by_path, dotted
 from src.step.state import abstract_state
+from src.system.errors import UserError
 from tests.tiny import VOCAB, make, random_weights
 
 

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from src.checkpoint import preemption as module
-from src.checkpoint.preemption import Preemption
+from src.run import preemption as module
+from src.run.preemption import Preemption
 
 
 def send(number):

@@ -6,8 +6,8 @@ import pytest
 
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.run_folder import RunFolder
-from src.command_line import load
-from src.errors import UserError
+from src.run.resolve_config import load
+from src.system.errors import UserError
 from tests import runs
 from tests.checkpoint.arrays import abstract, make_mesh, make_values, place, restore_step, same
 from tests.gcs_server import GcsServer

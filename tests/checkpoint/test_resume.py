@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from src import command_line, evaluate
 from src.checkpoint.contents import check_tokenizer
 from src.checkpoint.data_position import accepted_by, rows_consumed
 from src.data.fingerprint import Fact
 from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
+from src.extras.evaluation import evaluate
+from src.run import resolve_config
 from src.step import train_step
 from tests import runs
 from tests.data.one_source import train_batches
@@ -273,7 +274,7 @@ def test_an_accepted_global_batch_goes_on_after_as_many_documents(stopped, corpu
     runs.run_here(**keys_of(stopped, corpus, **changes, accept_changes="[per_device_batch_size]"))
     assert f"the global batch changed: the data go on after {taken} documents" in capsys.readouterr().out
     # The ten steps that were left read what comes after the first documents of the stream: as many as were taken.
-    config = command_line.load(runs.arguments(**keys_of(stopped, corpus, **changes)))
+    config = resolve_config.load(runs.arguments(**keys_of(stopped, corpus, **changes)))
     data, _ = open_sources(InputSpec.of(config, ByteTokenizer()), config.evaluation)
     position = np.array([[[len(range(row, taken, 16)), 0]] for row in range(16)], np.int32)
     batches = train_batches(config, data, ByteTokenizer(), range(16), 16, 20 * 8, position)
@@ -356,7 +357,7 @@ def test_rows_of_tokens_go_on_after_a_change_of_weights_batch_and_length():
         "rows_before": {},
     }
     entries = "[{name: b, weight: 9, dataset_path: x}, {name: a, dataset_path: x}]"
-    config = command_line.load(runs.arguments(datasets=entries))
+    config = resolve_config.load(runs.arguments(datasets=entries))
 
     def so_far(meta, **facts):
         return rows_consumed(125, meta, config.data, {**meta["data"], **facts})
@@ -367,7 +368,7 @@ def test_rows_of_tokens_go_on_after_a_change_of_weights_batch_and_length():
     assert so_far(same) == (1000, {"a": 7})
     assert so_far(same, **{"global batch": 16}) == (0, {"b": 900, "a": 107})
     old = {"data": meta["data"]}  # of one source, before rows were counted
-    assert rows_consumed(125, old, command_line.load(runs.arguments()).data, meta["data"]) == (1000, {})
+    assert rows_consumed(125, old, resolve_config.load(runs.arguments()).data, meta["data"]) == (1000, {})
 
 
 # ---- Damaged checkpoints

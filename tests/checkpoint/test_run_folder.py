@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from src.checkpoint.run_folder import FILES, FOLDERS, RunFolder
-from src.errors import TransientError, UserError
+from src.system.errors import TransientError, UserError
 from tests.tiny import load
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.command_line import load
 from src.config import schema
 from src.config.base_yml import Usage, base_yml, help_for, help_text
 from src.config.keys import fact
 from src.config.load import compare_runs, diff_from_base, from_yaml, to_yaml
-from src.errors import UserError
+from src.run.resolve_config import load
+from src.system.errors import UserError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASE = str(CONFIGS / "base.yml")
@@ -355,7 +355,9 @@ def test_every_key_of_base_is_explained():
 
 def test_configuration_needs_no_jax():
     """A command's first line comes before JAX is imported, which takes seconds."""
-    code = "import sys; from src.command_line import load; load(['configs/base.yml']); print('jax' in sys.modules)"
+    code = (
+        "import sys; from src.run.resolve_config import load; load(['configs/base.yml']); print('jax' in sys.modules)"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CONFIGS.parent, check=True)
     assert run.stdout == "False\n"
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.command_line import load
 from src.config.keys import Range
 from src.config.schema import KEYS
-from src.errors import UserError, from_here
+from src.run.resolve_config import load
+from src.system.errors import UserError, from_here
 
 BASE = str(Path(__file__).parents[2] / "configs" / "base.yml")
 

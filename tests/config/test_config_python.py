@@ -9,8 +9,8 @@ from ml_collections import ConfigDict, FrozenConfigDict
 from ml_collections.config_dict import placeholder
 
 from src import train
-from src.command_line import load
-from src.errors import UserError
+from src.run.resolve_config import load
+from src.system.errors import UserError
 from tests import runs
 
 HEAD = "from ml_collections import ConfigDict\n\n\ndef get_config():\n"

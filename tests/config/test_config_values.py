@@ -5,14 +5,14 @@ import os
 import jax
 import pytest
 
-from src.command_line import load
 from src.config.load import from_yaml, to_yaml
 from src.config.model_checks import check_value
 from src.config.schema import KEYS, defaults
 from src.config.yaml import MAX_DEPTH, MAX_NODES
-from src.errors import UserError
 from src.parallel.mesh import global_batch_size, make_layout
+from src.run.resolve_config import load
 from src.step.build import plan_step
+from src.system.errors import UserError
 from tests.tiny import BASE, TINY, spec_of
 
 VALUES = ("0", "1e30", "word", "[]")

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from src.command_line import load
-from src.config.migration_hints import Explained, Renamed, is_maxtext_default, migration_hint, own_value, read_page
 from src.config.schema import KEYS
 from src.config.yaml import Plain, convert, dump, parse_argument
-from src.errors import UserError, from_here
+from src.extras.migration_hints import Explained, Renamed, is_maxtext_default, migration_hint, own_value, read_page
 from src.model.flops import count_params
+from src.run.resolve_config import load
 from src.step.build import build
+from src.system.errors import UserError, from_here
 from tests.tiny import spec_of
 
 ROOT = Path(__file__).parents[2]

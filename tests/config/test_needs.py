@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from src.command_line import load
 from src.config.base_yml import TRAIN
 from src.config.needs import NEEDS
 from src.config.schema import KEYS
-from src.errors import UserError
+from src.run.resolve_config import load
+from src.system.errors import UserError
 from tests.tiny import BASE
 
 WINDOW = "sliding_window_size=8 (on the command line) has no effect: it needs attention_type=local_sliding"

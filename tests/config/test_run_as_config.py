@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from src import convert, decode, evaluate
-from src.command_line import load
 from src.config.load import to_yaml
-from src.errors import UserError
-from src.report.summary import next_commands
+from src.extras.evaluation import evaluate
+from src.extras.generation import decode
+from src.extras.hf import convert
+from src.run.resolve_config import load
+from src.run.summary import next_commands
+from src.system.errors import UserError
 from tests import runs
 
 ASKED = ["prompt=alpha", "sample_length=6", "decode_sampling_strategy=greedy"]

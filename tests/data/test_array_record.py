@@ -15,9 +15,9 @@ from array_record.python.array_record_module import ArrayRecordReader
 from tensorflow_datasets.proto import tf_example_pb2
 
 from src.config.source_spec import SETTINGS, SourceSpec
-from src.data.readers import array_record
-from src.data.readers.array_record import ArrayRecordSource
-from src.errors import UserError
+from src.extras.readers import array_record
+from src.extras.readers.array_record import ArrayRecordSource
+from src.system.errors import UserError
 from tests.data.every_source import write_records as write
 from tests.data.one_source import open_sources
 
@@ -280,7 +280,7 @@ def test_threads_read_what_one_thread_reads(tmp_path):
 
 READ_MANY = """
 import resource, sys, threading
-from src.data.readers.array_record import ArrayRecordSource
+from src.extras.readers.array_record import ArrayRecordSource
 from src.config.source_spec import SourceSpec
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))
 settings = {"dataset_path": sys.argv[1], "dataset_column": "", "array_record_format": "text"}

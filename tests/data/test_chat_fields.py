@@ -5,14 +5,14 @@ import json
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from src import command_line
-from src.completion import encode_prompt
-from src.data.conversations import encode_conversation
-from src.data.pairs import PairRows, PairSource
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
-from src.decode import read_prompts
-from src.errors import UserError
+from src.extras.conversations import encode_conversation
+from src.extras.generation.completion import encode_prompt
+from src.extras.generation.decode import read_prompts
+from src.extras.preferences.pairs import PairRows, PairSource
+from src.run import resolve_config
+from src.system.errors import UserError
 from tests.data.one_source import alone, train_batches
 from tests.data.test_conversations import CHAT_ML, INSTRUCT, MISTRAL, chat_tokenizer, conversations, learned_text, pair  # noqa: F401
 from tests.tiny import BASE
@@ -174,7 +174,7 @@ def test_a_prompt_is_that_of_transformers(write, config, chat_tokenizer, style, 
     prompt = {**RECORDS[record], "messages": messages[:-1]}
     expected = theirs(folder).apply_chat_template(messages[:-1], add_generation_prompt=True, **keywords)["input_ids"]
     path = write("prompts.jsonl", json.dumps(prompt))
-    decoding = command_line.load([BASE, f"prompt_path={path}"]).decoding
+    decoding = resolve_config.load([BASE, f"prompt_path={path}"]).decoding
     (read,) = read_prompts(decoding, InputSpec.of(config(), tokenizer))
     assert encode_prompt(decoding, 999, tokenizer, read).tolist() == expected
 
@@ -182,7 +182,7 @@ def test_a_prompt_is_that_of_transformers(write, config, chat_tokenizer, style, 
 def test_a_prompt_with_tools_is_a_users_and_without_them_a_text(write, config, chat_tokenizer):  # noqa: F811
     tokenizer, folder = chat_tokenizer(CALLING)
     path = write("prompts.jsonl", "\n".join(map(json.dumps, [{"prompt": "a"}, {"prompt": "a", "tools": TOOLS}])))
-    decoding = command_line.load([BASE, f"prompt_path={path}"]).decoding
+    decoding = resolve_config.load([BASE, f"prompt_path={path}"]).decoding
     text, chat = read_prompts(decoding, InputSpec.of(config(), tokenizer))
     assert text == "a"
     expected = theirs(folder).apply_chat_template(
@@ -306,7 +306,7 @@ def test_a_field_that_other_trainers_heed_is_an_error_everywhere(
         PairSource(str(write("pairs.jsonl", json.dumps({**answers, **fields}))), "dataset_path", inputs)
     path = write("prompts.jsonl", json.dumps({"prompt": "a", **fields}))
     with pytest.raises(UserError, match=rf"prompts\.jsonl, line 1: .*{message}"):
-        read_prompts(command_line.load([BASE, f"prompt_path={path}"]).decoding, inputs)
+        read_prompts(resolve_config.load([BASE, f"prompt_path={path}"]).decoding, inputs)
 
 
 @pytest.mark.parametrize(("fields", "message"), WRONG_IN_MESSAGES)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from src.data.conversations import ConversationSource, encode_conversation
-from src.data.huggingface_tokenizer import HuggingFaceTokenizer
 from src.data.rules import PRESENT_RULES
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import EvalSet, InputSpec
-from src.errors import UserError
+from src.extras.conversations import ConversationSource, encode_conversation
+from src.extras.hf.huggingface_tokenizer import HuggingFaceTokenizer
+from src.system.errors import UserError
 from tests.data.one_source import alone, data_fingerprint, eval_batches, held_out, open_sources, train_batches
 
 B = 4

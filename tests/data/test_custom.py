@@ -13,8 +13,8 @@ from src.data.open import open_source
 from src.data.packing import empty_batch
 from src.data.readers import custom
 from src.data.types import InputSpec
-from src.errors import TransientError, UserError
-from src.user_code import load_function
+from src.system.errors import TransientError, UserError
+from src.system.user_code import load_function
 from tests import runs
 from tests.data.one_source import open_sources
 

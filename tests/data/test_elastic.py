@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from src.data.order import Mixture
 from src.data.tokenizer import make_tokenizer
-from src.train_tokenizer import train
+from src.extras.datasets.train_tokenizer import train
 from tests.data import every_source
 from tests.data.batches import B, assert_same, joined
 from tests.data.every_source import DOCUMENTS, KINDS, texts

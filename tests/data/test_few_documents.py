@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from src.data.conversations import ConversationSource
 from src.data.document_stream import spread
 from src.data.order import Shuffle
 from src.data.tokenizer import ByteTokenizer, make_tokenizer
 from src.data.types import Document, InputSpec, TrainData
-from src.report.summary import few_documents
+from src.extras.conversations import ConversationSource
+from src.run.summary import few_documents
 from tests.data import every_source
 from tests.data.batches import B, assert_same, joined, take
 from tests.data.one_source import alone, eval_batches, held_out, open_sources, train_batches

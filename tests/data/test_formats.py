@@ -21,7 +21,7 @@ from src.data.open import open_source
 from src.data.readers import files, text
 from src.data.readers.text import HEAD_BYTES, TextSource, other_format
 from src.data.types import InputSpec
-from src.errors import UserError
+from src.system.errors import UserError
 from tests.data.every_source import write_records
 
 ROOT = Path(__file__).parents[2]
@@ -260,7 +260,7 @@ def test_names_that_begin_with_an_underscore_are_passed_over_unless_they_are_cod
 
 def test_a_folder_of_spark_or_of_the_hub_is_read(tmp_path, config, capsys):
     pytest.importorskip("pyarrow")
-    from src.data.readers.parquet import ParquetSource
+    from src.extras.readers.parquet import ParquetSource
 
     path = place(tmp_path, {"part-0.parquet": parquet, **dict.fromkeys(["_SUCCESS", "_metadata", "README.md"], "no")})
     assert texts(ParquetSource(*train_specs(config(dataset_type="parquet", dataset_path=path)))) == ["one"]

@@ -6,7 +6,7 @@ import pytest
 from src.data.open import train_validation_split
 from src.data.order import Shuffle
 from src.data.readers.text import TextSource
-from src.errors import UserError
+from src.system.errors import UserError
 
 
 class Groups:

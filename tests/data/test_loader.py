@@ -13,7 +13,7 @@ from src.data.order import Mixture
 from src.data.readers.synthetic import SyntheticSource
 from src.data.readers.text import TextSource
 from src.data.types import Document, TrainData
-from src.errors import TransientError, UserError
+from src.system.errors import TransientError, UserError
 from tests.data.batches import TOKENIZER, B, assert_same, hosts_of, joined, rows_of, take
 from tests.data.one_source import alone, data_fingerprint, eval_batches, held_out, train_batches
 

@@ -9,7 +9,7 @@ from src.data.best_fit import WINDOW, best_fit, documents_consumed, remap_positi
 from src.data.eval_batches import rows_needed
 from src.data.packing import PackingStream, concatenate, empty_batch, one_per_row
 from src.data.types import Document
-from src.errors import UserError
+from src.system.errors import UserError
 
 FAR = 1000
 

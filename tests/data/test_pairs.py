@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from src import command_line
 from src.data.packing import empty_batch, fill_row
-from src.data.pairs import PairRows, PairSource, pair_batch, pair_keys
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
-from src.errors import UserError
+from src.extras.preferences.pairs import PairRows, PairSource, pair_batch, pair_keys
+from src.run import resolve_config
+from src.system.errors import UserError
 from tests.data.test_conversations import CHAT_ML, QWEN, chat_tokenizer, learned_text  # noqa: F401
 from tests.tiny import BASE
 
@@ -26,7 +26,7 @@ def rows_of(write):
 
     def make(*records, tokenizer=None, length=64):
         lines = "\n".join(record if isinstance(record, str) else json.dumps(record) for record in records)
-        config = command_line.load([BASE, f"max_target_length={length}"])
+        config = resolve_config.load([BASE, f"max_target_length={length}"])
         inputs = InputSpec.of(config, tokenizer or ByteTokenizer())
         return PairRows(inputs, PairSource(str(write("pairs.jsonl", lines)), "dataset_path", inputs))
 
@@ -118,7 +118,7 @@ def test_what_cannot_be_compared_is_refused(rows_of, chat_tokenizer, write):  # 
         rows_of(several, tokenizer=tokenizer, length=400).row(0)
     with pytest.raises(UserError, match=r"line 1: messages are written by a chat template"):
         rows_of({"chosen": [HI, YES], "rejected": [HI, NO]}).row(0)
-    inputs = InputSpec.of(command_line.load([BASE]), ByteTokenizer())
+    inputs = InputSpec.of(resolve_config.load([BASE]), ByteTokenizer())
     with pytest.raises(UserError, match=r"pairs.txt is no .jsonl file; src.train_dpo reads lines of JSON: expected"):
         PairSource(str(write("pairs.txt", "text")), "dataset_path", inputs)
     with pytest.raises(UserError, match=r"has no document: expected .*chosen.* and .*rejected"):

@@ -7,11 +7,11 @@ import pytest
 
 from src.config.source_spec import train_specs
 from src.data.order import Shuffle
-from src.errors import UserError
+from src.system.errors import UserError
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
-parquet = pytest.importorskip("src.data.readers.parquet")
+parquet = pytest.importorskip("src.extras.readers.parquet")
 
 
 @pytest.fixture
@@ -290,7 +290,7 @@ def test_a_missing_package_is_an_error_that_says_how_to_install_it(config, monke
     from src.data.types import InputSpec
 
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "src.data.readers.parquet")
+    monkeypatch.delitem(sys.modules, "src.extras.readers.parquet")
     settings = config(dataset_type="parquet", dataset_path="x")
     with pytest.raises(UserError, match=r"pyarrow.*bash setup\.sh data"):
         open_source(*train_specs(settings), InputSpec.of(settings, None))

@@ -12,14 +12,15 @@ import fsspec
 import numpy as np
 import pytest
 
-from src import storage_errors
 from src.config.source_spec import train_specs
-from src.data.conversations import ConversationSource
 from src.data.open import open_source
-from src.data.readers import array_record, files
+from src.data.readers import files
 from src.data.readers.text import TextSource
 from src.data.types import InputSpec
-from src.errors import TransientError, UserError
+from src.extras.conversations import ConversationSource
+from src.extras.readers import array_record
+from src.system import storage_errors
+from src.system.errors import TransientError, UserError
 from tests import runs
 from tests.data import every_source
 from tests.data.batches import TOKENIZER, assert_same, joined
@@ -167,7 +168,7 @@ def test_errors_name_the_file(put, contents, place, message):
 def parquet(config):
     """A Parquet file of 1.2 MB, of which its texts are 0.1, and what opens one in a folder."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    from src.data.readers.parquet import ParquetSource
+    from src.extras.readers.parquet import ParquetSource
 
     noise = np.random.default_rng(0)
     texts = [f"text {n} " + noise.bytes(50).hex() for n in range(1000)]

@@ -27,7 +27,7 @@ ROWS = 16
 SCRIPT = """
 import gc, json, sys, time
 import numpy as np
-from src import command_line
+from src.run import resolve_config
 from tests.data.one_source import data_fingerprint
 from tests.data.one_source import train_batches
 from src.data.types import InputSpec, RowSource
@@ -39,7 +39,7 @@ modules, rows, cases = json.loads(sys.argv[1])
 for module in modules:
     __import__(module)
 for argv, rows_taken, taken in cases:
-    config = command_line.load(argv)
+    config = resolve_config.load(argv)
     gc.collect()
     memory.forget_peak()
     before = memory.now()

@@ -37,7 +37,7 @@ def TfdsDataSource(name, tfds_data_dir):
 
 def texts():
     from src.config.source_spec import SourceSpec
-    from src.data.readers.tfds import TfdsSource
+    from src.extras.readers.tfds import TfdsSource
 
     source = TfdsSource(SourceSpec("", 100, False, "tfds", "tensorflow_datasets", "documents", "train", "text"))
     return [source[i].encode() for i in range(len(source))]

@@ -15,8 +15,8 @@ from src.config.source_spec import train_specs
 from src.data.open import train_validation_split
 from src.data.readers import files, text
 from src.data.readers.synthetic import SyntheticSource
-from src.errors import UserError
-from src.report.summary import amount, describe_data
+from src.run.summary import amount, describe_data
+from src.system.errors import UserError
 from tests.data.one_source import open_sources
 
 KIB = 1024

@@ -15,12 +15,12 @@ from src.config.source_spec import train_specs
 from src.data import loader
 from src.data.batch_schedule import BatchSchedule
 from src.data.open import open_source
-from src.data.readers.hf import _check_inside
 from src.data.streams import StreamReader, StreamSource
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
-from src.errors import UserError
-from src.report.summary import describe_data
+from src.extras.readers.hf import _check_inside
+from src.run.summary import describe_data
+from src.system.errors import UserError
 from tests import runs
 from tests.data.batches import TOKENIZER, B, assert_same, joined, take
 from tests.data.one_source import alone, eval_batches, held_out

@@ -17,8 +17,8 @@ pytest.importorskip("tensorflow_datasets", reason="bash setup.sh data installs i
 import tensorflow_datasets as tfds
 
 from src.config.source_spec import SETTINGS, SourceSpec
-from src.data.readers.tfds import TfdsSource
-from src.errors import UserError
+from src.extras.readers.tfds import TfdsSource
+from src.system.errors import UserError
 from tests.data.one_source import open_sources
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -165,7 +165,7 @@ def test_the_data_folder_is_tfds_own_where_none_is_named(prepared, monkeypatch):
 READ_ALONE = """
 import sys
 from src.config.source_spec import SourceSpec
-from src.data.readers.tfds import TfdsSource
+from src.extras.readers.tfds import TfdsSource
 settings = dict(dataset_path=sys.argv[1], dataset_name="stories/en", split="train", dataset_column="text")
 source = TfdsSource(SourceSpec("", 1, **settings))
 print(len(source), sorted(source[i] for i in range(len(source)))[0])

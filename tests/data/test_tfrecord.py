@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("tensorflow_datasets", reason="bash setup.sh data installs it")
 
 from src.config.source_spec import SourceSpec
-from src.data.readers import tfrecord
-from src.data.readers.tfds import TfdsSource
-from src.errors import UserError
+from src.extras.readers import tfrecord
+from src.extras.readers.tfds import TfdsSource
+from src.system.errors import UserError
 from tests.data.every_source import texts, write_tfds_as_tfrecord
 
 TEXTS = texts("tfds")

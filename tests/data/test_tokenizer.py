@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, make_tokenizer
-from src.errors import UserError
-from src.train_tokenizer import train
+from src.extras.datasets.train_tokenizer import train
+from src.system.errors import UserError
 
 CODE = "class A:\n    def f(self,  x):\n\tif x:\n\t\treturn 'é漢😀'\n\n\n        # end  \n\r\n"
 

@@ -11,11 +11,11 @@ import pytest
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from src.convert import compare_ids
-from src.data import huggingface_tokenizer, untrusted
-from src.data.huggingface_tokenizer import BUILT_BY_CLASS
 from src.data.tokenizer import folder_tokenizer
-from src.errors import UserError
+from src.extras.hf import huggingface_tokenizer, untrusted
+from src.extras.hf.convert import compare_ids
+from src.extras.hf.huggingface_tokenizer import BUILT_BY_CLASS
+from src.system.errors import UserError
 
 TEXTS = [
     *("", "a", " a", "Hello  world ", "a\n\n b\t", "don't 12345", "é中😀", "<s>a</s> b", "x <tool>y</tool> z"),

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from src.config.source_spec import SourceSpec
-from src.data.readers.tokens import TokenDocuments, TokenRows
-from src.errors import UserError
+from src.extras.readers.tokens import TokenDocuments, TokenRows
+from src.system.errors import UserError
 from tests.data import memory
 from tests.data.every_source import write_tokens
 
@@ -176,7 +176,7 @@ def test_a_hundred_million_documents_are_opened_and_read_in_little_memory(tmp_pa
     (tmp_path / "tokens.json").write_text(json.dumps(facts))
     script = f"""
 from src.config.source_spec import SourceSpec
-from src.data.readers.tokens import TokenDocuments, TokenRows
+from src.extras.readers.tokens import TokenDocuments, TokenRows
 from tests.data import memory
 before = memory.now()
 spec = SourceSpec("", 0, dataset_path={str(tmp_path)!r})
@@ -280,7 +280,7 @@ class TestBadFolders:
 @pytest.fixture
 def unverified(monkeypatch):
     """As of a folder that is too large to be verified at its opening."""
-    monkeypatch.setattr("src.data.readers.tokens._VERIFIED_BYTES", 0)
+    monkeypatch.setattr("src.extras.readers.tokens._VERIFIED_BYTES", 0)
 
 
 def flip(path, offset):

@@ -9,11 +9,11 @@ import pytest
 from src.config.source_spec import train_specs
 from src.data.fingerprint import check_unchanged
 from src.data.open import open_source, train_validation_split
-from src.data.pairs import PairRows, PairSource
 from src.data.readers import files
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
-from src.errors import UserError
+from src.extras.preferences.pairs import PairRows, PairSource
+from src.system.errors import UserError
 from tests.data import every_source
 
 NEEDS = {

@@ -10,13 +10,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from src.command_line import load
-from src.data.huggingface_tokenizer import HuggingFaceTokenizer
 from src.data.tokenizer import ByteTokenizer
-from src.errors import UserError
-from src.generate import Sampling
-from src.harness.answers import Answers, read_keywords, rolling_windows, split_ids
-from src.loaded_model import load_model
+from src.extras.evaluation.answers import Answers, read_keywords, rolling_windows, split_ids
+from src.extras.generation.generate import Sampling
+from src.extras.generation.loaded_model import load_model
+from src.extras.hf.huggingface_tokenizer import HuggingFaceTokenizer
+from src.run.resolve_config import load
+from src.system.errors import UserError
 from tests.runs import BASE, TINY
 from tests.test_scoring import log_probs
 

@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from src import evaluate
-from src.disk import check_outputs
-from src.errors import UserError
+from src.extras.evaluation import evaluate
+from src.system.disk import check_outputs
+from src.system.errors import UserError
 from tests import runs
 
 LENGTH = 96

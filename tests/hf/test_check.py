@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from src import convert
-from src.convert import agreement, compare
-from src.errors import UserError
+from src.extras.hf import convert
+from src.extras.hf.convert import agreement, compare
+from src.system.errors import UserError
 
 
 def tiny_llama(folder, seed):

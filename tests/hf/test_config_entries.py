@@ -13,16 +13,17 @@ import pytest
 import torch
 import transformers
 
-from src import command_line, convert
 from src.config.schema import Config
-from src.errors import UserError
-from src.hf.families import FAMILIES
-from src.hf.load import load_weights
-from src.hf.model_keys import read_model_keys
+from src.extras.hf import convert
+from src.extras.hf.families import FAMILIES
+from src.extras.hf.load import load_weights
+from src.extras.hf.model_keys import read_model_keys
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
 from src.parallel.mesh import make_layout
+from src.run import resolve_config
 from src.step.build import plan_step
+from src.system.errors import UserError
 from tests.hf import saved
 from tests.tiny import BASE, spec_of
 
@@ -426,7 +427,7 @@ def test_what_is_not_here_is_refused_by_name_by_every_command(models, case, tmp_
         convert.from_hf(model.folder, tmp_path / "out")
     if "tied" not in case:  # which the tensors tell
         with pytest.raises(UserError, match=message):
-            command_line.load([BASE, f"model_name={model.folder}", "dataset_type=synthetic"])
+            resolve_config.load([BASE, f"model_name={model.folder}", "dataset_type=synthetic"])
 
 
 def test_a_multi_modal_folder_is_tied_as_its_top_says(tmp_path):

@@ -8,16 +8,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
-from src import command_line, convert
 from src.checkpoint.checkpointer import Checkpointer
 from src.config.load import to_yaml
 from src.config.schema import defaults
 from src.data.tokenizer import make_tokenizer
-from src.errors import UserError
-from src.hf.load import load_weights
-from src.hf.model_keys import find_family
-from src.hf.save import save_folder
+from src.extras.hf import convert
+from src.extras.hf.load import load_weights
+from src.extras.hf.model_keys import find_family
+from src.extras.hf.save import save_folder
 from src.model.params import by_path
+from src.run import resolve_config
+from src.system.errors import UserError
 from tests.hf import saved
 from tests.tiny import BASE, spec_of
 
@@ -116,7 +117,7 @@ def test_quantised_weights_come_back_as_bfloat16(tmp_path):
 
 def test_the_copies_that_extra_prediction_layers_have_are_written(tmp_path):
     """V3's files repeat the embedding and the output projection for each of them."""
-    config = command_line.load([BASE, "dataset_type=synthetic", f"model_name={deepseek_yaml(tmp_path)}"])
+    config = resolve_config.load([BASE, "dataset_type=synthetic", f"model_name={deepseek_yaml(tmp_path)}"])
     tree, _ = convert.declared_weights(spec_of(config))
     rng = np.random.default_rng(0)
     weights = {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in by_path(tree).items()}
@@ -137,7 +138,7 @@ def test_the_copies_that_extra_prediction_layers_have_are_written(tmp_path):
 
 def test_a_weight_beyond_float16_is_named_before_anything_is_written(tmp_path):
     folder = saved.save(tmp_path / "hf", "llama3")
-    config = command_line.load([BASE, "dataset_type=synthetic", f"model_name={folder}"])
+    config = resolve_config.load([BASE, "dataset_type=synthetic", f"model_name={folder}"])
     tree, _ = convert.declared_weights(spec_of(config))
     weights = {path: np.full(leaf.shape, 65_504.0, np.float32) for path, leaf in by_path(tree).items()}
     family = find_family(config.model, config.max_target_length)
@@ -162,7 +163,7 @@ def deepseek_yaml(tmp_path):
 
 def test_a_file_is_full_when_the_next_tensor_does_not_fit(tmp_path):
     folder = saved.save(tmp_path / "hf", "llama3")
-    config = command_line.load([BASE, "dataset_type=synthetic", f"model_name={folder}"])
+    config = resolve_config.load([BASE, "dataset_type=synthetic", f"model_name={folder}"])
     tree, _ = convert.declared_weights(spec_of(config))
     weights = {path: np.zeros(leaf.shape, np.float32) for path, leaf in by_path(tree).items()}
     out = tmp_path / "out"
@@ -189,7 +190,7 @@ def test_model_yml_is_a_model_file_and_tokenizer_files_travel(tmp_path):
     back = there_and_back(folder, tmp_path)
     text = (tmp_path / "converted" / "model.yml").read_text()
     assert text.startswith("# Gemma2ForCausalLM, from hf")
-    config = command_line.load([BASE, f"model_name={tmp_path}/converted/model.yml", "dataset_type=synthetic"])
+    config = resolve_config.load([BASE, f"model_name={tmp_path}/converted/model.yml", "dataset_type=synthetic"])
     assert config.attn_logits_soft_cap == 50.0
     assert "attention_bias" not in text  # it is base.yml's
     assert (back / "tokenizer_config.json").read_text() == '{"eos_token": "</s>"}'
@@ -204,15 +205,15 @@ def test_model_yml_brings_the_tokenizer_beside_it(tmp_path):
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     convert.from_hf(folder, tmp_path / "converted")
     model = f"model_name={tmp_path}/converted/model.yml"
-    config = command_line.load([BASE, model])
+    config = resolve_config.load([BASE, model])
     assert make_tokenizer(config.data, config.vocab_size).encode_text("a").tolist() == [0]
-    own = command_line.load([BASE, model, "tokenizer_type=sentencepiece", "tokenizer_path=own.model"])
+    own = resolve_config.load([BASE, model, "tokenizer_type=sentencepiece", "tokenizer_path=own.model"])
     assert (own.tokenizer_type, own.tokenizer_path) == ("sentencepiece", "own.model")
 
 
 def test_a_runs_checkpoint_is_written_in_the_dtype_asked_for(tmp_path):
     folder = saved.save(tmp_path / "hf", "qwen3")
-    config = command_line.load([BASE, "dataset_type=synthetic", f"model_name={folder}"])
+    config = resolve_config.load([BASE, "dataset_type=synthetic", f"model_name={folder}"])
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yml").write_text(to_yaml(config))
@@ -255,7 +256,7 @@ def test_the_positions_of_a_run_are_exported_and_not_those_of_the_folder_it_bega
     (source / "hf_config.json").unlink()
     convert.to_hf(source, alone)
     expected, *others = (
-        spec_of(command_line.load([BASE, f"model_name={model}", "dataset_type=synthetic"]))
+        spec_of(resolve_config.load([BASE, f"model_name={model}", "dataset_type=synthetic"]))
         for model in (source / "model.yml", exported, alone)
     )
     assert others == [expected] * 2

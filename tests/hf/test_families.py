@@ -4,13 +4,13 @@ import re
 import pytest
 import transformers
 
-from src import command_line
 from src.config.schema import Config, defaults, section_of
 from src.config.yaml import CONFIGS
-from src.errors import UserError
-from src.hf import common_fields
-from src.hf.families import FAMILIES
-from src.hf.model_keys import find_family, read_model_keys
+from src.extras.hf import common_fields
+from src.extras.hf.families import FAMILIES
+from src.extras.hf.model_keys import find_family, read_model_keys
+from src.run import resolve_config
+from src.system.errors import UserError
 from tests.hf import saved
 from tests.tiny import BASE, spec_of
 
@@ -295,7 +295,7 @@ def test_layers_that_repeat_are_one_pattern(tmp_path):
 
 @pytest.mark.parametrize("file", sorted((CONFIGS / "models").glob("*.yml")), ids=lambda file: file.stem)
 def test_every_model_file_describes_a_model_that_can_be_written(file):
-    config = command_line.load([BASE, f"model_name={file}", "dataset_type=synthetic", "max_target_length=16"])
+    config = resolve_config.load([BASE, f"model_name={file}", "dataset_type=synthetic", "max_target_length=16"])
     family, hf = find_family(config.model, config.max_target_length)
     begins = FILES_OF.get(family.model_type, ())
     assert file.stem.startswith(begins), (

@@ -8,13 +8,13 @@ import transformers
 from jax.sharding import NamedSharding
 from safetensors.torch import load_file, save_file
 
-from src import command_line
-from src.errors import UserError
-from src.hf.load import load_weights
-from src.hf.model_keys import read_model_keys
-from src.hf.safetensors import open_tensors
+from src.extras.hf.load import load_weights
+from src.extras.hf.model_keys import read_model_keys
+from src.extras.hf.safetensors import open_tensors
 from src.parallel.mesh import make_layout
+from src.run import resolve_config
 from src.step.build import plan_step
+from src.system.errors import UserError
 from tests.hf import saved
 from tests.tiny import BASE
 
@@ -22,7 +22,7 @@ from tests.tiny import BASE
 def abstract(folder, devices=1, **keys):
     """The weights of the folder's model, on a mesh of so many devices."""
     keys = {"dataset_type": "synthetic", "max_target_length": 16, "model_name": folder, **keys}
-    config = command_line.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
+    config = resolve_config.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
     plan = plan_step(config, make_layout(config.mesh, jax.devices()[:devices]))
     return jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), plan.shapes, plan.shardings
@@ -74,7 +74,7 @@ def test_a_process_reads_what_its_devices_hold_and_no_more(tmp_path, monkeypatch
         def opened(file):
             return {name: noted(tensor) for name, tensor in open_tensors(file).items()}
 
-        monkeypatch.setattr("src.hf.folder.open_tensors", opened)
+        monkeypatch.setattr("src.extras.hf.folder.open_tensors", opened)
         load_weights(folder, parts)
         return sum(part.nbytes for part in copied)
 

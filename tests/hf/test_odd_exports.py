@@ -13,17 +13,17 @@ import pytest
 import torch
 import transformers
 
-from src import command_line
 from src.config.schema import keys_of
 from src.config.yaml import dump
-from src.errors import UserError
-from src.hf.families import FAMILIES
-from src.hf.model_keys import find_family
-from src.hf.save import save_folder
-from src.loaded_model import inference_plan
+from src.extras.evaluation.scoring import compute_logits
+from src.extras.generation.loaded_model import inference_plan
+from src.extras.hf.families import FAMILIES
+from src.extras.hf.model_keys import find_family
+from src.extras.hf.save import save_folder
 from src.model import params
 from src.parallel.mesh import make_layout
-from src.scoring import compute_logits
+from src.run import resolve_config
+from src.system.errors import UserError
 from tests.hf import saved
 from tests.tiny import BASE, spec_of
 
@@ -140,7 +140,7 @@ def loaded(folder, keys):
     (folder / "m.yml").write_text("".join(f"{key}: {dump(value)}\n" for key, value in keys.items()))
     settings = ("dataset_type=synthetic", "dtype=float32", "matmul_precision=highest", "remat_policy=none")
     try:
-        return command_line.load([BASE, f"model_name={folder}/m.yml", f"max_target_length={LENGTH}", *settings])
+        return resolve_config.load([BASE, f"model_name={folder}/m.yml", f"max_target_length={LENGTH}", *settings])
     except UserError:
         return None
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
-from src import convert
 from src.checkpoint.load_weights import identity
-from src.errors import UserError
+from src.extras.hf import convert
+from src.system.errors import UserError
 from tests.hf import saved
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.hf.tensor_map import Rearrangement
+from src.extras.hf.tensor_map import Rearrangement
 
 
 class Counted:

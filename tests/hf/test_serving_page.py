@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from src.hf.families import FAMILIES
+from src.extras.hf.families import FAMILIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 

@@ -8,14 +8,15 @@ import pytest
 import sentencepiece
 import transformers
 
-from src import command_line, convert
 from src.checkpoint.checkpointer import Checkpointer
 from src.config.load import to_yaml
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, make_tokenizer
-from src.errors import UserError
-from src.hf.tokenizer_json import save_tokenizer
+from src.extras.datasets.train_tokenizer import train
+from src.extras.hf import convert
+from src.extras.hf.tokenizer_json import save_tokenizer
 from src.model import params
-from src.train_tokenizer import train
+from src.run import resolve_config
+from src.system.errors import UserError
 from tests.tiny import BASE, spec_of
 
 CORPUS = [
@@ -78,7 +79,7 @@ def test_the_folder_is_one_that_runs_read_too(models, tmp_path):
     ours = SentencePieceTokenizer(str(models / "ours.model"))
     save_tokenizer(tmp_path, ours)
     argv = [BASE, "tokenizer_type=huggingface", f"tokenizer_path={tmp_path}"]
-    config = command_line.load(argv)
+    config = resolve_config.load(argv)
     again = make_tokenizer(config.data, config.vocab_size)
     assert (again.bos, again.eos, again.vocab_size) == (ours.bos, ours.eos, ours.vocab_size)
     assert again.encode(CORPUS[0]).tolist() == ours.encode(CORPUS[0]).tolist()
@@ -108,7 +109,7 @@ def run_folder(folder, **keys):
     """A run of a tiny Llama that has saved a checkpoint."""
     sizes = {"base_emb_dim": 32, "base_mlp_dim": 40, "base_num_decoder_layers": 1, "head_dim": 8, "vocab_size": 330}
     heads = {"base_num_query_heads": 4, "base_num_kv_heads": 2, "max_target_length": 32}
-    config = command_line.load([BASE, *(f"{key}={value}" for key, value in {**sizes, **heads, **keys}.items())])
+    config = resolve_config.load([BASE, *(f"{key}={value}" for key, value in {**sizes, **heads, **keys}.items())])
     folder.mkdir()
     (folder / "config.yml").write_text(to_yaml(config))
     tree, _ = convert.declared_weights(spec_of(config))

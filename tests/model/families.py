@@ -13,12 +13,12 @@ import numpy as np
 import torch
 import transformers
 
-from src import command_line
-from src.generate import empty_caches
-from src.hf.load import load_weights
+from src.extras.generation.generate import empty_caches
+from src.extras.hf.load import load_weights
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
 from src.parallel.mesh import make_layout
+from src.run import resolve_config
 from src.step.build import plan_step
 from tests.tiny import BASE
 
@@ -331,7 +331,7 @@ def plan_of(folder, devices=1, **overrides):
     """The plan of the model in a Hugging Face folder, on the first devices."""
     settings = {"max_target_length": LENGTH, "dtype": "float32", "matmul_precision": "highest", "remat_policy": "none"}
     keys = {"model_name": folder, **settings, "dataset_type": "synthetic", **overrides}
-    config = command_line.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
+    config = resolve_config.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
     return plan_step(config, make_layout(config.mesh, jax.devices()[:devices]))
 
 

@@ -8,11 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from src.errors import UserError
 from src.model import params
 from src.model.block_scaled import BLOCK, BlockProducts, encode
 from src.model.quantization import Quantized, select
 from src.parallel.mesh import make_layout
+from src.system.errors import UserError
 from tests.tiny import assert_close, load, loss_and_gradients, make, packed_rows, random_weights
 
 QUERY = ("BTD,DNH->BTNH", ("embed", "heads", "head_dim"))

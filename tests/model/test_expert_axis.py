@@ -9,11 +9,11 @@ import pytest
 from flax import nnx
 from test_moe import EXPERTS, expert, feed_forward
 
-from src.errors import UserError
 from src.model.moe import dispatch
 from src.model.moe.layer import Experts
 from src.model.params import Rngs
 from src.parallel.mesh import make_layout
+from src.system.errors import UserError
 from tests.tiny import Trainer, assert_close, load, loss_and_gradients, make, packed_rows, random_weights, spec_of
 
 MIXTRAL = {**EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": "true", "load_balance_loss_weight": 0.02}

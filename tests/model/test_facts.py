@@ -9,11 +9,11 @@ import pytest
 
 from src.config.model_keys import AttentionFacts
 from src.config.schema import KEYS
-from src.errors import UserError
 from src.model.params import Weights
 from src.model.parts import MIXERS
 from src.model.spec import layer_models
 from src.step.loss import next_token_loss
+from src.system.errors import UserError
 from tests.tiny import load, make
 
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "q_lora_rank": 12}

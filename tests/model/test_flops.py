@@ -6,18 +6,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from src import command_line
 from src.model.attention import Attention
 from src.model.execution import Execution
 from src.model.flops import FlopsPerToken, count_params, flops_per_token, recomputed_flops
 from src.model.params import Weights, matmul, weight
 from src.model.parts import MIXERS
+from src.run import resolve_config
 from src.step.loss import next_token_loss
 from tests.tiny import BASE, load, make, spec_of
 
 
 def published(name):
-    return spec_of(command_line.load([BASE, f"model_name={name}"]))
+    return spec_of(resolve_config.load([BASE, f"model_name={name}"]))
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,13 @@ def test_published_parameter_counts(name, parameters):
 def test_the_smallest_gpt3_of_maxtext():
     """Its gpt3-52k by keys: two tables of 16, then 12 D^2 weights and 13 D biases and norms, and the last norm."""
     keys = "base_emb_dim=16 base_mlp_dim=64 base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=2"
-    config = command_line.load([BASE, "model_name=gpt3-125m", *keys.split(), "head_dim=8", "vocab_size=1024"])
+    config = resolve_config.load([BASE, "model_name=gpt3-125m", *keys.split(), "head_dim=8", "vocab_size=1024"])
     assert count_params(spec_of(config)) == (1024 + 2048) * 16 + 12 * 16**2 + 13 * 16 + 2 * 16
 
 
 def test_base_yml_is_a_model_of_about_1b_at_scale_1_and_of_about_its_scale_above():
     for scale in (1, 2, 4, 8, 16):
-        parameters = count_params(spec_of(command_line.load([BASE, f"global_parameter_scale={scale}"])))
+        parameters = count_params(spec_of(resolve_config.load([BASE, f"global_parameter_scale={scale}"])))
         assert 0.8 < parameters / scale / 1.1e9 < 1.25
 
 

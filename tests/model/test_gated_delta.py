@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from src.errors import UserError
-from src.generate import cache_arrays
+from src.extras.generation.generate import cache_arrays
 from src.model import params
 from src.model.attention_kernels.delta_rule import CHUNK, in_chunks
 from src.model.decoder import Decoder
 from src.model.flops import flops_per_token
 from src.model.quantization import select_at_rest
 from src.step.build import build
+from src.system.errors import UserError
 from tests.model.families import greedy, logits_of
 from tests.tiny import Trainer, assert_close, load, make, packed_rows, random_weights, spec_of
 

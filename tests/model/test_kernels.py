@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from src.errors import UserError
 from src.model import attention
 from src.model.attention import attend, repeat_kv
 from src.model.attention_kernels.choose import choose_kernel
@@ -21,6 +20,7 @@ from src.model.forward_context import ForwardContext
 from src.model.parts import layer_costs
 from src.parallel.mesh import make_layout
 from src.parallel.sequence import zigzag_order
+from src.system.errors import UserError
 from tests.tiny import assert_close, load, make, spec_of
 
 ROWS, LENGTH = 4, 256

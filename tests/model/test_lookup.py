@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from src.aot.devices import abstract_devices
+from src.extras.aot.devices import abstract_devices
 from src.model import lookup
 from src.parallel.mesh import make_layout
 from src.parallel.topology import parse_topology

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from src.errors import UserError
-from src.generate import Generator, Sampling, in_training
+from src.extras.generation.generate import Generator, Sampling, in_training
 from src.model import lora, params
 from src.model.forward_context import ForwardContext
 from src.step.loss import next_token_loss
+from src.system.errors import UserError
 from tests.tiny import LENGTH, Trainer, assert_close, make, packed_rows, random_weights, tree_bits
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_experts": 1, "base_moe_mlp_dim": 24}

@@ -9,8 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from src.errors import UserError
-from src.generate import Generator, Sampling, kept_in_int8, unrolled
+from src.extras.generation.generate import Generator, Sampling, kept_in_int8, unrolled
 from src.model import params
 from src.model.decoder import Decoder
 from src.model.forward_context import ForwardContext
@@ -19,6 +18,7 @@ from src.model.low_precision import FORMATS, MAX_SUMMED, Products, largest
 from src.model.quantization import Quantized, select
 from src.parallel.mesh import make_layout
 from src.parallel.topology import peak_flops
+from src.system.errors import UserError
 from tests.tiny import LENGTH, VOCAB, Trainer, assert_close, load, loss_and_gradients, make, packed_rows, random_weights
 
 QUERY = ("BTD,DNH->BTNH", ("embed", "heads", "head_dim"), (0,))

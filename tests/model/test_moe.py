@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from src.errors import UserError
 from src.model.forward_context import ForwardContext
 from src.model.moe import layer as moe
 from src.model.moe import router
 from src.model.moe.layer import Experts
 from src.model.moe.router import by_layer, totals, update_router_bias
 from src.model.params import Rngs
+from src.system.errors import UserError
 from tests.tiny import Trainer, assert_close, load, make, packed_rows, spec_of
 
 ROWS, T, D = 3, 11, 32

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from src.errors import UserError
 from src.model.params import Weights
 from src.model.pipeline import Schedule
 from src.step.build import build
 from src.step.loss import next_token_loss
+from src.system.errors import UserError
 from tests.tiny import GPT3, Trainer, assert_close, load, make, packed_rows
 
 LAYERS, ROWS = 8, 8

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from src import command_line
 from src.config.schema import Config
-from src.hf.families import FAMILIES
+from src.extras.hf.families import FAMILIES
 from src.model.flops import count_active_params, count_params
+from src.run import resolve_config
 from tests.model.families import BUFFERS
 from tests.model.published import PUBLISHED
 from tests.tiny import BASE, spec_of
@@ -52,7 +52,7 @@ ACTIVE = {
 
 def published(name, **overrides):
     """The spec of configs/models/NAME.yml."""
-    return spec_of(command_line.load([BASE, f"model_name={name}", *(f"{k}={v}" for k, v in overrides.items())]))
+    return spec_of(resolve_config.load([BASE, f"model_name={name}", *(f"{k}={v}" for k, v in overrides.items())]))
 
 
 def test_every_model_file_is_tested():

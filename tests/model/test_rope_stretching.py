@@ -7,9 +7,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from src.config.schema import Config
-from src.errors import UserError
-from src.hf.families.llama import LLAMA
+from src.extras.hf.families.llama import LLAMA
 from src.model.rope_stretching import stretch
+from src.system.errors import UserError
 from tests.tiny import load, spec_of
 
 SIZES = {

@@ -117,12 +117,17 @@ def digest_of(arrays):
 @contextlib.contextmanager
 def recording():
     """Yields the digests of the batches that a run trains on, and of those that it evaluates on, as they are taken."""
-    from src import train, train_dpo
+    try:
+        from src.run import evaluator, run
+    except ImportError:  # a commit before that folder
+        from src import train, train_dpo
 
-    evaluator = sys.modules[train.Evaluator.__module__]
+        evaluator, with_batches = sys.modules[train.Evaluator.__module__], (train, train_dpo)
+    else:
+        with_batches = (run,)
     batches, eval_batches = [], []
 
-    def train_batches(*arguments, original=train.train_batches, **keywords):
+    def train_batches(*arguments, original=with_batches[0].train_batches, **keywords):
         made = original(*arguments, **keywords)
         try:
             for batch in made:
@@ -137,11 +142,10 @@ def recording():
                 eval_batches.append(digest_of(arrays))
                 yield arrays
 
-    with (
-        mock.patch.object(train, "train_batches", train_batches),
-        mock.patch.object(train_dpo, "train_batches", train_batches),
-        mock.patch.object(evaluator, "EvalBatches", EvalBatches),
-    ):
+    with contextlib.ExitStack() as patches:
+        for module in with_batches:
+            patches.enter_context(mock.patch.object(module, "train_batches", train_batches))
+        patches.enter_context(mock.patch.object(evaluator, "EvalBatches", EvalBatches))
         yield batches, eval_batches
 
 

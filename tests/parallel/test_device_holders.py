@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from src import startup as module
-from src.errors import TransientError
-from src.startup import device_holders, named_device_holders
+from src.run import startup as module
+from src.run.startup import device_holders, named_device_holders
+from src.system.errors import TransientError
 
 # As JAX 0.10 passes on what libtpu, the driver of v5e's chips, and XLA for GPUs in exclusive mode say.
 TPU = "Unable to initialize backend 'tpu': ABORTED: The TPU is already in use by process with pid 4711. Not attempting"

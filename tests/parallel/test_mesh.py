@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from src.errors import UserError
 from src.parallel.mesh import global_batch_size, make_layout
 from src.parallel.slices import check_hardware, describe_mesh
+from src.system.errors import UserError
 from tests.tiny import load, make
 
 

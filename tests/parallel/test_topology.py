@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.errors import UserError
 from src.parallel.topology import parse_topology, peak_flops
+from src.system.errors import UserError
 
 # The devices of a slice or host, its chips, and what one has: HBM in GB and peak TFLOP/s as its maker advertises them.
 PUBLISHED = {

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from src.config.command_keys import Diagnostics
-from src.errors import UserError
-from src.report import diagnostics
+from src.run import diagnostics
+from src.system.errors import UserError
 from tests import runs
 
 # Two threads that each wait in a function of their own.
@@ -20,7 +20,7 @@ PROGRAM = """
 import os, pathlib, signal, sys, threading, time
 from cloud_tpu_diagnostics.src.util import default
 from src.config.command_keys import Diagnostics
-from src.report import diagnostics
+from src.run import diagnostics
 diagnostics._TRACES = pathlib.Path(sys.argv[1])
 default.STACK_TRACE_DIR_DEFAULT = sys.argv[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a script started pytest with &

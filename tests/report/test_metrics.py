@@ -11,17 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event
 
-from src.report import metrics
-from src.report.metrics import (
-    EVAL_KEYS,
-    TRAIN_KEYS,
-    MetricsLog,
-    StepPrinter,
-    duration,
-    eval_line,
-    perplexity,
-    train_line,
-)
+from src.run import metrics
+from src.run.metrics import EVAL_KEYS, TRAIN_KEYS, MetricsLog, StepPrinter, duration, eval_line, perplexity, train_line
 
 
 def train_entry(step, loss=2.0):

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from src.checkpoint.run_folder import RunFolder
-from src.errors import UserError
+from src.extras.pages import live
+from src.extras.pages.history import History
+from src.extras.pages.live import LiveReport
 from src.model.flops import FlopsPerToken
-from src.report import recorder as recorder_module
-from src.report.history import History
-from src.report.metrics import MetricsLog, StepPrinter
-from src.report.recorder import LiveReport, NonFiniteError, Recorder
+from src.run import recorder as recorder_module
+from src.run.metrics import MetricsLog, StepPrinter
+from src.run.recorder import NonFiniteError, Recorder
+from src.system.errors import UserError
 from tests.tiny import load
 
 FLOPS = FlopsPerToken(causal=2e9, palm=3e9)
@@ -206,14 +208,14 @@ def test_processes_without_log_and_printer_see_what_is_not_finite_too():
 
 def test_the_page_of_a_run_that_goes_on_is_written_again_only_after_fifty_times_as_long(tmp_path, monkeypatch):
     now, written = [100.0], []
-    monkeypatch.setattr(recorder_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
 
     def page(folder, history):
         written.append(history.last_train.get("step", 0))
         now[0] += 2
         return "page"
 
-    monkeypatch.setattr(recorder_module, "page", page)
+    monkeypatch.setattr(live, "page", page)
     report = LiveReport(RunFolder(str(tmp_path), "a"))
     (tmp_path / "a").mkdir()
     metrics = tmp_path / "a" / "metrics.jsonl"

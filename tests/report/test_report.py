@@ -13,11 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from src.config import load as config
-from src.errors import UserError
-from src.report.comparison import key_figures, show_number
-from src.report.history import Curve, History
-from src.report.metrics import EVAL_KEYS, perplexity, read_entry
-from src.report.page import main
+from src.extras.pages.comparison import key_figures, show_number
+from src.extras.pages.history import Curve, History
+from src.extras.pages.page import main
+from src.run.metrics import EVAL_KEYS, perplexity, read_entry
+from src.system.errors import UserError
 from tests.runs import ROOT
 
 VOID = {"meta", "br", "img", "link", "input"}
@@ -421,7 +421,7 @@ def test_a_history_reads_on_where_it_stopped(tmp_path):
 @example([None] * 6 + [5e-324, 5e-324], [1])  # half of which is no float
 def test_a_thinned_curve_keeps_the_extremes_the_sum_and_the_order(values, chunks):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("src.report.history._BLOCKS", 4)
+        patch.setattr("src.extras.pages.history._BLOCKS", 4)
         curve, points = Curve(), list(enumerate(values))
         for size in chunks * len(values):
             curve.extend(points[:size])
@@ -511,7 +511,7 @@ def test_a_line_whose_end_is_written_while_the_page_reads_is_counted_once(tmp_pa
             metrics.write_text(first + second)
         return read_entry(line)
 
-    monkeypatch.setattr("src.report.history.read_entry", read_while_the_run_writes)
+    monkeypatch.setattr("src.extras.pages.history.read_entry", read_while_the_run_writes)
     history = History()
     history.read(metrics)
     history.read(metrics)

@@ -14,9 +14,9 @@ import pytest
 from src.checkpoint.run_folder import RunFolder
 from src.config import load as configuration
 from src.config.schema import Config
-from src.errors import TransientError, UserError
-from src.report import trackers
-from src.report.trackers import Tracking
+from src.extras import trackers
+from src.extras.trackers import Tracking
+from src.system.errors import TransientError, UserError
 from tests import runs
 from tests import trackers as stand_ins
 

@@ -11,9 +11,9 @@ import pytest
 
 from src.checkpoint.run_folder import RunFolder
 from src.config.command_keys import Diagnostics
-from src.report import diagnostics as module
-from src.report.diagnostics import TIMED_STEPS, Watchdog
-from src.train import Evaluator
+from src.run import diagnostics as module
+from src.run.diagnostics import TIMED_STEPS, Watchdog
+from src.run.evaluator import Evaluator
 from tests import runs
 
 POSITIONS = np.array([[[3, 17], [0, 5]], [[4, 0], [9, 9]]], np.int32)

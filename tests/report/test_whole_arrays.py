@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scripts.recipes import FOLDER, read
-from src import command_line
 from src.config.yaml import CONFIGS
 from src.model import params
 from src.model.decoder import Decoder
@@ -18,7 +17,8 @@ from src.model.latent_attention import place_latents
 from src.parallel.mesh import make_layout, weight_shardings
 from src.parallel.slices import mesh_sizes
 from src.parallel.topology import memory_of
-from src.report.whole_arrays import SHARE, whole_arrays, whole_lines
+from src.run import resolve_config
+from src.run.whole_arrays import SHARE, whole_arrays, whole_lines
 from src.step.state import abstract_state
 from tests.tiny import BASE, abstract_layout, load, make, spec_of
 
@@ -43,7 +43,7 @@ def whole_bytes(config, layout):
 @pytest.mark.parametrize("devices", [8, 64, 512])
 def test_no_model_has_much_that_is_whole_on_every_device(name, devices):
     """On devices with the least memory; on the largest number of up to `devices` that divides the model's width."""
-    config = command_line.load([BASE, f"model_name={name}"])
+    config = resolve_config.load([BASE, f"model_name={name}"])
     while spec_of(config).emb_dim % devices:
         devices //= 2
     assert whole_bytes(config, abstract_layout(config, fsdp=devices)) <= SHARE * SMALLEST
@@ -65,7 +65,7 @@ def test_no_recipe_has(name):
 @pytest.mark.parametrize("name", ["deepseek3-671b", "deepseek2-236b", "kimi-k2"])
 def test_latents_that_no_axis_shards_are_found_by_it(name):
     """With the rule as it was: 37.2 of 51.8 GiB of the first on 512 devices."""
-    config = command_line.load([BASE, f"model_name={name}", "logical_axis_rules.latent=[]"])
+    config = resolve_config.load([BASE, f"model_name={name}", "logical_axis_rules.latent=[]"])
     held = whole_bytes(config, abstract_layout(config, fsdp=512))
     assert held > SHARE * memory_of("TPU v5")
     if name == "deepseek3-671b":

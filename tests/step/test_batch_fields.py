@@ -10,8 +10,8 @@ import pytest
 from src.config.schema import BatchKeys
 from src.data.batch_transform import added_fields, apply_transform
 from src.data.packing import empty_batch
-from src.errors import UserError
-from src.user_code import load_function
+from src.system.errors import UserError
+from src.system.user_code import load_function
 from tests import runs
 
 MODULE = """

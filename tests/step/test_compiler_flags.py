@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.aot.devices import abstract_devices
-from src.config.migration_hints import read_page
-from src.errors import UserError
+from src.extras.aot.devices import abstract_devices
+from src.extras.migration_hints import read_page
 from src.parallel.topology import parse_topology
 from src.step import compiler_flags
 from src.step.compiler_flags import check_environment, compiler_options, environment_flags, parse_flags
+from src.system.errors import UserError
 from tests import runs
 
 PAGES = "\n".join(page.read_text() for page in [runs.ROOT / "README.md", *runs.ROOT.glob("docs/**/*.md")])

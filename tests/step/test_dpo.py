@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from src.data.packing import empty_batch, fill_row
-from src.data.pairs import pair_batch, pair_fields, pair_keys
 from src.data.types import Document
+from src.extras.preferences.dpo import dpo_loss, measure
+from src.extras.preferences.pairs import pair_batch, pair_fields, pair_keys
 from src.model.params import Weights
-from src.step.dpo import dpo_loss, measure
 from src.step.eval_step import compile_eval_step
 from src.step.optimizer import hparams_at
 from src.step.state import abstract_state, batch_sharding

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from src.errors import UserError
 from src.model.params import by_path, dotted
 from src.step.build import build
 from src.step.loss import next_token_loss
+from src.system.errors import UserError
 from tests import tiny
 
 KEYS = {"log_internals": 1, "optimizer_rules": '[{match: "*.scale", opt_type: sgd}]'}

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from src.aot.devices import abstract_devices
-from src.aot.hlo import collectives
-from src.aot.memory import device_bytes
 from src.checkpoint.checkpointer import Checkpointer
+from src.extras.aot.devices import abstract_devices
+from src.extras.aot.hlo import collectives
+from src.extras.aot.memory import device_bytes
 from src.parallel.topology import parse_topology
 from src.step.build import build
 from src.step.state import TrainState, abstract_batch, abstract_state

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from src.errors import UserError
 from src.model.params import by_path
+from src.system.errors import UserError
 from tests import tiny
 
 WIDE = {"base_emb_dim": 128, "base_mlp_dim": 256, "base_num_query_heads": 16, "base_num_kv_heads": 8}

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from src.run import mean_loss
+from src.run.evaluator import mean_loss
 from tests import runs
 from tests.tiny import Trainer, packed_rows, tree_bits
 

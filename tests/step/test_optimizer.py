@@ -9,7 +9,6 @@ import torch
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
-from src.errors import UserError
 from src.model.params import by_path
 from src.step.adafactor import clip_matrices, scale_by_adafactor
 from src.step.matrices import Matrix
@@ -17,6 +16,7 @@ from src.step.muon import orthogonal_updates, orthogonalise
 from src.step.optimizer import clip, hparams_at, learning_rate, make_optimizer
 from src.step.optimizer_rules import assign_rules, describe_rules
 from src.step.optimizer_shardings import state_shardings
+from src.system.errors import UserError
 from tests.tiny import VOCAB, assert_close, load, make
 
 SETTINGS = {"adam_weight_decay": 0.3, "gradient_clipping_threshold": 1.0, "learning_rate": 0.1}

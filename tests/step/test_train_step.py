@@ -10,13 +10,13 @@ import numpy as np
 import optax
 import pytest
 
-from src.errors import UserError
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights, by_path
 from src.step.loss import next_token_loss
 from src.step.optimizer import hparams_at, learning_rate
 from src.step.state import abstract_state, batch_sharding
 from src.step.train_step import train_step, with_dropout_keys
+from src.system.errors import UserError
 from tests.tiny import GPT3, LENGTH, Trainer, assert_close, make, packed_rows, tree_bits
 
 # Heads, widths and rows that divide by eight.

@@ -10,11 +10,11 @@ import numpy as np
 import optax
 import pytest
 
-from src.errors import UserError
 from src.model.params import Weights
 from src.step.build import build
 from src.step.loss import hidden_states, next_token_loss
 from src.step.user_loss import loss_function
+from src.system.errors import UserError
 from tests import runs, tiny
 
 FORKING = Path(__file__).parents[2] / "docs" / "forking.md"

@@ -3,10 +3,10 @@
 import jax
 import pytest
 
-from src import command_line
 from src.model import lookup, vocab_tiles
 from src.model.spec import VOCAB_MULTIPLE
 from src.parallel.mesh import make_layout
+from src.run import resolve_config
 from src.step.loss import count_tokens, next_token_loss, objective
 from src.step.optimizer import hparams_at
 from src.step.state import abstract_batch, abstract_state
@@ -69,7 +69,7 @@ def test_a_step_is_planned_with_them(monkeypatch):
     ],
 )
 def test_a_loss_much_larger_than_a_block_is_cut(name, devices, keys, tiles):
-    config = command_line.load([BASE, f"model_name={name}", *(f"{key}={it}" for key, it in keys.items())])
+    config = resolve_config.load([BASE, f"model_name={name}", *(f"{key}={it}" for key, it in keys.items())])
     layout = abstract_layout(config, fsdp=devices)
     assert vocab_tiles.vocab_tiles(config.step, config.batch, spec_of(config), layout) == tiles
 

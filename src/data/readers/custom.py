@@ -13,8 +13,8 @@ from src.config.source_spec import SourceSpec
 from src.data.readers.records import Nulls, as_document, from_fields
 from src.data.streams import StreamSource
 from src.data.types import Fingerprint, InputSpec, Source
-from src.errors import UserError
-from src.user_code import call, class_name, code_digests, load_function
+from src.system.errors import UserError
+from src.system.user_code import call, class_name, code_digests, load_function
 
 # Bounds of an iterable, which is kept in memory.
 _MAX_DOCUMENTS = 5_000_000
@@ -22,7 +22,7 @@ _MAX_BYTES = 8 << 30
 _END = object()
 
 
-def open_custom(spec: SourceSpec, inputs: InputSpec) -> Source:
+def open_source(spec: SourceSpec, inputs: InputSpec) -> Source:
     """Opens what the function `dataset_factory` returns: a `CustomSource`, or of an iterable with a state a stream.
 
     Raises UserError as these do, and where there is no such function or it raises.

@@ -21,9 +21,9 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from src.data.rules import PRESENT_RULES
 from src.data.types import Fingerprint
-from src.disk import new_file
-from src.errors import TransientError, UserError, changed_keys, counted, first_few, say
-from src.storage_errors import Failure, failure_of, retried
+from src.system.disk import new_file
+from src.system.errors import TransientError, UserError, changed_keys, counted, first_few, say
+from src.system.storage_errors import Failure, failure_of, retried
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

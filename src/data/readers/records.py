@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from src.errors import first_few, say
-from src.json_text import parse_json, well_formed
+from src.system.errors import first_few, say
+from src.system.json_text import parse_json, well_formed
 
 Content = str | np.ndarray  # of a document: its text, or its ids as int32 [n]
 

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
+from src.config.source_spec import SourceSpec
 from src.data import order
 from src.data.readers import files
 from src.data.readers.records import Index, Nulls, from_json
 from src.data.rules import PRESENT_RULES
-from src.data.types import Fingerprint, Source
-from src.errors import UserError, say
+from src.data.types import Fingerprint, InputSpec, Source
+from src.system.errors import UserError, say
 
 _CUT_WINDOW = 1 / 8  # of a piece: a cut is made at a line end if there is one in so much before its place
 _KEPT_LINES = 4
@@ -322,3 +323,9 @@ def _is_table(text: str, delimiter: str) -> bool:
     named = heading[1:] if heading[:1] == [""] else heading  # pandas leaves out the name of its index
     is_heading = len(set(heading)) == len(heading) > 1 and all(map(_HEADING.fullmatch, named))
     return is_heading and bool(rows) and all(len(row) == len(heading) for row in complete)
+
+
+def open_source(spec: SourceSpec, inputs: InputSpec) -> TextSource:
+    """Opens text files or JSONL, or the Python standard library's source if no path is named."""
+    keys = spec.key("dataset_path"), spec.dataset_column
+    return TextSource(spec.dataset_path, spec.max_document_bytes, *keys, inputs.rules)

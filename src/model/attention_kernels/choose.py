@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from src.errors import UserError
 from src.model.attention_kernels.scores import FLASH_BLOCK, ScoreSpec
 from src.parallel.mesh import Layout
 from src.parallel.sequence import zigzag_parts
 from src.parallel.topology import compute_capability
+from src.system.errors import UserError
 
 PLATFORMS = {"flash": "tpu", "cudnn_flash": "gpu"}  # of the fused kernels
 LONGEST_WHOLE = {"cpu": 64, "gpu": 4096, "tpu": 4096}  # keys of which dot_product is chosen to hold all scores

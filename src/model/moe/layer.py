@@ -14,7 +14,6 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from src.errors import UserError
 from src.model.costs import Costs
 from src.model.feed_forward import FeedForward, activated
 from src.model.forward_context import ForwardContext
@@ -30,6 +29,7 @@ from src.model.spec import LayerSpec, ModelSpec
 from src.parallel.mesh import Layout
 from src.parallel.sequence import replicate_rows, zigzag_order
 from src.parallel.slices import axes_within_slices
+from src.system.errors import UserError
 
 # The logical axes of the experts' weights, of wi and its bias those of each factor's part.
 AXES = {

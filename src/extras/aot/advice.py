@@ -1,0 +1,146 @@
+"""Finds changes of keys by which a step needs less memory, each with its estimated effect."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from src.config.schema import LOGICAL_AXES, Config, size_key
+from src.data.batch_schedule import size_keys
+from src.extras.aot.devices import abstract_devices
+from src.extras.aot.memory import memory
+from src.parallel.topology import parse_topology
+from src.step.build import TracedStep, build
+from src.system.errors import UserError
+
+FACTORS = (2, 4, 8, 16, 32)
+SHORTEST = 128  # tokens of a row that is offered
+
+
+class Change(NamedTuple):
+    """Keys to type, what they cost, the step they make, and the bytes that a device should need for it."""
+
+    keys: dict[str, Any]  # a rule by its dotted name
+    cost: str
+    built: TracedStep
+    estimated: int
+
+
+def changes(
+    config: Config, devices: list[jax.Device], built: TracedStep, needed: int, capacity: int
+) -> Iterator[Change]:
+    """Yields changes that may bring a step's `needed` bytes per device down to `capacity`, each to be compiled.
+
+    First come single ones that should be enough, the cheapest first. Then those that save most, as few together as
+    should be enough, or else all; and last these with shorter rows.
+
+    The estimate of a changed step is its arguments and the parts of its temporaries (`memory`), which are scaled as the
+    compiled step's differ from its parts. So a change of what is not there when memory is fullest is none.
+    """
+    parts = memory(built)
+    arguments = sum(parts.arguments.values())
+    scale = (needed - arguments) / (parts.total - arguments)
+    now = {**config, **{_rule(axis): list(axes) for axis, axes in config.logical_axis_rules.items()}}
+
+    def change(keys: Mapping[str, Any], cost: str) -> Change | None:
+        keys = {key: value for key, value in keys.items() if value != now[key]}
+        if not keys:
+            return None
+        rules = {axis: keys.get(_rule(axis), axes) for axis, axes in config.logical_axis_rules.items()}
+        plain = {key: value for key, value in keys.items() if "." not in key}
+        changed, on = config.replace(**plain, logical_axis_rules=rules), devices
+        try:
+            if "compile_topology_num_slices" in keys:
+                on = abstract_devices(parse_topology(changed.compile_topology, changed.compile_topology_num_slices))
+            step = build(changed, on, built.compiler_options)
+        except UserError:  # such as rows that can't be halved
+            return None
+        after = memory(step)
+        held = sum(after.arguments.values())
+        estimated = held + round((after.total - held) * scale)
+        return Change(keys, cost, step, estimated) if estimated < needed else None
+
+    found: list[Change] = []
+    # The optimizer's precision and sharding are offered where much of the memory is the state's.
+    for cost, *alternatives in _candidates(config, built, arguments > capacity / 2):
+        best = None
+        for keys in alternatives:
+            best = change(keys, cost) or best
+            if best and best.estimated <= capacity:
+                yield best
+                break
+        found += [best] if best else []
+    keys: dict[str, Any] = {}
+    every = None
+    for one in sorted(found, key=lambda one: one.estimated):
+        if not keys.keys() & one.keys.keys() and (more := change(keys | one.keys, "all of these")):
+            keys, every = more.keys, more
+            if every.estimated <= capacity and keys != one.keys:
+                yield every
+    if every and every.estimated > capacity:  # perhaps less than estimated
+        yield every
+    for length in (config.max_target_length // n for n in FACTORS):
+        shorter = {"max_target_length": length, "num_vocab_tiling": 0}  # as many tiles as these rows need
+        fewer = change(keys | shorter, "rows are shorter") if length >= SHORTEST else None
+        if fewer and fewer.estimated <= capacity:
+            yield fewer
+
+
+def _rule(axis: str) -> str:
+    return f"logical_axis_rules.{axis}"
+
+
+def _candidates(config: Config, built: TracedStep, state_decides: bool) -> Iterator[tuple[Any, ...]]:
+    """Yields what a change costs, and alternative keys for it, of which the first that is enough is taken."""
+    step, batch, spec, layout = built.plan.step, config.batch, built.plan.spec, built.plan.layout
+    yield "nothing: the kernel of these devices", {"attention": "autoselected"}
+    between_blocks = {_rule("norm_length"): ["context", "tensor"]}
+    if layout.mesh.shape["tensor"] > 1:
+        yield "devices that share heads gather the tokens between blocks", between_blocks
+    if any(layer.attention_type == "mla" for layer in spec.layers):
+        yield "latent attention's weights are gathered", {_rule("latent"): list(LOGICAL_AXES["latent"][0])}
+    tiles = math.gcd(step.num_vocab_tiling * 8, batch.max_target_length)  # tiles have to divide a row
+    yield "logits are computed twice", {"num_vocab_tiling": tiles}
+    no_arrays = {"remat_custom": {}} if step.remat_policy == "custom" else {}
+    yield "blocks are computed twice", {"remat_policy": "full", **no_arrays}
+    passes = step.gradient_accumulation_steps
+
+    def in_passes(n: int) -> dict[str, Any]:
+        sizes = {key: config[key] / n for key in size_keys(batch.enable_rampup_batch_size)}
+        return {**sizes, "gradient_accumulation_steps": passes * n}
+
+    yield "the same global batch in more passes, each gathering the weights", *map(in_passes, FACTORS[:4])
+
+    def over(axis: str, n: int) -> dict[str, Any]:
+        key = size_key("ici", axis)
+        return {key: config[key] * n, "ici_fsdp_parallelism": -1}
+
+    if spec.has_experts:
+        yield "tokens travel to their experts", *(over("expert", n) for n in FACTORS)
+    offloaded = {"remat_policy": "custom", "remat_custom": {"decoder_layer_input": "offload"}}
+    yield "blocks are computed twice, and their inputs go to host memory and back", offloaded
+    # Devices that share rows are to have as few of them at a time as there can be.
+    rows = round(batch.per_device_batch_size * layout.mesh.size / layout.shards("batch"))
+    cost = "devices share each row, and gather its keys and values; the same global batch in more passes"
+    yield cost, *(over("context", n) | in_passes(rows * n) for n in FACTORS)
+
+    def by_heads(n: int) -> dict[str, Any]:
+        keys = over("tensor", n) | in_passes(rows * n) | between_blocks
+        divide = all(layer.num_kv_heads % keys["ici_tensor_parallelism"] == 0 for layer in spec.layers)
+        return keys | ({} if divide else {_rule("kv_heads"): []})
+
+    cost = "devices share each row, and sum its activations; the same global batch in more passes"
+    yield cost, *map(by_heads, FACTORS)
+    if batch.packing:
+        yield "a document per row: the rest is padding", {"packing": False}
+    if not state_decides:
+        return
+    if step.opt_type == "adamw":
+        yield "Adam's first moment is rounded", {"mu_dtype": "bfloat16"}
+    keys: dict[str, Any] = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": -1}
+    yield "weights are gathered over all devices of a slice or host", keys
+    keys = {**keys, "dcn_data_parallelism": 1, "dcn_fsdp_parallelism": -1}
+    yield "weights are gathered between slices or hosts too", keys
+    more = ({**keys, "compile_topology_num_slices": config.compile_topology_num_slices * n} for n in FACTORS)
+    yield "more devices, and weights are gathered between slices or hosts", *more

@@ -1,0 +1,70 @@
+"""Checks that a compiled step makes in 8 bits what `quantization` says: XLA may take 16 instead, and says nothing."""
+
+import re
+
+import jax
+
+from src.extras.aot.hlo import first_array, parse
+from src.model.low_precision import SCOPE
+from src.model.params import by_path
+from src.step.build import TracedStep
+from src.step.plan import StepPlan
+from src.system.errors import UserError, first_few, say
+
+
+def compiled(built: TracedStep) -> jax.stages.Compiled:
+    """Compiles a run's step; raises UserError where `check` does."""
+    program = built.traced.lower().compile()
+    check(program, built.plan)
+    return program
+
+
+def check(program: jax.stages.Compiled, plan: StepPlan) -> None:
+    """Raises UserError unless the products of a plan's program that are to be of 8 bits are; of a CPU they never are.
+
+    A program that some backends have from the compilation cache has no text to be checked by.
+    """
+    kind = plan.quantization.kind
+    if not kind or plan.layout.platform == "cpu":
+        return
+    if not (text := program.as_text()):
+        say([f"quantization={kind}: the program is from the compilation cache, without a text, and was not checked"])
+        return
+    listed = products(text)
+    wide = [f"{name} of {how}" for name, how, is_narrow in listed if not is_narrow]
+    is_backward = {"transpose(" in name and "rematted" not in name for name, _, _ in listed}
+    wide += [] if False in is_backward else ["every forward one"]
+    roles = by_path(plan.roles)
+    frozen = any(roles[path] == "frozen" for path in plan.quantization.places)
+    wide += [] if True in is_backward or frozen else ["every backward one"]
+    if wide:
+        narrow = sum(is_narrow for *_, is_narrow in listed)
+        raise UserError(
+            f"quantization={kind}: the compiled step has {narrow} products of 8 bits, and "
+            f"these in more: {first_few(wide)}. Look at compile_xla_flags and at XLA_FLAGS in the environment, and at "
+            "sizes that are no multiple of 16; quantization_exclude keeps products in dtype"
+        )
+
+
+def products(text: str) -> list[tuple[str, str, bool]]:
+    """Returns the products of low_precision.py in a program: their line of the model, how, and whether of 8 bits.
+
+    cuBLASLt has a call for float8's, and cuDNN one for those in blocks. Products within fusions are Triton's on GPUs,
+    and it multiplies float8 as float16; products for TPUs are convolutions, and a TPU7x makes them of float8. A kernel
+    for TPUs takes two arrays of codes beside the scales and where groups begin.
+    """
+    result = []
+    for computation in parse(text)[0].values():
+        for instruction in computation.values():
+            attributes = instruction.attributes
+            name = re.search(rf'op_name="([^"]*/{SCOPE}/[^"]*)"', attributes)
+            target = re.search(
+                r'custom_call_target="([^"]*(?:gemm|matmul|blockScaledDot|tpu_custom_call)[^"]*)"', attributes
+            )
+            if name and (target or instruction.opcode in ("dot", "convolution")):
+                dtypes = [first_array(computation[operand].type)[0] for operand in instruction.operands]
+                how = target[1] if target else " x ".join(dtypes)
+                is_narrow = how.endswith(("$f8", "$blockScaledDot")) or dtypes.count("s8") == 2
+                on_tpu = instruction.opcode == "convolution" and all(dtype.startswith("f8") for dtype in dtypes)
+                result.append((name[1], how, is_narrow or on_tpu))
+    return result

@@ -1,0 +1,264 @@
+"""A compiled training step as a file: `src.train_compile` saves it, `src.train` runs it without compiling.
+
+It has a line that says what it is; one with the digest and the number of the bytes that follow; the header, a JSON
+object that says what the program is for; and the program, a pickle that JAX made. The digest tells damage, not intent.
+"""
+
+import hashlib
+import io
+import json
+import pickle
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from etils import epath
+from jax.experimental import serialize_executable
+from jax.experimental.mosaic.dialects import tpu
+from jax.extend.mlir import ir
+from jaxlib.triton import dialect as triton
+
+from src.config.schema import BatchKeys, Mesh, Model, Step
+from src.config.yaml import dump
+from src.data.batch_schedule import RAMP_KEYS
+from src.extras.aot.devices import CUDA
+from src.parallel.slices import count_slices
+from src.step.build import TracedStep
+from src.step.compiler_flags import environment_flags
+from src.step.same_program import program_text
+from src.system.disk import write_output
+from src.system.errors import UserError, changed_keys, first_few
+
+Header = dict[str, Any]
+
+
+class FileKind(NamedTuple):
+    """A kind of file that belongs to one program."""
+
+    key: str  # that names such a file
+    first_line: bytes
+    maker: str  # the command that writes it
+    verb: str  # what was done to make it
+
+
+STEP_FILE = FileKind(
+    "compiled_trainstep_file", b"MinText compiled training step, format 2\n", "src.train_compile", "compiled"
+)
+
+# All that a pickled step is made of, in JAX 0.10.2 and 0.11.2, on CPU, TPU and GPU.
+# fmt: off
+PICKLED = frozenset((
+    "jax.P", "jax._src.core.ManualAxisType", "jax._src.core.MemorySpace", "jax._src.core.ShapedArray",
+    "jax._src.interpreters.pxla.AllArgsInfo", "jax._src.interpreters.pxla.UnloadedMeshExecutable",
+    "jax._src.layout.AutoLayoutSingleton", "jax._src.layout.Layout", "jax._src.linear_util.DebugInfo",
+    "jax._src.mesh.AbstractDevice", "jax._src.mesh.AbstractMesh", "jax._src.mesh.AxisType", "jax._src.mesh.Mesh",
+    "jax._src.named_sharding._unpickle_named_sharding", "jax._src.stages.ArgInfo", "jaxlib._jax.DeviceList",
+    "ml_dtypes.bfloat16", "numpy.dtype", "numpy.ndarray", "numpy._core.multiarray._reconstruct",
+))
+# fmt: on
+
+# Settings of JAX that change how it compiles a step; of those that change how it traces one, which the program's digest
+# sees too, the ones that users set.
+# fmt: off
+JAX_SETTINGS = (
+    "jax_disable_most_optimizations", "jax_exec_time_optimization_effort", "jax_memory_fitting_effort",
+    "jax_optimization_level", "jax_memory_fitting_level", "jax_compiler_enable_remat_pass", "jax_xla_profile_version",
+    "jax_enable_pgle", "jax_use_shardy_partitioner",
+    "jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl",
+    "jax_threefry_partitionable", "jax_random_seed_offset",
+)
+# fmt: on
+
+# Keys of a header's sections that have no part in the compiled step. Whether a program is the wrong one its digest
+# says; this only keeps the list of reasons short.
+# fmt: off
+RUN_TIME_KEYS = frozenset((
+    "jax_cache_dir", "learning_rate", "lr_schedule_type", "learning_rate_schedule_steps", "warmup_steps_fraction",
+    "learning_rate_final_fraction", "wsd_decay_steps_fraction", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay",
+    "muon_beta", "gradient_clipping_threshold", "on_nonfinite", "abort_on_nan_loss", "abort_on_inf_loss",
+    "skip_step_scaling_factor", "long_documents", "batch_transform", *RAMP_KEYS[1:],
+    "coordinator_address", "num_processes", "process_id",
+    "jax_distributed_initialization_timeout", "jax_distributed_heartbeat_timeout_seconds",
+))
+# fmt: on
+
+# Parts of a header that are JSON objects, each value of which has to be the same.
+COMPARED = ("devices", "mesh", "versions", "compiler_options", "environment", "jax_config")
+
+
+def header(built: TracedStep, *sections: Model | Step | BatchKeys | Mesh) -> Header:
+    """Returns what the program of a step depends on, as a JSON object: another header, another program.
+
+    `program` is the digest of the traced step, which any change of MinText's code or of a key changes; `config`, the
+    keys of `sections` of the configuration, only explains such a change.
+    """
+    mesh = built.plan.layout.mesh
+    devices = list(mesh.devices.flat)
+    platform = devices[0].platform
+    packages = {"tpu": ["libtpu"], "gpu": [f"jax-cuda{CUDA}-plugin", f"jax-cuda{CUDA}-pjrt"]}.get(platform, [])
+    installed = {distribution.name for distribution in metadata.distributions()}
+    arguments = {"state": built.state.by_name(), "batch": built.batch, "hparams": built.hparams}
+    return {
+        "devices": {
+            "kind": devices[0].device_kind,
+            "count": len(devices),
+            "slices": count_slices(devices),
+            "processes": len({device.process_index for device in devices}),
+            # Where on the network each place of the mesh is: the program sends along those links.
+            "order": _digest(str([(device.id, *getattr(device, "coords", ())) for device in devices]))[:16],
+            **({"processor": _processor()} if platform == "cpu" else {}),
+        },
+        "mesh": dict(mesh.shape),
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", *packages) if name in installed},
+        "compiler_options": dict(built.compiler_options),
+        "environment": environment_flags(),
+        # Those that this version of JAX has.
+        "jax_config": {name: str(jax.config.values[name]) for name in JAX_SETTINGS if name in jax.config.values},
+        "program": _digest(program_text(built.traced, kernel_text)),
+        "config": {
+            key: dump(value) for section in sections for key, value in vars(section).items() if key not in RUN_TIME_KEYS
+        },
+        "arguments": {
+            jax.tree_util.keystr(path, simple=True, separator="."): _describe(leaf)
+            for path, leaf in jax.tree.leaves_with_path(arguments)
+        },
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _describe(leaf: Any) -> str:
+    sharding = getattr(leaf, "sharding", None)  # the hyper-parameters are numbers, on every device
+    return f"{leaf.dtype}{list(leaf.shape)} sharded {tuple(sharding.spec) if sharding else ()}"
+
+
+def _processor() -> str:
+    """Returns this machine's processor, whose instructions XLA's CPU backend compiles for."""
+    information = Path("/proc/cpuinfo")
+    if not information.exists():  # no Linux
+        return platform.processor()
+    fields = dict(re.findall(r"(?m)^(\w[\w ]*?)\s*: (.+)$", information.read_text()))
+    instructions = fields.get("flags") or fields["Features"]  # x86 or ARM
+    return f"{fields.get('model name', 'unnamed')}, instruction sets {_digest(instructions)[:8]}"
+
+
+def kernel_text(bytecode: bytes) -> str:
+    """Returns a Pallas kernel as text, which unlike its serialised form does not name its source files."""
+    with ir.Context() as context:
+        tpu.register_dialect(context)
+        triton.register_dialect(context)
+        context.allow_unregistered_dialects = True
+        return str(ir.Module.parse(bytecode))
+
+
+def differences(saved: Header, current: Header) -> list[str]:
+    """Returns a line for each difference between a file's header and this run's; none for the same program."""
+    if {**saved, "config": None} == {**current, "config": None}:
+        return []
+    lines = []
+    if saved["program"] != current["program"]:
+        lines += _changes(saved["config"], current["config"])
+    for section in COMPARED:
+        lines += _changes(saved[section], current[section], f"{section}.")
+    # A wider model changes every argument of the step.
+    lines += first_few(_changes(saved["arguments"], current["arguments"]), "\n").splitlines()
+    changed = "the code of MinText, of a package or of your `loss`, or a setting of JAX, has changed"
+    return lines or [f"the step itself: no key differs, so {changed}"]
+
+
+def _changes(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name in changed_keys(saved, current):
+        yield f"{prefix}{name}: {saved.get(name, 'nothing')} in the file, {current.get(name, 'nothing')} here"
+
+
+def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
+    """Writes the program with its header to `path`; raises UserError where nothing can be written there."""
+    # XLA's CPU backend saves of such a program but its outline: it loads, and then fails in its first step.
+    assert not jax.config.jax_enable_compilation_cache, "the program may be one that the compilation cache kept"
+    # It keeps alive the Python functions of custom partitioning (cuDNN's attention has it), which XLA has called by now
+    # and which can't be pickled.
+    compiled._executable._unloaded_executable.keepalive = None
+    program, _, _ = serialize_executable.serialize(compiled)
+    write_file(STEP_FILE, path, header, program)
+
+
+def load(path: str, header: Header, built: TracedStep) -> jax.stages.Compiled:
+    """Returns the program at `path`, to be called as `built.train` is; raises UserError if it is none for `header`."""
+    where = f"compiled_trainstep_file={path}"
+    program = read_file(STEP_FILE, path, header)
+    # In the mesh's order: the devices' own order is JAX's default, with which a mesh of another ends the process.
+    devices = tuple(built.plan.layout.mesh.devices.flat)
+    try:
+        unloaded, arguments, no_kwargs = _Unpickler(io.BytesIO(program), devices[0].client, devices).load()
+        in_tree = jax.tree.structure(((built.state, built.batch, built.hparams), {}))
+        out_tree = jax.tree.structure(built.traced.out_info)
+        return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(f"{where}: these devices do not load it: {error}") from None
+    except Exception as error:  # a pickle of something else may fail in any way
+        raise UserError(
+            f"{where} is none of ours, though its digest is right: {type(error).__name__}: {error}. "
+            "It is not loaded; src.train_compile writes one."
+        ) from error
+
+
+class _Unpickler(serialize_executable._JaxPjrtUnpickler):
+    """JAX's unpickler, which puts in devices and the program; it looks up no name but those a step is made of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in PICKLED:
+            raise pickle.UnpicklingError(f"it holds {module}.{name}, which no step does")
+        return super().find_class(module, name)
+
+
+def write_file(kind: FileKind, path: str, header: Header, content: bytes) -> None:
+    """Writes content that belongs to the program of `header`; raises UserError where nothing can be written there."""
+    body = json.dumps(header, indent=1).encode() + b"\n" + content
+    write_output(kind.key, path, kind.first_line + _second_line(body) + body)
+
+
+def read_file(kind: FileKind, path: str, header: Header) -> bytes:
+    """Returns the content of a file of `write_file`; raises UserError where it is none, damaged or not of `header`."""
+    where, not_loaded = f"{kind.key}={path}", f"It is not loaded; {kind.maker} writes one."
+    try:
+        whole = epath.Path(path).expanduser().read_bytes()
+    except Exception as error:  # each store's client has its own types
+        raise UserError(f"{where}: cannot read it: {type(error).__name__}: {error}") from error
+    foreign = f"{where} is none of ours, though its digest is right: "
+    saved_text, _, content = _checked(where, whole, kind).partition(b"\n}\n")
+    try:
+        saved = json.loads(saved_text + b"}")
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{foreign}its header is no JSON: {error}. {not_loaded}") from None
+    parts = {**dict.fromkeys((*COMPARED, "config", "arguments"), dict), "program": str}
+    if not isinstance(saved, dict) or not all(isinstance(saved.get(part), kind) for part, kind in parts.items()):
+        raise UserError(f"{foreign}its header is not a step's. {not_loaded}")
+    if lines := differences(saved, header):
+        listed = "\n".join(f"  {line}" for line in lines)
+        raise UserError(
+            f"{where} was {kind.verb} for another run than this:\n{listed}\n"
+            f"Make one for this (python -m {kind.maker}), or leave {kind.key} empty."
+        )
+    return content
+
+
+def _checked(where: str, content: bytes, kind: FileKind) -> bytes:
+    first_line, second_line, body = (*content.split(b"\n", 2), b"", b"")[:3]
+    if first_line + b"\n" != kind.first_line:
+        raise UserError(
+            f"{where} is not what {kind.maker} of this version writes: it begins with {first_line[:60]!r}, "
+            f"expected {kind.first_line.decode().strip()!r}"
+        )
+    if second_line + b"\n" != _second_line(body):
+        raise UserError(f"{where} is cut off or damaged: its digest is not the one it was written with. Copy it again.")
+    return body
+
+
+def _second_line(body: bytes) -> bytes:
+    return f"sha256 {hashlib.sha256(body).hexdigest()} of the {len(body)} bytes that follow\n".encode()

@@ -1,0 +1,130 @@
+"""Replays the schedule of a GPU's program on two streams, one of which computes while the other communicates.
+
+The compiler's order says what runs while a collective is under way, which a roofline (roofline.py) can only
+assume. Products take their operations, all else its bytes, and collectives what is sent, each at the roofline's rates;
+where the next instruction needs what a collective brings, the computation waits for it.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from src.extras.aot import hlo
+from src.extras.aot.hlo import Computation, Instruction, first_array, type_bytes
+from src.extras.aot.roofline import COMPUTE_REACHED, MEMORY_REACHED
+from src.parallel.topology import Chip
+
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
+# Of cuDNN's attention [B, N, T, H]: products of T x T x H a head, forward, and backward with the scores once more.
+_ATTENTION_PRODUCTS = {"fmha": 2, "Backward": 5}
+_SCRATCH = re.compile(r"[su]8\[\d+\]")  # a library's room to work in, of which it uses a part
+
+
+class Replay(NamedTuple):
+    """Seconds of a step by its schedule."""
+
+    step_seconds: float
+    compute_seconds: float  # in which the first stream is busy
+    communication_seconds: float  # in which the second is
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Returns the computation's wait for communication."""
+        return self.step_seconds - self.compute_seconds
+
+
+def replay(text: str, mesh: Mesh, chip: Chip, peak: float) -> Replay:
+    """Replays `compiled.as_text()`, a program for GPUs of `mesh` that do `peak` bfloat16 operations per second."""
+    computations, entry = hlo.parse(text)
+    wire: Counter[str] = Counter()
+    for moved in hlo.collectives(text, mesh):
+        bandwidth = {"ici": chip.ici_bandwidth, "dcn": chip.dcn_bandwidth}[moved.network]
+        # A ring uses both networks at the same time.
+        wire[moved.name] = max(wire[moved.name], moved.sent_bytes / bandwidth)
+    return _Clock(computations, wire, chip, peak).run(entry)
+
+
+class _Clock(NamedTuple):
+    computations: Mapping[str, Computation]
+    wire: Mapping[str, float]  # seconds of each collective
+    chip: Chip
+    peak: float
+
+    def run(self, name: str) -> Replay:
+        """Replays a computation from its first instruction to its last."""
+        now = free = computed = sent = 0.0  # the two streams' clocks, and how long each was busy
+        arrives: dict[str, float] = {}  # of collectives that have begun
+        computation = self.computations[name]
+        for instruction in computation.values():
+            if instruction.name in self.wire:
+                free = max(now, free) + self.wire[instruction.name]
+                sent += self.wire[instruction.name]
+                arrives[instruction.name] = free
+                if not instruction.opcode.endswith("-start"):
+                    now = free
+            elif instruction.opcode.endswith("-done"):
+                now = max(now, arrives.get(instruction.operands[0], now))
+            elif instruction.opcode in ("while", "call", "conditional", "async-start"):
+                inner = [self.run(callee) for callee in hlo.callees(instruction)]
+                times = hlo.loop_rounds(instruction, computation, self.computations) or 0
+                longest = max(inner, key=lambda each: each.step_seconds)
+                now += times * longest.step_seconds
+                free = max(free, now) if longest.communication_seconds else free
+                computed += times * longest.compute_seconds
+                sent += times * longest.communication_seconds
+            elif instruction.opcode not in _FREE:
+                products = self.operations(instruction, computation) / COMPUTE_REACHED
+                seconds = max(products, self.moved(instruction, computation))
+                now, computed = now + seconds, computed + seconds
+        return Replay(max(now, free), computed, sent)
+
+    def operations(self, instruction: Instruction, computation: Computation) -> float:
+        """Returns the seconds of an instruction's products at the full peak; 0 where it has none."""
+        if instruction.opcode == "fusion":
+            inner = self.computations[hlo.callees(instruction)[0]]
+            return sum(self.operations(each, inner) for each in inner.values())
+        target = re.search(r'custom_call_target="([^"]+)"', instruction.attributes)
+        if instruction.opcode == "dot" or (target and "matmul" in target[1]):
+            dtype, left = first_array(computation[instruction.operands[0]].type)
+            named = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?([\d,"]+)', instruction.attributes)[1]
+            contracted = math.prod(left[int(dim)] for dim in re.findall(r"\d+", named))
+            bits = int(re.search(r"\d+", dtype)[0])  # twice the rate with half the bits
+            return 2 * math.prod(first_array(instruction.type)[1]) * contracted / self.peak * bits / 16
+        if target and "fmha" in target[1]:
+            B, T, N, H = first_array(computation[instruction.operands[0]].type)[1]
+            S = first_array(computation[instruction.operands[1]].type)[1][1]
+            products = _ATTENTION_PRODUCTS["Backward" if "Backward" in target[1] else "fmha"]
+            half = 0.5 if re.search(r'"mask_type": ?"\w*CAUSAL"', instruction.attributes) else 1.0
+            return 2 * products * B * N * T * S * H * half / self.peak
+        return 0.0
+
+    def moved(self, instruction: Instruction, computation: Computation) -> float:
+        """Returns the seconds to read the operands and write the results; of a sliced array the slice counts."""
+        reads = [type_bytes(computation[name].type) for name in instruction.operands if name in computation]
+        writes = type_bytes(_SCRATCH.sub("", instruction.type))
+        if instruction.opcode == "fusion":
+            inner = self.computations[hlo.callees(instruction)[0]]
+            parameters = {each.arguments: each for each in inner.values() if each.opcode == "parameter"}
+            reads = [_read(parameters[str(number)], inner) for number in range(len(reads))]
+            for update in inner.values():
+                if update.opcode == "dynamic-update-slice":
+                    writes += type_bytes(inner[update.operands[1]].type) - type_bytes(update.type)
+        return (sum(reads) + max(writes, 0)) / (MEMORY_REACHED * self.chip.memory_bandwidth)
+
+
+def _read(array: Instruction, computation: Computation) -> int:
+    """Returns the bytes that a fusion reads of one of its arrays."""
+    users = [each for each in computation.values() if array.name in each.operands]
+    read = 0
+    for user in users:
+        if user.opcode == "bitcast":
+            read += _read(user, computation)
+        elif user.opcode == "dynamic-slice":
+            read += type_bytes(user.type)
+        elif user.opcode != "dynamic-update-slice" or user.operands[0] != array.name:
+            return type_bytes(array.type)
+    return min(read, type_bytes(array.type))

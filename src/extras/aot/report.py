@@ -1,0 +1,244 @@
+"""Reports on a compiled step, as a JSON object and as lines to read."""
+
+import dataclasses
+import math
+import os
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from src.config.yaml import dump
+from src.extras.aot.hlo import collectives
+from src.extras.aot.memory import memory, scores_bytes
+from src.extras.aot.replay import replay
+from src.extras.aot.roofline import predict, work_of
+from src.model.flops import count_active_params, count_params
+from src.parallel.slices import describe_mesh
+from src.parallel.topology import GPU_MEMORY_FRACTION, Topology, peak_flops, run_peak
+from src.run.metrics import duration
+from src.run.whole_arrays import whole_lines
+from src.step.build import TracedStep
+from src.system.errors import UserError
+
+Report = dict[str, Any]
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+# How the TPU compiler says what a program would need; its "temporaries" have the arguments too.
+TOTAL = re.compile(r"(?:HLO temporaries \(|Total hbm usage >= |Used )([\d.]+)([KMGT])")
+
+
+def make_report(
+    topology: Topology, built: TracedStep, compiled: jax.stages.Compiled | None, refusal: str, seconds: dict[str, float]
+) -> Report:
+    """Returns the report without `changes`; bytes and FLOPs are per device.
+
+    `compiled` is None where the compiler refused the step for lack of memory, with the message `refusal`. `seconds` are
+    those that tracing, lowering and compiling took.
+    """
+    plan, work = built.plan, work_of(built)
+    report = {
+        "topology": topology.name,
+        "slices": topology.slices,
+        "devices": topology.num_devices,
+        "device_kind": topology.chip.kind if topology.chip else "cpu",
+        "mesh": dict(plan.layout.mesh.shape),
+        "parameters": count_params(plan.spec),
+        "active_parameters": count_active_params(plan.spec),
+        "rows": built.rows,
+        "tokens": built.tokens,
+        "smaller_batches": [rows for rows, _ in built.schedule.ramp],
+        "attention": plan.kernel,
+        "attention_not_fused": plan.why_not_fused,
+        "attention_scores": scores_bytes(built),
+        "loss_tiles": plan.step.num_vocab_tiling,
+        "seconds": dict(seconds),
+        "memory": device_memory(topology, built, compiled, refusal),
+        "whole": whole_lines(plan, built.state, device_capacity(topology)),
+        "flops": {
+            "model": work.model_flops.causal,
+            "model_palm": work.model_flops.palm,
+            "recomputed": work.recomputed_flops.causal,
+        },
+        "compiler_message": refusal,
+    }
+    if compiled:
+        communication = collectives(compiled.as_text(), plan.layout.mesh)
+        report["collectives"] = [dataclasses.asdict(collective) for collective in communication]
+        chip = topology.chip
+        if not chip:
+            report["no_prediction"] = "nothing is published of a CPU's rates"
+        elif peak := run_peak(chip.kind, plan.spec.dtype, plan.step.matmul_precision):
+            low_peak = peak_flops(chip.kind, plan.quantization.kind)
+            report["prediction"] = predict(work, chip, peak, communication, low_peak)._asdict()
+            if topology.platform == "gpu":
+                replayed = replay(compiled.as_text(), plan.layout.mesh, chip, peak)
+                report["replay"] = replayed._asdict() | {"exposed_seconds": replayed.exposed_seconds}
+        else:
+            report["no_prediction"] = f"no peak rate of a {chip.kind} is published for dtype={plan.spec.dtype}"
+    return report
+
+
+def device_memory(topology: Topology, built: TracedStep, compiled: jax.stages.Compiled | None, refusal: str) -> Report:
+    """Returns a device's needed bytes, capacity and parts; `needed` is a lower bound where the compiler failed."""
+    parts, capacity = memory(built), device_capacity(topology)
+    kept_on_host = 0
+    if compiled:
+        stats = compiled.memory_analysis()
+        sizes = {
+            "arguments": stats.argument_size_in_bytes,
+            "temporaries": stats.temp_size_in_bytes,
+            "outputs": stats.output_size_in_bytes,
+            "donated": stats.alias_size_in_bytes,
+            "program": stats.generated_code_size_in_bytes,
+        }
+        if topology.platform != "cpu":  # where it counts arguments alone
+            sizes["peak"] = stats.peak_memory_in_bytes
+        kept_on_host = stats.host_temp_size_in_bytes
+        # A TPU's compiler refuses what it finds no place for, and its "temporaries" have what a loop carries twice.
+        # Elsewhere: outputs that take the place of donated arguments need no memory.
+        in_all = sizes["arguments"] + sizes["temporaries"] + sizes["outputs"] - sizes["donated"]
+        needed = sizes["peak"] if topology.platform == "tpu" else in_all
+    else:
+        arguments = sum(parts.arguments.values())
+        stated = [round(float(number) * UNITS[unit]) for number, unit in TOTAL.findall(refusal)]
+        needed = max([arguments, *stated])
+        sizes = {"arguments": arguments, "temporaries": needed - arguments}
+    return {
+        **sizes,
+        "needed": needed,
+        "capacity": capacity,
+        "left": capacity - needed if capacity else None,
+        "fits": compiled is not None and (capacity is None or needed <= capacity),
+        "argument_parts": parts.arguments,
+        "temporary_parts": parts.temporaries,
+        "host": {"optimizer": parts.on_host, "kept for the backward pass": kept_on_host},
+    }
+
+
+def device_capacity(topology: Topology) -> int | None:
+    """Returns the bytes a program may use, None for a CPU; raises UserError for a wrong fraction in the environment."""
+    if topology.platform != "gpu":
+        return topology.chip.memory if topology.chip else None
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    chosen = [(name, os.environ[name]) for name in names if os.environ.get(name)]
+    if len(chosen) > 1:
+        raise UserError(f"{' and '.join(names)} are both set, and JAX takes one: unset the second")
+    name, typed = chosen[0] if chosen else ("", GPU_MEMORY_FRACTION)
+    try:
+        fraction = float(typed)
+    except ValueError:
+        fraction = math.nan
+    if not 0 < fraction < math.inf:
+        raise UserError(f"{name}={typed} in the environment: expected a part of a GPU's memory, such as 0.9")
+    return int(topology.chip.memory * fraction)
+
+
+def verdict(report: Report) -> str:
+    """Returns a sentence that says whether the step fits its devices."""
+    memory = report["memory"]
+    if memory["capacity"] is None:
+        return "it compiles; a CPU's memory is not judged"
+    words = f"{readable(memory['needed'])} of {readable(memory['capacity'])} per device"
+    if memory["fits"]:
+        return f"fits: {words}, {readable(memory['left'])} left"
+    return f"does not fit: {'at least ' if report['compiler_message'] else ''}{words}"
+
+
+def lines(report: Report) -> Iterator[tuple[str, str]]:
+    """Yields a report as names and values."""
+    slices = describe(report["topology"], report["slices"])
+    yield "topology", f"{slices}: {report['devices']:,} x {report['device_kind']}"
+    yield "mesh", describe_mesh(report["mesh"])
+    active = report["active_parameters"]
+    a_token = f", of which a token meets {active:,}" if active < report["parameters"] else ""
+    yield "model", f"{report['parameters']:,} parameters{a_token}"
+    ramp = ", the full batch; src.train compiles that of each smaller one" * bool(report["smaller_batches"])
+    yield "step", f"{report['rows']:,} rows, {report['tokens']:,} tokens{ramp}"
+    plain, scores = report["attention_not_fused"], report["attention_scores"]
+    why = f" ({plain})" if plain else ""
+    held = f", which holds {readable(scores)} of scores at a time" if scores else ""
+    yield "attention", report["attention"] + why + held
+    if report["loss_tiles"] > 1:
+        yield "loss", f"in {report['loss_tiles']} tiles (num_vocab_tiling)"
+    parts = ", ".join(f"{name} {value:.1f}" for name, value in report["seconds"].items())
+    yield "compiled", f"in {duration(sum(report['seconds'].values()))} (seconds: {parts})"
+    yield "memory", "\n".join(_memory_lines(report["memory"]))
+    flops = report["flops"]
+    again = f"; {flops['recomputed']:.4g} more are computed again" if flops["recomputed"] else ""
+    yield "FLOPs", f"{flops['model']:.4g} per device (attention causal; {flops['model_palm']:.4g} as in PaLM){again}"
+    if report.get("collectives"):
+        yield "collectives", "\n".join(_collective_lines(report["collectives"]))
+    if prediction := report.get("prediction"):
+        times = ", ".join(f"{name} {prediction[f'{name}_seconds']:.3g}" for name in ("compute", "memory", "ici", "dcn"))
+        mfu = f"MFU {prediction['mfu']:.1%} (as in PaLM {prediction['mfu_palm']:.1%})"
+        words = f"{prediction['step_seconds']:.3g} s per step, {mfu}: by a roofline, not measured"
+        words += f"\nseconds for each: {times}; {prediction['bound']} takes the most"
+        if replayed := report.get("replay"):
+            waited, sent = replayed["exposed_seconds"], replayed["communication_seconds"]
+            words += f"\n{replayed['step_seconds']:.3g} s by the program's schedule, {waited:.3g} of them waiting for "
+            words += f"communication, which takes {sent:.3g}"
+        yield "prediction", words
+    elif "no_prediction" in report:
+        yield "prediction", f"none: {report['no_prediction']}"
+    if report["compiler_message"]:
+        yield "compiler", report["compiler_message"]
+    yield "verdict", "\n".join([verdict(report), *report["whole"]])
+
+
+def describe(topology: str, slices: int) -> str:
+    """Returns the slices or hosts of a topology in words."""
+    return f"{slices} x {topology}" if slices > 1 else topology
+
+
+def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
+    sums = [(memory["arguments"], "arguments", memory["argument_parts"])]
+    if "donated" in memory:
+        sums.append((memory["outputs"] - memory["donated"], "outputs that take no argument's place", {}))
+    words = "temporaries, of which by estimate, not all at the same time"
+    sums.append((memory["temporaries"], words, memory["temporary_parts"]))
+    if any(memory["host"].values()):
+        sums.append((sum(memory["host"].values()), "in host memory, for each device", memory["host"]))
+    if "peak" in memory:
+        sums.append((memory["peak"], "at once, by the compiler's own count", {}))
+    for total, name, parts in sums:
+        yield f"{readable(total):>11}  {name}"
+        yield from (f"{readable(size):>15}  {part}" for part, size in parts.items() if size)
+
+
+def _collective_lines(communication: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    times, sent = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
+    for each in communication:
+        kind = each["kind"], " x ".join(each["axes"]), each["network"]
+        times[kind] += each["times"]
+        sent[kind] += each["times"] * each["sent_bytes"]
+    for kind, size in sent.most_common():
+        if times[kind]:
+            words = f"{times[kind]:,} per step, each device sends {readable(size)}"
+            yield f"{kind[0]:<18} over {kind[1]} ({kind[2]}): {words}"
+    if more := sum(each["per_round"] * each["sent_bytes"] for each in communication):
+        yield f"not counted: {readable(more)} for a round of the loops whose rounds the data decide (uneven experts)"
+
+
+def change_lines(report: Report) -> Iterator[str]:
+    """Yields what helps a step that does not fit, as compiled."""
+    if not any(change["fits"] for change in report["changes"]):
+        yield "nothing that was compiled fits: it takes shorter rows, a smaller model or more devices"
+    for change in report["changes"]:
+        fits = "fits" if change["fits"] else "still too much"
+        yield f"{typed(change['keys'])}\n    compiled: {readable(change['compiled'])}, {fits}; {change['cost']}"
+
+
+def typed(keys: Mapping[str, Any]) -> str:
+    """Returns keys as they are typed in a shell."""
+    return shlex.join(f"{key}={dump(value)}" for key, value in keys.items())
+
+
+def readable(number: int) -> str:
+    """Returns bytes in the largest unit of which there is at least one."""
+    for letter, factor in reversed(UNITS.items()):
+        if number >= factor:
+            return f"{number / factor:.2f} {letter}iB"
+    return f"{number} B"

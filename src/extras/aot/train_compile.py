@@ -1,0 +1,143 @@
+"""Compiles the training step ahead of time, on any machine: `python -m src.train_compile configs/base.yml key=value`.
+
+`compile_topology` names the devices. What is printed says whether the step fits them, what fills their memory and how
+fast it should run (docs/aot.md). The exit code is 3 where it does not fit.
+"""
+
+import contextlib
+import itertools
+import json
+import resource
+import time
+from collections.abc import Mapping, Sequence
+
+import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
+import jax
+from ml_collections import ConfigDict
+
+from src.config.base_yml import Usage
+from src.config.schema import Config
+from src.extras.aot import eight_bits, pgle, program, report
+from src.extras.aot.advice import changes
+from src.extras.aot.devices import abstract_devices
+from src.parallel.topology import Topology, parse_topology
+from src.run.startup import configured
+from src.run.summary import print_header
+from src.step.build import TracedStep, build
+from src.step.compiler_flags import check_environment, compiler_options
+from src.system.disk import check_outputs, write_output
+from src.system.errors import UserError, show
+
+USAGE = Usage(
+    """Compiles a run's step for devices that are not here: memory, speed, and what would help.
+
+python -m src.train_compile CONFIG compile_topology=v5p-128 [key=value ...]""",
+    ("Compilation ahead of time",),
+)
+DOES_NOT_FIT = 3  # exit code
+MAX_SECONDS_TO_TRY = 600  # after which no further change is compiled
+
+
+def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
+    """Runs the command line `argv`; returns its report, None for --help; a step too large is no UserError."""
+    config = configured(argv, USAGE, joins=False)
+    if config is None:
+        return None
+    if not config.compile_topology:
+        raise UserError("compile_topology is empty: name the devices to compile for, such as compile_topology=v5p-128")
+    topology = parse_topology(config.compile_topology, config.compile_topology_num_slices)
+    if config.hardware not in ("", topology.platform):
+        raise UserError(
+            f"hardware={config.hardware}, but {topology.name} is a {topology.platform}. Leave hardware empty."
+        )
+    pgle.check_platform(config.aot, topology.platform)
+    if config.pgle:
+        raise UserError(f"pgle={config.pgle} measures a run: src.train_compile takes the profile of one, pgle_profile")
+    report.device_capacity(topology)  # JAX's own message about a wrong one in the environment says less
+    check_environment(uses_tpu=topology.platform == "tpu")
+    program_path, report_path = config.compiled_trainstep_file, config.compile_report
+    outputs = {"compiled_trainstep_file": program_path, "compile_report": report_path}
+    check_outputs({key: path for key, path in outputs.items() if path})
+    # The compilation is to be measured, so an earlier one must not be found.
+    jax.config.update("jax_enable_compilation_cache", False)
+    devices = abstract_devices(topology)
+
+    times = [time.monotonic()]
+    built = build(config, devices, compiler_options(config.compile_xla_flags, devices[0], topology.slices))
+    times.append(time.monotonic())
+    print(f"compiling for {report.describe(topology.name, topology.slices)}, which may take minutes", flush=True)
+    lowered = built.traced.lower()
+    header = program.header(built, config.model, config.step, config.batch, config.mesh)
+    profile = pgle.options(config.pgle_profile, header) if config.pgle_profile else {}
+    times.append(time.monotonic())
+    compiled, refusal = _compile(lowered, topology, profile)
+    times.append(time.monotonic())
+    if profile and compiled:
+        pgle.check_used(config.pgle_profile, profile, compiled.as_text())
+    if compiled:
+        eight_bits.check(compiled, built.plan)
+    parts = zip(("tracing", "lowering", "compiling"), itertools.pairwise(times), strict=True)
+    seconds = {name: end - start for name, (start, end) in parts}
+
+    result = report.make_report(topology, built, compiled, refusal, seconds)
+    result["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print_header(report.lines(result))
+    fits = result["memory"]["fits"]
+    if not fits:
+        _advise(result, config, topology, devices, built)
+        print_header([("would help ", "\n".join(report.change_lines(result)))])
+
+    if program_path and fits:
+        program.save(program_path, compiled, header)
+        show(f"saved {program_path}")
+    elif program_path:
+        show(f"{program_path} is not written: the step does not fit")
+    if report_path:
+        write_output("compile_report", report_path, (json.dumps(result, indent=2) + "\n").encode())
+    return result
+
+
+def _compile(
+    lowered: jax.stages.Lowered, topology: Topology, profile: Mapping[str, bytes]
+) -> tuple[jax.stages.Compiled | None, str]:
+    """Returns (the program, ""), or (None, the message) where it exceeds a TPU's HBM; else raises UserError."""
+    try:
+        return lowered.compile(dict(profile)), ""
+    except jax.errors.JaxRuntimeError as error:
+        message = str(error).partition("\n\nSuspected Python Code Location:")[0].rstrip()
+    # A kernel may exhaust another memory, such as the vector units', which says nothing about the step's size.
+    if "RESOURCE_EXHAUSTED" in message and "hbm" in message.lower():
+        return None, message
+    kind = message.partition(":")[0]
+    raise UserError(
+        f"the compiler for {topology.name} failed with {kind}, which says nothing of the step's memory:\n{message}\n"
+        "Such a failure is a limit of the compiler or of a kernel, mostly for some sizes alone. Try max_target_length "
+        "as a multiple of 128, another attention (flash, dot_product), or other flags (compile_xla_flags,"
+        " LIBTPU_INIT_ARGS)."
+    )
+
+
+def _advise(
+    result: report.Report, config: Config, topology: Topology, devices: Sequence[jax.Device], built: TracedStep
+) -> None:
+    """Adds to the report what makes its step need less, each compiled, until it fits or it has taken long enough."""
+    needed, capacity = result["memory"]["needed"], result["memory"]["capacity"]
+    begun, listed = time.monotonic(), []
+    for keys, cost, changed, estimated in changes(config, devices, built, needed, capacity):
+        print(f"compiling with {report.typed(keys)}, by estimate {report.readable(estimated)}", flush=True)
+        memory = {"needed": needed, "fits": False}
+        with contextlib.suppress(UserError):  # of a compiler that failed: it is no help
+            compiled, refusal = _compile(changed.traced.lower(), topology, {})
+            memory = report.device_memory(topology, changed, compiled, refusal)
+        if memory["needed"] < needed:
+            entry = {"keys": keys, "cost": cost, "estimated": estimated}
+            listed.insert(0, entry | {"compiled": memory["needed"], "fits": memory["fits"]})
+        if memory["fits"] or time.monotonic() - begun > MAX_SECONDS_TO_TRY:
+            break
+    result["changes"] = listed
+
+
+def command(argv: Sequence[str]) -> int:
+    """Runs `main` and returns its verdict as the exit code."""
+    result = main(argv)
+    return DOES_NOT_FIT if result and not result["memory"]["fits"] else 0

@@ -1,0 +1,110 @@
+"""Trains a SentencePiece tokenizer on a run's text, but for what the run holds out. It writes the same files each time.
+
+With tokenizer_type=huggingface `tokenizer_path` is a folder, with the model as tokenizer.model and as the
+tokenizer.json that other programs read.
+"""
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from src.config.base_yml import Usage
+from src.config.sources import HUB
+from src.data import order
+from src.data.open import open_sources
+from src.data.tokenizer import SentencePieceTokenizer
+from src.data.types import InputSpec, Source
+from src.extras.hf.tokenizer_json import save_tokenizer
+from src.run import resolve_config
+from src.system.errors import UserError, show
+
+USAGE = Usage(
+    """Trains a SentencePiece tokenizer on a run's text.
+
+python -m src.train_tokenizer CONFIG dataset_path=TEXT tokenizer_type=sentencepiece tokenizer_path=OUT.model \\
+    vocab_size=8000 [key=value ...]              (tokenizer_type=huggingface: OUT is a folder with a tokenizer.json)""",
+    ("Data",),
+)
+
+# A random sample of documents up to these bounds is trained on: enough for merges to settle, and a minute of work.
+_MAX_DOCUMENTS = 50_000
+_MAX_CHARACTERS = 30_000_000
+
+
+def main(argv: Sequence[str] | ConfigDict) -> None:
+    """Trains a tokenizer for `argv`'s config and writes it to `tokenizer_path`, or answers --help; raises UserError."""
+    config = resolve_config.of_command(argv, USAGE)
+    if config is None:
+        return
+    if config.dataset_type != "text" or config.datasets or config.use_sft or config.tokenizer_type == "byte":
+        raise UserError(
+            "a tokenizer is trained for dataset_type=text tokenizer_type=sentencepiece (or huggingface) use_sft=false "
+            "datasets=[]: set these"
+        )
+    if config.tokenizer_path.startswith(HUB):
+        raise UserError(f"tokenizer_path={config.tokenizer_path}: a new tokenizer is written to a path on this machine")
+    path = Path(config.tokenizer_path)
+    file = path if config.tokenizer_type == "sentencepiece" else path / "tokenizer.model"
+    data, _ = open_sources(InputSpec.of(config, None), config.evaluation)
+    source = data.sources[0]
+    texts = list(_sample(source, config.data_shuffle_seed))
+    read = f"{len(texts):,} of {len(source):,} documents or pieces of them, {sum(map(len, texts)):,} characters"
+    show(f"training on {read}")
+    model = train(texts, config.vocab_size)
+    if file.is_file() and file.read_bytes() == model:
+        show(f"{path} is there already, as this command writes it")
+        return
+    if path.exists():
+        raise UserError(
+            f"tokenizer_path={path} exists with something else in it, and runs may need it: name a new file, or delete "
+            "this one"
+        )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(model)
+        if file != path:
+            save_tokenizer(path, SentencePieceTokenizer(str(file)))
+    except OSError as error:
+        raise UserError(f"tokenizer_path={path} can't be written: {error.strerror}") from error
+    show(f"wrote {path}")
+
+
+def train(texts: Sequence[str], vocab_size: int) -> bytes:
+    """Trains a SentencePiece byte-pair model of exactly `vocab_size` pieces, with which each text decodes to itself.
+
+    Text is neither normalised nor trimmed, runs of spaces may become pieces (indentation), and characters without a
+    piece are spelled in bytes. One character is not kept: U+2581, SentencePiece's own sign for a space, becomes one.
+    Raises UserError where `vocab_size` doesn't suit the texts.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for text in texts for line in text.splitlines()),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            minloglevel=2,  # errors only: they come as exceptions too
+        )
+    except RuntimeError as error:
+        reason = str(error).rpartition("] ")[2]  # after the place in SentencePiece's source
+        raise UserError(f"vocab_size={vocab_size} does not suit this text: {reason}") from None
+    return model.getvalue()
+
+
+def _sample(source: Source, seed: int) -> Iterator[str]:
+    characters = 0
+    for i in range(min(len(source), _MAX_DOCUMENTS)):
+        text = source[order.permute(i, len(source), seed, source=0, epoch=0)]
+        characters += len(text)
+        if i > 0 and characters > _MAX_CHARACTERS:
+            return
+        yield text

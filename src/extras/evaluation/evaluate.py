@@ -1,0 +1,136 @@
+"""Measures the loss on held-out data (`python -m src.evaluate CONFIG.yml ...`), scores texts, computes logits."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from src.checkpoint.data_position import run_rules
+from src.config import schema
+from src.config.base_yml import Usage
+from src.config.source_spec import names_eval_data, train_specs
+from src.config.sources import run_folder
+from src.config.yaml import file_name
+from src.data.eval_batches import TextBytes
+from src.data.open import open_eval_sets
+from src.data.tokenizer import make_tokenizer
+from src.data.types import InputSpec, missing_template
+from src.extras.evaluation.answers import Answers
+from src.extras.evaluation.scoring import score_texts, write_logits
+from src.extras.generation.loaded_model import load_model
+from src.run.evaluator import Evaluator, means
+from src.run.metrics import eval_key
+from src.run.resolve_config import load
+from src.run.startup import configured
+from src.step.eval_step import compile_eval_step
+from src.system.disk import check_outputs, write_output
+from src.system.errors import UserError, say
+
+USAGE = Usage(
+    """Measures the loss of a model or how it does at tasks, scores texts, computes logits.
+
+python -m src.evaluate RUN [key=value ...]
+python -m src.evaluate CONFIG load_parameters_path=PATH eval_dataset_path=TEXTS [key=value ...]
+python -m src.evaluate RUN tasks=NAME,NAME [limit=N] [num_fewshot=N] [include_path=FOLDER] [use_chat_template=true]
+python -m src.evaluate CONFIG load_parameters_path=PATH texts_path=IN.txt scores_path=OUT.jsonl
+python -m src.evaluate CONFIG load_parameters_path=PATH tokens_path=IN.npy logits_path=OUT.npy""",
+    ("Evaluation",),
+)
+
+
+def _check_held_out(run: Path, trained: schema.Data, eval_interval: int, data: schema.Data) -> None:
+    if names_eval_data(data) or train_specs(data) != train_specs(trained):
+        return
+    if eval_interval == -1:
+        raise UserError(
+            f"{run} held nothing out (eval_interval=-1), it trained on all of its data: name others to evaluate on, "
+            "by eval_dataset_path=FILES or dataset_path=FILES"
+        )
+    if trained.eval_fraction != data.eval_fraction:
+        raise UserError(
+            f"{run} held out eval_fraction={trained.eval_fraction} of its data: with "
+            f"eval_fraction={data.eval_fraction} it would be measured on others, which it may have trained on"
+        )
+
+
+def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
+    """Runs the command line `argv`; returns the metrics, None where it asked for something else; raises UserError."""
+    config = configured(argv, USAGE, uses_weights=True)
+    if config is None:
+        return None
+    if config.tasks and importlib.util.find_spec("lm_eval") is None:
+        raise UserError("tasks are those of lm-evaluation-harness, which is not installed: bash setup.sh eval")
+    scores = config.texts_path or config.tokens_path or config.tasks
+    run = run_folder(file_name(argv[0])) if not isinstance(argv, ConfigDict) else None
+    if jax.process_index() == 0:  # before an evaluation, not after it
+        outputs = {key: config[key] for key in ("results_path", "scores_path", "logits_path") if config[key]}
+        check_outputs(outputs)
+        for path in outputs.values():
+            Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
+    if run and not scores:
+        trained = load([str(run)])
+        _check_held_out(run, trained.data, trained.evaluation.eval_interval, config.data)
+    needed_by = "tasks" if config.tasks else "texts_path" * bool(config.texts_path)
+    tokenizer = make_tokenizer(config.data, config.vocab_size, needed_by)
+    if config.tasks:
+        from src.extras.evaluation.tasks import find_tasks, run_tasks  # what they import is installed for them alone
+
+        if config.use_chat_template and tokenizer.chat_template is None:
+            raise missing_template()
+        tasks = find_tasks(config.harness)  # a mistake in them is told before the weights are read
+        sections = config.evaluation, config.batch, config.decoding
+        answers = Answers(*sections, *load_model(config, tokenizer), tokenizer)
+        facts = {name: config[name] for name in ("load_parameters_path", "max_target_length", "dtype")}
+        results, lines = run_tasks(tasks, config.use_chat_template, answers, {"model": "mintext", "model_args": facts})
+        say(lines)
+        write_results(config.results_path, results)
+        numbers = {f"{task}/{name}": x for task, each in results["results"].items() for name, x in each.items()}
+        return {name: x for name, x in numbers.items() if type(x) in (int, float)}
+    plan, weights = load_model(config, tokenizer)
+    if scores:
+        sections = config.evaluation, config.batch, plan, weights
+        if config.texts_path:
+            say([f"{score_texts(*sections, tokenizer)} texts scored: {config.scores_path}"])
+        if config.tokens_path:
+            say([f"logits of shape {list(write_logits(*sections))}: {config.logits_path}"])
+        return None
+    text, inputs = None, InputSpec.of(config, tokenizer, run_rules(config.run, config.checkpoint))
+    if config.use_sft or config.batch_transform:
+        say(["eval_bits_per_byte is left out: use_sft and batch_transform choose what the loss counts of a text"])
+    elif tokenizer:
+        text = TextBytes(tokenizer)
+        row = jax.ShapeDtypeStruct((config.max_target_length,), np.int32)
+        plan, inputs = dataclasses.replace(plan, fields={"text_bytes": row}), inputs._replace(count_bytes=text.document)
+    step, metrics, counted = compile_eval_step(plan), {}, {}
+    for data in open_eval_sets(inputs, config.evaluation):
+        evaluator = Evaluator(config.evaluation, inputs, plan, step, data)
+        (sums,) = evaluator.sums(weights)
+        set_metrics = {eval_key(metric, data.name): value for metric, value in means(sums).items()}
+        say(f"{metric} {value:.5f}" for metric, value in set_metrics.items())
+        if data.steps != -1 and (epochs := evaluator.batches.epochs()) > 1.05:
+            of = f" of {data.name}" if data.name else ""
+            say([f"eval_steps={data.steps}: the data{of} were read {epochs:.1f} times (eval_steps=-1: once)"])
+        tokens = round(sum(float(batch["tokens"]) for batch in sums))
+        counts = {"eval_tokens": tokens, "eval_batches": len(sums)}
+        if eval_key("eval_bits_per_byte", data.name) in set_metrics:
+            counts["eval_text_bytes"] = sum(int(batch["text_bytes"]) for batch in sums)
+        counts = {eval_key(name, data.name): count for name, count in counts.items()}
+        say(f"{name} {count}" for name, count in counts.items())
+        metrics, counted = metrics | set_metrics, counted | counts
+    say(text.notes() if text else [])
+    numbers = (metrics | counted).items()
+    write_results(config.results_path, {name: value if math.isfinite(value) else None for name, value in numbers})
+    return metrics
+
+
+def write_results(path: str, results: Mapping[str, Any]) -> None:
+    """Writes JSON, from one process of the job; nothing without a path. Raises UserError where it can't be written."""
+    if path and jax.process_index() == 0:
+        write_output("results_path", path, (json.dumps(results, indent=2) + "\n").encode())

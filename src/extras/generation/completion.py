@@ -1,0 +1,167 @@
+"""Completes prompts with a model: what is asked, as ids; what is drawn, until its end, as text."""
+
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from src.config.command_keys import Decoding
+from src.data.types import Conversation, Tokenizer
+from src.extras.generation.generate import Generator, in_training, sampling
+from src.model.params import Weights
+from src.step.plan import StepPlan
+from src.system.errors import UserError, printable
+from src.system.json_text import well_formed
+
+Prompt = str | Conversation | np.ndarray  # ids as they are
+_CONTEXT = 16  # ids before others that their text may depend on
+
+
+def make_generator(decoding: Decoding, max_target_length: int, plan: StepPlan, weights: Weights) -> Generator:
+    """Returns a generator with these keys."""
+    lengths = max_target_length, decoding.max_prefill_predict_length
+    return Generator(plan, weights, sampling(decoding), decoding.decode_seed, *lengths)
+
+
+def encode_prompt(decoding: Decoding, max_target_length: int, tokenizer: Tokenizer, prompt: Prompt) -> np.ndarray:
+    """Returns the prompt's token ids, int32 [n].
+
+    The chat template renders a conversation and, with `use_chat_template`, also a text, as a user's message. Raises
+    UserError: the prompt is too long, or the tokenizer has no template.
+    """
+    if isinstance(prompt, np.ndarray):
+        text, ids = tokenizer.decode(prompt), prompt
+    elif isinstance(prompt, str) and not decoding.use_chat_template:
+        ids = tokenizer.encode_prompt(text := well_formed(prompt))
+    else:
+        chat = Conversation(({"role": "user", "content": prompt},)) if isinstance(prompt, str) else prompt
+        text = tokenizer.render_chat(chat.messages, add_generation_prompt=True, shown=chat.shown)
+        ids = tokenizer.encode_text(text)
+    prefill = decoding.max_prefill_predict_length
+    for key, value, limit in (
+        ("max_target_length", max_target_length, max_target_length - 1),  # at least one token is generated
+        ("max_prefill_predict_length", prefill, prefill),
+    ):
+        if limit != -1 and len(ids) > limit:
+            raise UserError(
+                f"the prompt {text[:40]!r} has {len(ids)} tokens, more than the {limit} that {key}={value} has "
+                f"room for: raise {key}, or shorten the prompt"
+            )
+    return ids
+
+
+def length_note(decoding: Decoding, max_target_length: int, prompt_tokens: int) -> list[str]:
+    """Returns a line if a text after a prompt of so many tokens can't get as long as `sample_length` says."""
+    if not decoding.sample_length or prompt_tokens + decoding.sample_length <= max_target_length:
+        return []
+    limit = f"prompt and text end at max_target_length={max_target_length} tokens"
+    return [f"sample_length={decoding.sample_length}: {limit}"]
+
+
+class Completion:
+    """Collects the text after one prompt until a stop token, a stop text (left out), or the limit of its length.
+
+    There are `max_target_length` tokens at most, including the prompt's. Raises UserError as `encode_prompt` does.
+    """
+
+    def __init__(self, decoding: Decoding, max_target_length: int, tokenizer: Tokenizer, prompt: Prompt) -> None:
+        self.prompt = encode_prompt(decoding, max_target_length, tokenizer, prompt)
+        self.prompt_text = tokenizer.decode(self.prompt)
+        is_chat = isinstance(prompt, Conversation) or (isinstance(prompt, str) and decoding.use_chat_template)
+        # What is printed before the text: of a chat also the special tokens, which tell its turns apart.
+        self.heading = tokenizer.decode_spelled(self.prompt).rstrip("\n") + "\n" if is_chat else self.prompt_text
+        self.text = ""  # without the prompt
+        self.drawn: list[tuple[int, float]] = []  # ids and their log-probabilities, with the one that ended the text
+        self.done = False
+        self._tokenizer, self._stop_texts = tokenizer, list(decoding.decode_stop)
+        # So many ids at the end hold a stop text, of whose characters each takes four at most.
+        self._tail = _CONTEXT + 4 * max(map(len, self._stop_texts), default=0)
+        self._ids: list[int] = self.prompt.tolist()
+        self._stable = ""  # the text so far, up to its last whole character
+        self._whole = [0, len(self._ids)]  # numbers of ids whose text is whole: one to decode from, and all since
+        self._max_tokens = min(len(self.prompt) + (decoding.sample_length or max_target_length), max_target_length)
+
+    def add(self, token: int, log_prob: float = 0.0) -> None:
+        """Appends the next token, which the model gave this log-probability."""
+        self.drawn.append((token, log_prob))
+        self.done = token in self._tokenizer.stop_ids
+        if not self.done:
+            self._ids.append(token)
+            self.done = len(self._ids) == self._max_tokens
+        tail = self._decode(self._ids[-self._tail :]) if self._stop_texts else ""
+        if self.done or any(stop in tail for stop in self._stop_texts):
+            self.text = self._decode(self._ids)[len(self.prompt_text) :]
+            if ends := [end for stop in self._stop_texts if (end := self.text.find(stop)) >= 0]:
+                self.text, self.done = self.text[: min(ends)], True
+
+    def stable_text(self) -> str:
+        """Returns the part of the text that no later token changes: whole characters, and no start of a stop text."""
+        if self.done:
+            return self.text
+        first, last = self._whole[0], self._whole[-1]
+        text = self._decode(self._ids[first:])[len(self._decode(self._ids[first:last])) :]
+        if not text.endswith("\ufffd"):  # bytes of a character that is not complete yet
+            self._stable, text = self._stable + text, ""
+            self._whole.append(len(self._ids))
+            while self._whole[1] <= len(self._ids) - _CONTEXT:
+                self._whole.pop(0)
+        text = self._stable + text.rstrip("\ufffd")
+        held = [size for stop in self._stop_texts for size in range(1, len(stop)) if text.endswith(stop[:size])]
+        return text[: len(text) - max(held, default=0)]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(np.array(ids, np.int32))
+
+
+def generate(
+    generator: Generator, completions: Sequence[Completion], rows: int, first_index: int, stream: bool = False
+) -> None:
+    """Generates until all of the new completions are done; with `stream`, prints the first one as it grows.
+
+    At least `rows` rows are computed, because batches of equal size share one compiled program. `first_index` is the
+    first completion's among all that are sampled with one seed.
+    """
+    tokens_BT, lengths_B = generator.padded([completion.prompt for completion in completions], rows)
+    indices_B = np.arange(first_index, first_index + len(lengths_B), dtype=np.int32)
+    generator.compile(*tokens_BT.shape)
+    speed, start, first_token, printed = generator.speed, time.perf_counter(), None, 0
+    for next_B in generator.tokens(tokens_BT, lengths_B, indices_B):
+        if first_token is None:
+            first_token = time.perf_counter()
+        else:
+            speed.decoded_tokens += sum(not completion.done for completion in completions)
+        drawn_B = zip(next_B.tolist(), np.asarray(generator.log_probs_B).tolist(), strict=True)
+        for completion, drawn in zip(completions, drawn_B, strict=False):  # further rows fill up the mesh
+            if not completion.done:
+                completion.add(*drawn)
+        if stream:
+            text = completions[0].stable_text()
+            write_now(text[printed:])
+            printed = max(printed, len(text))
+        if all(completion.done for completion in completions):
+            break
+    speed.prompt_tokens += sum(len(completion.prompt) for completion in completions)
+    speed.prefill_seconds += first_token - start
+    speed.decode_seconds += time.perf_counter() - first_token
+    if stream:
+        write_now("\n")
+
+
+def write_now(text: str) -> None:
+    """Prints a part of a line, on process 0."""
+    if jax.process_index() == 0:
+        print(printable(text), end="", flush=True)
+
+
+def check_sample(decoding: Decoding, max_target_length: int, tokenizer: Tokenizer) -> list[str]:
+    """Returns a line if a run's sample can't get as long as it should; raises UserError if its prompt is too long."""
+    prompt = encode_prompt(decoding, max_target_length, tokenizer, decoding.prompt)
+    return length_note(decoding, max_target_length, max(len(prompt), decoding.decode_prompt_tokens))
+
+
+def sample(decoding: Decoding, max_target_length: int, plan: StepPlan, weights: Weights, tokenizer: Tokenizer) -> str:
+    """Returns the prompt and what a model in training generates after it, up to `sample_length` tokens, as text."""
+    completion = Completion(decoding, max_target_length, tokenizer, decoding.prompt)
+    generate(make_generator(decoding, max_target_length, *in_training(plan, weights)), [completion], 1, 0)
+    return completion.prompt_text + completion.text

@@ -1,0 +1,313 @@
+"""Generates text from a model: `python -m src.decode CONFIG.yml load_parameters_path=PATH prompt="..."`."""
+
+import dataclasses
+import functools
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from src.config.base_yml import Usage
+from src.config.command_keys import Decoding
+from src.config.source_spec import eval_specs, names_eval_data, train_specs
+from src.data.document_stream import encode
+from src.data.host_arrays import gather_json
+from src.data.open import open_source
+from src.data.streams import StreamReader, StreamSource
+from src.data.tokenizer import make_tokenizer
+from src.data.types import Conversation, InputSpec, Message, Tokenizer, missing_template
+from src.extras.conversations import ChatFields, read_message
+from src.extras.generation.completion import Completion, Prompt, generate, length_note, make_generator, write_now
+from src.extras.generation.generate import Generator, in_training, kept_in_int8, unrolled
+from src.extras.generation.loaded_model import load_model, model_facts
+from src.model.params import Weights
+from src.run.startup import configured
+from src.step.plan import StepPlan
+from src.system.disk import check_outputs, write_output
+from src.system.errors import UserError, changed_keys, first_few, printable, say
+from src.system.json_text import parse_json, read_lines, read_object
+from src.system.user_code import call, load_function
+
+USAGE = Usage(
+    """Draws text from a model.
+
+python -m src.decode RUN prompt=TEXT [key=value ...]
+python -m src.decode CONFIG load_parameters_path=PATH prompt=TEXT [key=value ...]
+python -m src.decode RUN decode_path=OUT.jsonl decode_prompt_tokens=N dataset_path=DATA [decode_samples=S]""",
+    ("Decoding",),
+)
+
+
+def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
+    """Runs the command line `argv`; returns the texts without their prompts, None for --help; raises UserError."""
+    config = configured(argv, USAGE, uses_weights=True)
+    if config is None:
+        return None
+    if config.interactive and jax.process_count() > 1:
+        raise UserError("interactive=true needs a job of one process, and this one has several: use prompt_path")
+    tokenizer = make_tokenizer(config.data, config.vocab_size, "prompt")
+    # A mistake in a prompt is reported before the weights are read, which takes minutes.
+    if config.use_chat_template and tokenizer.chat_template is None:
+        raise missing_template()
+    decoding, length = config.decoding, config.max_target_length
+    if not decoding.decode_path:  # the documents of a run's config are decode_metrics'
+        decoding = dataclasses.replace(decoding, decode_prompt_tokens=0)
+    elif jax.process_index() == 0:
+        check_outputs({"decode_path": (path := decoding.decode_path), "decode_path's settings": f"{path}.settings"})
+    prompts = [] if config.interactive else prompts_of(decoding, InputSpec.of(config, tokenizer))
+    looked_at = prompts[:1] if decoding.decode_prompt_tokens else prompts
+    completions = [Completion(decoding, length, tokenizer, prompt) for prompt in looked_at]
+    say(length_note(decoding, length, max((len(completion.prompt) for completion in completions), default=0)))
+    loaded, weights = load_model(config, tokenizer)
+    plan, weights = unrolled(loaded, weights)
+    if decoding.quantize_weights:
+        before = _bytes(weights)
+        plan, weights = kept_in_int8(plan, weights, loaded)
+        say([f"weights: {_bytes(weights) / 1e6:,.1f} MB in memory, {before / 1e6:,.1f} before quantize_weights=int8"])
+    generator = make_generator(decoding, length, plan, weights)
+    rows = math.ceil(config.per_device_batch_size * plan.layout.mesh.size)
+    if config.interactive:
+        texts = converse(decoding, tokenizer, generator)
+    elif decoding.decode_path:
+        facts = {**model_facts(config), "tokenizer": tokenizer.fingerprint()}
+        facts |= {"chat_template": tokenizer.chat_template, "tool_template": tokenizer.tool_template}
+        texts = write_completions(decoding, tokenizer, generator, prompts, rows, facts)
+    else:
+        texts = complete_all(generator, completions, rows)
+    say(generator.speed.lines())
+    return texts
+
+
+def _bytes(weights: Weights) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+
+
+# ---- Prompts
+
+
+_EXPECTED = '{"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}'
+
+
+def prompts_of(decoding: Decoding, inputs: InputSpec) -> Sequence[Prompt]:
+    """Returns the prompts that the keys name: of documents, of a file, or the one; raises UserError."""
+    if decoding.decode_prompt_tokens:
+        return DocumentPrompts(decoding, inputs)
+    return read_prompts(decoding, inputs) if decoding.prompt_path else [decoding.prompt]
+
+
+class DocumentPrompts(Sequence[Prompt]):
+    """Reads prompts in data: the first `decode_prompt_tokens` ids of each document, in their order.
+
+    Of conversations, what comes before the last message of the assistant. The data are those to evaluate on where they
+    are named, else to train on. Of several sets decode_metrics takes the first, and `decode_path` takes none. Raises
+    UserError for these, and as their reader.
+    """
+
+    def __init__(self, decoding: Decoding, inputs: InputSpec) -> None:
+        self._inputs = inputs._replace(batch=dataclasses.replace(inputs.batch, packing=False))
+        specs = (eval_specs if names_eval_data(inputs.data) else train_specs)(inputs.data)
+        if len(specs) > 1:
+            key, names = "eval_datasets" if specs[0].is_eval else "datasets", ", ".join(spec.name for spec in specs)
+            if decoding.decode_path:
+                raise UserError(
+                    f"decode_prompt_tokens takes prompts from one set of data, and {key} names {names}: name one "
+                    f"alone, {key}=[{{name: {specs[0].name}, ...}}], and give each its own decode_path"
+                )
+            say([f"decode_metrics takes prompts from {specs[0].name} alone, the first set of {key}: {names}"])
+        source, limit = open_source(specs[0], self._inputs), decoding.decode_num_prompts
+        self._tokens, self.facts = decoding.decode_prompt_tokens, source.fingerprint()
+        if isinstance(source, StreamSource) and limit != -1:
+            if jax.process_count() > 1:
+                raise UserError(f"{source.name} is a stream for each process: give it to a job of one")
+            # It is read forwards alone, and each evaluation takes all prompts again.
+            source = list(map(StreamReader(source, inputs.data.data_shuffle_seed, None), range(limit)))
+        self._items, self._limit = source, len(source) if limit == -1 else limit
+
+    def __len__(self) -> int:
+        return min(len(self._items), self._limit)
+
+    def __getitem__(self, i: int | slice) -> Any:
+        if isinstance(i, slice):
+            return [self[n] for n in range(*i.indices(len(self)))]
+        item = self._items[i]
+        if isinstance(item, Conversation):
+            last = max(n for n, message in enumerate(item.messages) if message["role"] == "assistant")
+            return item._replace(messages=item.messages[:last])
+        ids = encode(self._inputs, item)[0].ids
+        return ids[: min(self._tokens, len(ids) - 1)] if len(ids) > 1 else np.array([self._inputs.tokenizer.bos])
+
+
+def read_prompts(decoding: Decoding, inputs: InputSpec) -> list[Prompt]:
+    """Returns `prompt_path`'s prompts: its lines, or `prompt` or `messages` of each JSON line; raises UserError."""
+    path, fields = Path(decoding.prompt_path).expanduser(), ChatFields(inputs)
+    if prompts := read_lines(path, "prompt_path", functools.partial(_prompt_of_json, fields)):
+        fields.report("prompt_path")
+        return prompts
+    raise UserError(f"prompt_path={path} has no prompt: expected one per line, or JSONL, {_EXPECTED}")
+
+
+def _prompt_of_json(fields: ChatFields, line: str) -> Prompt:
+    record = parse_json(line)
+    if isinstance(record, dict):
+        if isinstance(prompt := record.get("prompt"), str):
+            chat = fields.read(record, [{"role": "user", "content": prompt}], "prompt")
+            return prompt if len(chat.messages) == 1 and chat.shown == {"tools": None} else chat
+        if isinstance(messages := record.get("messages"), list) and messages:
+            messages = [read_message(message, number) for number, message in enumerate(messages, start=1)]
+            return fields.read(record, messages, "messages")
+    raise ValueError(f"expected {_EXPECTED}")
+
+
+def complete_batch(
+    decoding: Decoding, tokenizer: Tokenizer, generator: Generator, prompts: Sequence[Prompt], first: int, rows: int
+) -> list[dict[str, Any]]:
+    """Draws the texts from number `first` on, `rows` at most: `decode_samples` of each prompt, one after the other.
+
+    Returns what a line of `decode_path` has: the prompt's number, the text's among its samples, both texts, the ids
+    drawn and their log-probabilities in nats, before temperature and limits, and the sum of these.
+    """
+    count = decoding.decode_samples
+    numbers = range(first, min(first + rows, count * len(prompts)))
+    batch = [Completion(decoding, generator.length, tokenizer, prompts[number // count]) for number in numbers]
+    generate(generator, batch, rows, first)
+    return [
+        {"id": number // count, "sample": number % count, "prompt": each.prompt_text, "text": each.text}
+        | {"ids": [token for token, _ in each.drawn], "log_probs": [log_prob for _, log_prob in each.drawn]}
+        | {"log_prob": sum(log_prob for _, log_prob in each.drawn)}
+        for number, each in zip(numbers, batch, strict=True)
+    ]
+
+
+def write_completions(
+    decoding: Decoding,
+    tokenizer: Tokenizer,
+    generator: Generator,
+    prompts: Sequence[Prompt],
+    rows: int,
+    facts: Mapping[str, Any],
+) -> list[str]:
+    """Writes the lines of `complete_batch` for all prompts to `decode_path`, and returns the texts of this start.
+
+    Goes on after the whole batches that are there, which were computed as they would be now. `facts` are what the texts
+    depend on beside the keys. Raises UserError where the file is of other settings, or can't be written.
+    """
+    path, total, texts = Path(decoding.decode_path).expanduser(), decoding.decode_samples * len(prompts), []
+    of_prompts = prompts.facts if isinstance(prompts, DocumentPrompts) else list(map(str, prompts))
+    keys = {key: value for key, value in vars(decoding).items() if key not in ("decode_path", "decode_metrics")}
+    facts = {**facts, **keys, "prompts": of_prompts, "rows": rows, "max_target_length": generator.length}
+    try:
+        is_writer = jax.process_index() == 0
+        done = gather_json(_written(path, json.loads(json.dumps(facts)), rows, total) if is_writer else 0)[0]
+        for first in range(done, total, rows):
+            lines = complete_batch(decoding, tokenizer, generator, prompts, first, rows)
+            texts += [line["text"] for line in lines]
+            if is_writer:
+                with open(path, "a") as file:
+                    file.writelines(json.dumps(line) + "\n" for line in lines)
+    except OSError as error:
+        raise UserError(f"decode_path={path} can't be written: {error.strerror}") from error
+    say([f"{total:,} texts, {total - done:,} of them drawn now: {path}"])
+    return texts
+
+
+def _written(path: Path, facts: Mapping[str, Any], rows: int, total: int) -> int:
+    """Counts the texts of whole batches in the file, of which it keeps no more; `path`.settings has its facts."""
+    settings, data = path.with_name(f"{path.name}.settings"), path.read_bytes() if path.exists() else b""
+    if data and (changed := changed_keys(read_object(settings) if settings.exists() else {}, facts)):
+        raise UserError(
+            f"decode_path={path} has texts of other settings ({first_few(changed)}): name a new file, or delete it"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not data:  # else it has them, and a kill while it is written anew would lose the texts
+        write_output("decode_path's settings", str(settings), json.dumps(facts).encode())
+    whole = data.count(b"\n")
+    done = whole if whole == total else whole // rows * rows
+    with open(path, "ab") as file:
+        file.truncate(sum(map(len, data.splitlines(keepends=True)[:done])))
+    return done
+
+
+class DecodeMetrics:
+    """Measures texts of a model in training by `decode_metrics`, module:function(lines) -> {name: number}."""
+
+    def __init__(self, decoding: Decoding, inputs: InputSpec, rows: int) -> None:
+        self._function = load_function(decoding.decode_metrics, "decode_metrics")
+        self._decoding, self._inputs, self._rows = decoding, inputs, rows
+        self._prompts = prompts_of(dataclasses.replace(decoding, prompt_path="", decode_path=""), inputs)
+        self._generator: Generator | None = None
+
+    def run(self, plan: StepPlan, weights: Weights) -> dict[str, float]:
+        """Returns the function's numbers as `decode_NAME`; raises UserError where it raises or returns others."""
+        plan, weights = in_training(plan, weights)
+        lengths = self._decoding, self._inputs.batch.max_target_length
+        generator = dataclasses.replace(self._generator or make_generator(*lengths, plan, weights), weights=weights)
+        self._generator = dataclasses.replace(generator, weights=Weights({}))  # its programs alone are kept
+        batch = self._decoding, self._inputs.tokenizer, generator
+        starts = range(0, self._decoding.decode_samples * len(self._prompts), self._rows)
+        lines = [line for first in starts for line in complete_batch(*batch, self._prompts, first, self._rows)]
+        numbers = call("decode_metrics", self._function, lines)
+        try:
+            metrics = {f"decode_{name}": float(number) for name, number in numbers.items()}
+        except (AttributeError, TypeError, ValueError):
+            metrics = None
+        if metrics is None or any("/" in name for name in metrics):  # after a / comes the name of a set
+            expected = "a mapping of names, without /, to numbers"
+            raise UserError(f"decode_metrics must return {expected}: it returned {numbers!r:.200}")
+        return metrics
+
+
+# ---- Completions
+
+
+def complete_all(generator: Generator, completions: Sequence[Completion], rows: int) -> list[str]:
+    """Generates `rows` completions at a time, prints them, a single one as it grows, and returns their texts."""
+    if len(completions) == 1:
+        write_now(completions[0].heading)
+        generate(generator, completions, 1, 0, stream=True)
+        return [completions[0].text]
+    for first in range(0, len(completions), rows):
+        batch = completions[first : first + rows]
+        generate(generator, batch, min(rows, len(completions)), first)
+        for number, completion in enumerate(batch, start=first + 1):
+            text = printable(completion.heading + completion.text)
+            say([f"prompt {number}:", *(f"  {line}" for line in text.splitlines())])
+    return [completion.text for completion in completions]
+
+
+def converse(decoding: Decoding, tokenizer: Tokenizer, generator: Generator) -> list[str]:
+    """Completes each line of the standard input until its end; returns the generated texts.
+
+    With a chat template the lines are one conversation, which begins anew where it no longer fits; without, each line
+    is a prompt of its own.
+    """
+    conversation: tuple[Message, ...] = ()
+    texts: list[str] = []
+    for line in iter(_read_line, ""):
+        line = line.rstrip("\n")
+        if not line.strip():
+            continue
+        messages = (*conversation, {"role": "user", "content": line})
+        prompt: Prompt = Conversation(messages) if decoding.use_chat_template else line
+        try:
+            completion = Completion(decoding, generator.length, tokenizer, prompt)
+        except UserError as error:
+            conversation = ()
+            say([f"error: {error}" + (" (the conversation begins anew)" if decoding.use_chat_template else "")])
+            continue
+        generate(generator, [completion], 1, len(texts), stream=True)
+        texts.append(completion.text)
+        if decoding.use_chat_template:
+            conversation = (*messages, {"role": "assistant", "content": completion.text})
+    write_now("\n")
+    return texts
+
+
+def _read_line() -> str:
+    write_now("> ")
+    return sys.stdin.readline()

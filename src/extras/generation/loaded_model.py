@@ -1,0 +1,53 @@
+"""Loads a model for use without training: for decode.py and evaluate.py."""
+
+import jax
+
+from src.checkpoint.contents import check_tokenizer, check_vocabulary
+from src.checkpoint.load_weights import identity, load_weights
+from src.checkpoint.resume import all_weights
+from src.config.schema import Config, keys_of
+from src.config.yaml import dump
+from src.data.types import Tokenizer
+from src.model.params import Weights
+from src.parallel.mesh import Layout, make_layout
+from src.parallel.slices import check_hardware
+from src.step.build import plan_step
+from src.step.plan import StepPlan
+from src.step.state import abstract_state
+from src.system.errors import UserError, say
+
+
+def load_model(config: Config, tokenizer: Tokenizer | None) -> tuple[StepPlan, Weights]:
+    """Loads the config's model with `load_parameters_path`'s weights, adapters merged; raises UserError if unfit.
+
+    It is unfit, too, if it was trained with another tokenizer than this one.
+    """
+    if not config.load_parameters_path:
+        raise UserError(
+            "load_parameters_path says whose weights to use: a run's folder, a checkpoint, a Hugging Face "
+            "folder. (A run's folder in place of the YAML file brings its own, as in python -m src.decode runs/NAME)"
+        )
+    check_hardware(config.run.hardware)
+    layout = make_layout(config.mesh, jax.devices())
+    plan = inference_plan(config, layout)
+    tree = all_weights(abstract_state(plan))
+    weights, meta, messages = load_weights(config.load_parameters_path, tree, config.load_ema)
+    check_vocabulary(config.vocab_size, meta)
+    check_tokenizer(config.accept_changes, meta, tokenizer)
+    say(messages)
+    return plan, plan.split(weights)
+
+
+def model_facts(config: Config) -> dict[str, str]:
+    """Returns what log-probabilities depend on beside text, tokenizer and kernels: the model, its weights, precision.
+
+    It is kept beside what was computed, which does not go on with another model.
+    """
+    precision = "dtype", "weight_dtype", "matmul_precision", "quantization"
+    keys = {key: dump(config[key]) for key in (*keys_of("model"), "load_ema", *precision)}
+    return {**keys, "weights": identity(config.load_parameters_path)}
+
+
+def inference_plan(config: Config, layout: Layout) -> StepPlan:
+    """Returns the plan of the config's model without adapters or frozen weights; raises UserError as `make_plan`."""
+    return plan_step(config.replace(lora_rank=0, trainable_parameters=[], optimizer_rules=[]), layout)

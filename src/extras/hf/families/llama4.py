@@ -1,0 +1,89 @@
+"""Llama 4's text models: chunked attention with every fourth layer global and without positions, and experts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from src.extras.hf import common_fields as fields
+from src.extras.hf import common_tensors as tensors
+from src.extras.hf.family import UNSET, Family, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with
+from src.extras.hf.tensor_map import TensorMap
+
+CHUNKED = "chunked_attention"
+# Of layers without positions.
+TEMPERATURE = (
+    Field("attn_scale", "attn_temperature_scale", UNSET),
+    Field("floor_scale", "attn_temperature_floor", UNSET),
+)
+LAYER_ENTRIES = (
+    *("interleave_moe_layer_step", "moe_layers", "no_rope_layer_interval", "no_rope_layers", "layer_types"),
+    *("use_qk_norm", "attn_temperature_tuning", "attn_scale", "floor_scale"),
+)
+FEED_FORWARD = tensors.LAYER + "feed_forward."
+PROJECTIONS = "{A:gate_proj,up_proj}.weight"
+
+
+def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    count = keys["base_num_decoder_layers"]
+    step = count_entry(hf, "interleave_moe_layer_step", 1)
+    sparse = entry(hf, "moe_layers", list(range(step - 1, count, step)))
+    rotated = fields.read_rotated_layers(hf, keys)
+    default = [CHUNKED if rotates else fields.GLOBAL for rotates in rotated]
+    kinds = fields.read_layer_types(hf, default, CHUNKED, fields.GLOBAL)
+    with_positions = {"qk_norm": "l2" if entry(hf, "use_qk_norm", True) else "none"}
+    without: Keys = {"position_type": "none"}
+    for row in TEMPERATURE:
+        without.update(row.read(hf, keys))
+    if not entry(hf, "attn_temperature_tuning", True):
+        without["attn_temperature_scale"] = 0.0
+    layers = [
+        {
+            **(with_positions if rotates else without),
+            **({"attention_type": "chunk"} if kind == CHUNKED else {}),
+            **({} if i in sparse else {"num_experts": 1}),
+        }
+        for i, (rotates, kind) in enumerate(zip(rotated, kinds, strict=True))
+    ]
+    return fields.layer_pattern(layers)
+
+
+def _write_layers(layers: Layers) -> Json:
+    without_positions = next((layer for layer in layers if layer.position_type == "none"), layers[0])
+    return {
+        **fields.write_layer_types(layers, "chunk", CHUNKED),
+        "use_qk_norm": layer_with(layers, "chunk_attn_window_size").qk_norm == "l2",
+        "no_rope_layers": [int(layer.position_type == "rope") for layer in layers],
+        "moe_layers": [i for i, layer in enumerate(layers) if layer.num_experts > 1],
+        "attn_temperature_tuning": without_positions.attn_temperature_scale > 0,
+        "attn_scale": without_positions.attn_temperature_scale or 0.1,
+        "floor_scale": without_positions.attn_temperature_floor,
+    }
+
+
+LLAMA4 = Family(
+    model_type="llama4_text",
+    fields=(
+        *(*fields.DECODER, fields.rope(theta=500_000.0), fields.ATTENTION_BIAS),
+        Field("intermediate_size", "base_moe_mlp_dim"),
+        Field("intermediate_size_mlp", "base_mlp_dim"),
+        *fields.LOCAL_EXPERTS[1:],
+        Field(
+            "attention_chunk_size", "chunk_attn_window_size", written=lambda layer: layer.chunk_attn_window_size or 8192
+        ),
+        FieldGroup(LAYER_ENTRIES, _read_layers, _write_layers),
+    ),
+    tensors=(
+        *tensors.DECODER,
+        TensorMap("layer.feed_forward.wi", FEED_FORWARD + PROJECTIONS, "F D -> D A F"),
+        TensorMap("layer.feed_forward.wo", FEED_FORWARD + "down_proj.weight", "D F -> F D"),
+        TensorMap("layer.feed_forward.router", FEED_FORWARD + "router.weight", "E D -> D E"),
+        TensorMap("layer.feed_forward.wi", FEED_FORWARD + "experts.gate_up_proj", "E D (A F) -> E D A F"),
+        TensorMap("layer.feed_forward.wo", FEED_FORWARD + "experts.down_proj", "E F D -> E F D"),
+        TensorMap("layer.feed_forward.shared.wi", FEED_FORWARD + "shared_expert." + PROJECTIONS, "F D -> D A F"),
+        TensorMap("layer.feed_forward.shared.wo", FEED_FORWARD + "shared_expert.down_proj.weight", "D F -> F D"),
+    ),
+    defaults={
+        **{"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "num_experts_per_tok": 1},
+        **{"attention_chunk_size": 8192, "attn_scale": 0.1, "floor_scale": 8192},
+    },
+    keys={"rope_interleave": True, "shared_experts": 1, "routed_score_func": "sigmoid", "scale_expert_inputs": True},
+)

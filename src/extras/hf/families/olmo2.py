@@ -1,0 +1,46 @@
+"""OLMo 2: norms after attention and feed-forward, and of all heads at once; OLMo 3: windows in three of four layers."""
+
+from dataclasses import replace
+
+from src.extras.hf import common_fields as fields
+from src.extras.hf import common_tensors as tensors
+from src.extras.hf.family import Family, Field, FieldGroup, Json, Layers, entry
+from src.extras.hf.tensor_map import TensorMap
+
+LAYER = tensors.LAYER
+
+OLMO2 = Family(
+    model_type="olmo2",
+    fields=(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS),
+    tensors=(
+        *(*tensors.OUTER, *tensors.ATTENTION, *tensors.ATTENTION_BIASES, *tensors.FEED_FORWARD),
+        TensorMap("layer.attention.query_norm.scale", LAYER + "self_attn.q_norm.weight", "(N H) -> N H"),
+        TensorMap("layer.attention.key_norm.scale", LAYER + "self_attn.k_norm.weight", "(K H) -> K H"),
+        TensorMap("layer.attention_out_norm.scale", LAYER + "post_attention_layernorm.weight", "D -> D"),
+        TensorMap("layer.feed_forward_out_norm.scale", LAYER + "post_feedforward_layernorm.weight", "D -> D"),
+    ),
+    defaults={"rms_norm_eps": 1e-5},
+    keys={"qk_norm": "all_heads", "normalization_placement": "after"},
+)
+
+
+def _write_layers(layers: Layers) -> Json:
+    entries, local_theta = fields.write_kinds(layers)
+    thetas = {fields.WINDOWED: local_theta, fields.GLOBAL: entries["rope_theta"]}
+    by_kind = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
+    return {**entries, "rope_parameters": by_kind}
+
+
+OLMO3 = replace(
+    OLMO2,
+    model_type="olmo3",
+    fields=(
+        *(*fields.DECODER, fields.ATTENTION_BIAS, Field("sliding_window", "sliding_window_size")),
+        FieldGroup(
+            ("rope_parameters", "rope_scaling", "rope_theta", "layer_types"),
+            lambda hf, keys: fields.read_kinds(hf, keys, 4, entry(hf, "rope_theta", 5e5), 5e5),  # of full attention
+            _write_layers,
+        ),
+    ),
+    defaults={**OLMO2.defaults, "sliding_window": 4096},
+)

@@ -1,0 +1,139 @@
+"""Qwen 2 and 2.5, a Llama with biases on queries, keys and values; 3, with norms of each head, and experts; 3-Next."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from src.extras.hf import common_fields as fields
+from src.extras.hf import common_tensors as tensors
+from src.extras.hf.family import Family, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with, require
+from src.extras.hf.tensor_map import TensorMap
+from src.system.errors import UserError
+
+LINEAR, SHARED_SIZE = "linear_attention", "shared_expert_intermediate_size"
+WINDOWS = ("use_sliding_window", "sliding_window")
+
+
+def _check_windows(hf: Mapping[str, Any], keys: Keys) -> None:
+    first = entry(hf, "max_window_layers", 28)
+    fields.check_no_windows(hf, [i >= first for i in range(keys["base_num_decoder_layers"])])
+
+
+NO_WINDOWS = FieldGroup((*WINDOWS, "max_window_layers", "layer_types"), _check_windows)
+QWEN3 = Family(
+    model_type="qwen3",
+    fields=(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS, NO_WINDOWS),
+    tensors=(*tensors.DECODER, *tensors.HEAD_NORMS, *tensors.FEED_FORWARD),
+    defaults={"head_dim": 128, "num_key_value_heads": 32, "rms_norm_eps": 1e-6, "sliding_window": 4096},
+    keys={"qk_norm": "head"},
+)
+QWEN2 = replace(
+    QWEN3,
+    model_type="qwen2",
+    fields=(*fields.DECODER, fields.rope(), NO_WINDOWS),
+    defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "sliding_window": 4096},
+    keys={"attention_bias": True, "attention_out_bias": False},
+)
+
+
+def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    require(hf, head_dim=keys["head_dim"])  # transformers makes no such model for a null
+    dense, step = entry(hf, "mlp_only_layers", []), count_entry(hf, "decoder_sparse_step", 1)
+    layers = range(keys["base_num_decoder_layers"])
+    return fields.layer_pattern([{"num_experts": 1} if i in dense or (i + 1) % step else {} for i in layers])
+
+
+def _read_next_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    every, count = count_entry(hf, "full_attention_interval", 4), keys["base_num_decoder_layers"]
+    default = [LINEAR if (i + 1) % every else fields.GLOBAL for i in range(count)]
+    mixers = [
+        {"attention_type": "gated_delta"} if kind == LINEAR else {}
+        for kind in fields.read_layer_types(hf, default, LINEAR, fields.GLOBAL)
+    ]
+    segments = _read_layers(hf, keys).get("decoder_segments") or [{"pattern": [{}]}] * count
+    return fields.layer_pattern([mixer | entry["pattern"][0] for mixer, entry in zip(mixers, segments, strict=True)])
+
+
+def _read_shared_expert(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    size, expert = count_entry(hf, SHARED_SIZE, 512), keys["base_moe_mlp_dim"]
+    if size % expert:
+        raise UserError(f"config.json has {SHARED_SIZE} {size}: expected a multiple of moe_intermediate_size {expert}")
+    return {"shared_experts": size // expert}
+
+
+def _write_shared_expert(layers: Layers) -> Json:
+    layer = layer_with(layers, "shared_experts")
+    return {SHARED_SIZE: layer.shared_experts * layer.base_moe_mlp_dim}
+
+
+def _write_layers(layers: Layers) -> Json:
+    dense = [i for i, layer in enumerate(layers) if layer.num_experts == 1]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+EXPERTS = (
+    Field("num_experts_per_tok", "num_experts_per_tok"),
+    Field("moe_intermediate_size", "base_moe_mlp_dim"),
+    Field("num_experts", "num_experts"),
+    Field("norm_topk_prob", "norm_topk_prob", absent=False),
+)
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    fields=(
+        *(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS, *EXPERTS),
+        FieldGroup(WINDOWS, lambda hf, keys: fields.check_no_windows(hf, [True] * keys["base_num_decoder_layers"])),
+        FieldGroup(("decoder_sparse_step", "mlp_only_layers"), _read_layers, _write_layers),
+    ),
+    tensors=(*QWEN3.tensors, *tensors.EXPERTS),
+    defaults={
+        **{"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "sliding_window": 4096},
+        **{"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_experts": 128},
+    },
+    keys=QWEN3.keys,
+    inert=("max_window_layers",),  # every layer would have a window
+    aliases={"num_local_experts": "num_experts"},  # which transformers 5 writes
+)
+
+ATTENTION, DELTA = tensors.LAYER + "self_attn.", tensors.LAYER + "linear_attn."
+DELTA_SIZES = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
+DELTA_SIZES |= {"conv_kernel_dim": 4}
+QUERY_AND_GATE, SHARED = ATTENTION + "q_proj.weight", tensors.LAYER + "mlp.shared_expert."
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    fields=(
+        *(*fields.DECODER, fields.rope(partial=0.25), *EXPERTS),
+        *(Field(f"linear_{name}", f"gdn_{name}") for name in DELTA_SIZES),
+        FieldGroup((SHARED_SIZE,), _read_shared_expert, _write_shared_expert),
+        FieldGroup(
+            ("decoder_sparse_step", "mlp_only_layers", "layer_types", "full_attention_interval"),
+            _read_next_layers,
+            lambda layers: {**_write_layers(layers), **fields.write_layer_types(layers, "gated_delta", LINEAR)},
+        ),
+    ),
+    tensors=(
+        TensorMap("layer.attention.qkv", DELTA + "in_proj_qkvz.weight", "(K X*|Z) D -> D K X"),
+        TensorMap("layer.attention.gate", DELTA + "in_proj_qkvz.weight", "(K X|Z*) D -> D K Z", requires="qkv"),
+        TensorMap("layer.attention.write_gate", DELTA + "in_proj_ba.weight", "(K B*|A) D -> D K B"),
+        TensorMap("layer.attention.decay_gate", DELTA + "in_proj_ba.weight", "(K B|A*) D -> D K A"),
+        TensorMap("layer.attention.conv", DELTA + "conv1d.weight", "Y I C -> Y I C"),
+        TensorMap("layer.attention.log_rate", DELTA + "A_log", "(K A) -> K A"),
+        TensorMap("layer.attention.decay_bias", DELTA + "dt_bias", "(K A) -> K A"),
+        TensorMap("layer.attention.out_norm", DELTA + "norm.weight", "H -> H"),
+        TensorMap("layer.attention.out", DELTA + "out_proj.weight", "D (K Z) -> K Z D", requires="qkv"),
+        TensorMap("layer.attention.query", QUERY_AND_GATE, "(N H*|G) D -> D N H"),
+        TensorMap("layer.attention.gate", QUERY_AND_GATE, "(N H|G*) D -> D N G"),
+        *(*tensors.DECODER, *tensors.HEAD_NORMS, *tensors.FEED_FORWARD, *tensors.EXPERTS),
+        TensorMap("layer.feed_forward.shared.wi", SHARED + "{A:gate_proj,up_proj}.weight", "F D -> D A F"),
+        TensorMap("layer.feed_forward.shared.wo", SHARED + "down_proj.weight", "D F -> F D"),
+        TensorMap("layer.feed_forward.shared_gate", tensors.LAYER + "mlp.shared_expert_gate.weight", "O D -> D O"),
+    ),
+    defaults={
+        **{"num_key_value_heads": 2, "head_dim": 256, "rms_norm_eps": 1e-6, "norm_topk_prob": True},
+        **{"num_experts_per_tok": 10, "moe_intermediate_size": 512, "num_experts": 512},
+        **{f"linear_{name}": size for name, size in DELTA_SIZES.items()},
+    },
+    keys={"qk_norm": "head", "attention_gate": True, "shared_expert_gate": True, "normalization_scale_offset": 1.0},
+    only={"attention_bias": False, "hidden_act": "silu"},
+    aliases=QWEN3_MOE.aliases,
+    mtp_prefix="mtp.",
+)

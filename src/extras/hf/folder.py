@@ -1,0 +1,73 @@
+"""A Hugging Face model folder: its config.json and the tensors of its safetensors files."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from src.extras.hf import peft
+from src.extras.hf.hub import INDEX, SINGLE, local_folder
+from src.extras.hf.safetensors import Tensor, dequantized, open_tensors
+from src.system.errors import UserError, first_few
+from src.system.json_text import read_object
+
+
+class HfFolder(NamedTuple):
+    """A model folder's config.json and its tensors by name."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+def open_folder(path: str | os.PathLike[str]) -> HfFolder:
+    """Reads the folder's config and the headers of its files of weights; a folder of adapters is the adapted model.
+
+    Raises UserError if there is no config.json, no safetensors file or not all of them; a file is truncated or damaged;
+    the weights are quantised in a format that is not read.
+    """
+    path = Path(path).expanduser()
+    if base := peft.base_model(path):
+        whole = open_folder(local_folder(base))
+        return whole._replace(path=path, tensors=peft.adapted(path, whole.tensors))
+    if not (file := path / "config.json").is_file():
+        raise UserError(
+            f"there is no {file}: expected a Hugging Face model folder, with config.json and model*.safetensors"
+        )
+    config = read_object(file)
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
+    stored: dict[str, Tensor] = {}
+    file_of, files = _weight_files(path)
+    for name in files:
+        tensors = open_tensors(path / name)
+        for tensor in tensors:
+            if file_of.setdefault(tensor, name) != name:
+                raise UserError(
+                    f"{path / name} has the tensor {tensor}, which is in {file_of[tensor]} or which {INDEX} places "
+                    "there: fetch the whole folder again"
+                )
+        stored.update(tensors)
+    stored_as = next(filter(None, (part.get("quantization_config") for part in (config, text))), {})
+    return HfFolder(path, config, dequantized(stored, stored_as, path))
+
+
+def _weight_files(path: Path) -> tuple[dict[str, str], list[str]]:
+    index = path / INDEX
+    if index.exists():
+        file_of = read_object(index).get("weight_map")
+        if not isinstance(file_of, dict) or not file_of:
+            raise UserError(f'{index} has no "weight_map", which says what tensor is in which file')
+        for tensor, name in file_of.items():
+            if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise UserError(f"{index} places {tensor} in {name}: expected a file's name, none outside the folder")
+        files = sorted(set(file_of.values()))
+        if missing := [name for name in files if not os.path.isfile(path / name)]:
+            raise UserError(f"{path} lacks {first_few(missing)}, which its {INDEX} names: fetch the whole folder")
+        return file_of, files
+    if (path / SINGLE).is_file():
+        return {}, [SINGLE]
+    expected = f"expected {SINGLE}, or {INDEX} and the files it names"
+    if pickled := sorted(file.name for file in path.glob("*.bin")):
+        how = "transformers' save_pretrained(..., safe_serialization=True) writes them"
+        raise UserError(f"{path} has only {first_few(pickled)}, pickled by PyTorch: {expected}; {how}")
+    raise UserError(f"{path} has neither: {expected}")

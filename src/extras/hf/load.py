@@ -1,0 +1,128 @@
+"""Reads the weights of a Hugging Face folder onto devices: each process the slices that its own devices hold."""
+
+import functools
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from src.extras.hf.folder import HfFolder, open_folder
+from src.extras.hf.model_keys import folder_model
+from src.extras.hf.safetensors import DTYPES, UNREADABLE, Tensor
+from src.extras.hf.tensor_map import Piece, Range, WeightPath, lay_out
+from src.model.params import Tree, by_path, nested
+from src.system.errors import UserError, first_few
+
+ROWS = 4096  # in memory of tensors that are compared
+
+
+def load_weights(path: str | os.PathLike[str], tree: Tree, notes: list[str] | None = None) -> Tree:
+    """Returns `tree`, nested dicts of `jax.ShapeDtypeStruct`s with shardings, with the folder's weights for its leaves.
+
+    They go to the devices tensor by tensor, so host memory holds no more than one. Rows that pad the vocabulary are
+    zeros. `notes` takes a line for each kind of tensor in the folder that is left out. Raises UserError if the folder
+    cannot be read (folder.py), or its tensors are not those of the model.
+    """
+    leaves, arrays = by_path(tree), dict[WeightPath, _PartialArray]()
+    for piece, tensor in progress(match_tensors(open_folder(path), tree, notes), f"reading {path}"):
+        if piece.weight not in arrays:
+            arrays[piece.weight] = _PartialArray(leaves[piece.weight])
+        arrays[piece.weight].put(piece, tensor)
+    return nested({weight: array.whole() for weight, array in arrays.items()})
+
+
+def match_tensors(folder: HfFolder, tree: Tree, notes: list[str] | None = None) -> list[tuple[Piece, Tensor]]:
+    """Returns the pieces of the weights in `tree` and their tensors; raises UserError naming all that do not fit."""
+    family, keys = folder_model(folder)
+    is_tied, num_layers = keys["logits_via_embedding"], keys["base_num_decoder_layers"]
+    shapes = {weight: leaf.shape for weight, leaf in by_path(tree).items()}
+    pieces = lay_out(family.tensors, shapes, keys["vocab_size"], str(folder.path))
+    on_disk = family.table_names(folder.tensors)
+    expected = {piece.file: piece.rearrangement.file_shape for piece in pieces}
+    embedding, output = family.file_name("embedding"), family.file_name("output")
+    # Some folders hold the tied output projection a second time.
+    passed_over = {*expected, output} if is_tied else set(expected)
+    unknown = [name for name in on_disk if name not in passed_over and not family.skips(name)]
+    mtp = [name for name in unknown if family.is_mtp_layer(name, num_layers)]
+    tensors = {name: folder.tensors[on_disk[name]] for name in expected if name in on_disk}
+    problems = [f"{name} is missing" for name in expected if name not in tensors]
+    problems += [f"{on_disk[name]} is unknown" for name in unknown if name not in mtp]
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name]:
+            problems.append(f"{on_disk[name]} has the shape {list(tensor.shape)}, not {list(expected[name])}")
+        if tensor.dtype == UNREADABLE:
+            problems.append(f"{on_disk[name]} is of a dtype that is none of {', '.join(DTYPES)}")
+        elif tensor.dtype.itemsize == 1:
+            problems.append(f"{on_disk[name]} is stored as {tensor.dtype}, and no scales belong to it")
+    has_both = is_tied and {embedding, output} <= on_disk.keys()
+    if has_both and not problems and _differ(*(folder.tensors[on_disk[name]] for name in (embedding, output))):
+        wanted = "write tie_word_embeddings false in config.json"
+        problems.append(f"{on_disk[output]} is not {on_disk[embedding]}: {wanted}")
+    if problems:
+        listed = first_few(problems, "\n  ")
+        raise UserError(f"the tensors of {folder.path} are not those of this model:\n  {listed}")
+    notes = [] if notes is None else notes
+    if other := len(folder.tensors) - len(on_disk):
+        notes.append(f"{folder.path}: {other} tensors of the vision or audio model are left out")
+    if mtp:
+        notes.append(f"{folder.path}: the {len(mtp)} tensors of extra prediction layers are left out")
+    return [(piece, tensors[piece.file]) for piece in pieces]
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return True
+    spans = (slice(first, min(first + ROWS, one.shape[0])) for first in range(0, one.shape[0], ROWS))
+    rest = tuple(slice(0, size) for size in one.shape[1:])
+    return any(not np.array_equal(one.read((span, *rest)), other.read((span, *rest))) for span in spans)
+
+
+class _PartialArray:
+    """One weight while it is read: a buffer on each device of this process, zeros at first."""
+
+    def __init__(self, leaf: jax.ShapeDtypeStruct) -> None:
+        self._leaf = leaf
+        self._buffers: dict[jax.Device, jax.Array] = {}
+        self._holders: dict[tuple[Range, ...], list[jax.Device]] = {}  # the devices that hold each region
+        for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+            region = tuple(at.indices(size)[:2] for at, size in zip(index, leaf.shape, strict=True))
+            self._holders.setdefault(region, []).append(device)
+            shape = [stop - start for start, stop in region]
+            self._buffers[device] = jnp.zeros(shape, leaf.dtype, device=device)
+
+    def put(self, piece: Piece, tensor: Tensor) -> None:
+        """Reads the parts of `piece` that devices hold, each once for all devices with the same."""
+        for region, devices in self._holders.items():
+            shared = [
+                (max(start, first), min(stop, last))
+                for (start, stop), (first, last) in zip(region, piece.region(), strict=True)
+            ]
+            if any(start >= stop for start, stop in shared):
+                continue
+            block = piece.read(tensor, shared)
+            at = [start - first for (start, _), (first, _) in zip(shared, region, strict=True)]
+            for device in devices:
+                self._buffers[device] = _update(self._buffers[device], jax.device_put(block, device), at)
+        # Else blocks would pile up in host memory, waiting for their transfer.
+        jax.block_until_ready(list(self._buffers.values()))
+
+    def whole(self) -> jax.Array:
+        """Returns the weight, all of whose pieces were put."""
+        buffers = list(self._buffers.values())
+        return jax.make_array_from_single_device_arrays(self._leaf.shape, self._leaf.sharding, buffers)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _update(buffer: jax.Array, block: jax.Array, at: Sequence[int]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(buffer, block.astype(buffer.dtype), at)
+
+
+def progress(items: Sequence[Any], what: str) -> Iterable[Any]:
+    """Returns the items with a progress bar on process 0's terminal."""
+    silent = jax.process_index() != 0 or not Console(stderr=True).is_terminal
+    return track(items, what, console=Console(stderr=True), disable=silent)

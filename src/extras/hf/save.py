@@ -1,0 +1,84 @@
+"""Writes a model's weights as a Hugging Face folder, which transformers loads."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from src.extras.hf.family import Family
+from src.extras.hf.folder import INDEX
+from src.extras.hf.load import progress
+from src.extras.hf.safetensors import write_header
+from src.extras.hf.tensor_map import Piece, WeightPath, lay_out
+from src.model.params import dotted
+from src.system.errors import UserError, first_few
+
+FILES = "model{suffix}.safetensors"  # the suffix is empty for one file, else such as -00001-of-00002
+SHARD_BYTES = 5_000_000_000
+
+
+def save_folder(
+    path: Path,
+    family: Family,
+    hf: Mapping[str, Any],
+    weights: Mapping[WeightPath, np.ndarray],
+    vocab_size: int,
+    dtype: np.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes config.json and the safetensors files; one tensor beside `weights` is in memory at a time.
+
+    `hf` is config.json but for the names of the family and of the tensors' dtype, and no padding. `weights` are all of
+    the model's, the embedding with padding below `vocab_size` rows. Tensors are in `dtype`, or in their weights' own; a
+    file has at most `shard_bytes`, but for a single tensor that is larger. Raises UserError if the family has no such
+    weights, or `dtype` does not hold their values.
+    """
+    shapes = {weight: array.shape for weight, array in weights.items()}
+    by_file: dict[str, list[Piece]] = {}
+    for piece in lay_out(family.tensors, shapes, vocab_size, family.architecture, family.copied):
+        by_file.setdefault(piece.file, []).append(piece)
+    file_shapes = {name: pieces[0].rearrangement.file_shape for name, pieces in by_file.items()}
+    dtypes = {
+        # A correction bias moves in steps that a narrow type would lose.
+        name: weights[pieces[0].weight].dtype if dtype is None or "correction_bias" in pieces[0].weight else dtype
+        for name, pieces in by_file.items()
+    }
+    _check_range(weights, {pieces[0].weight: dtypes[name] for name, pieces in by_file.items()})
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in file_shapes.items()}
+    largest = max(sizes, key=sizes.__getitem__)
+    names = {"architectures": [family.architecture], "model_type": family.model_type, "pad_token_id": None}
+    _write_json(path / "config.json", {**names, **hf, "torch_dtype": dtypes[largest].name})
+
+    split = split_state_dict_into_shards_factory(
+        dict(sorted(sizes.items())), get_storage_size=int, filename_pattern=FILES, max_shard_size=shard_bytes
+    )
+    if split.is_sharded:
+        _write_json(path / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+    for file, shard in split.filename_to_tensors.items():
+        with open(path / file, "wb") as opened:
+            write_header(opened, {name: (dtypes[name], file_shapes[name]) for name in shard})
+            for name in progress(shard, f"writing {file}"):
+                pieces = by_file[name]
+                tensor = np.empty(file_shapes[name], weights[pieces[0].weight].dtype)
+                for piece in pieces:
+                    piece.write(weights[piece.weight], tensor)
+                opened.write(tensor.astype(dtypes[name], copy=False).reshape(-1).view(np.uint8))
+
+
+def _check_range(weights: Mapping[WeightPath, np.ndarray], dtypes: Mapping[WeightPath, np.dtype]) -> None:
+    largest = float(np.finfo(np.float16).max)
+    wide = [path for path in weights if dtypes.get(path) == np.float16 and weights[path].dtype != np.float16]
+    over = [dotted(path) for path in wide if weights[path].max() > largest or weights[path].min() < -largest]
+    if over:
+        raise UserError(
+            f"dtype=float16 holds values up to {largest:,.0f}, and these weights have larger ones: {first_few(over)}. "
+            "Give dtype=bfloat16 or float32."
+        )
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

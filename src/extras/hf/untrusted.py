@@ -1,0 +1,230 @@
+"""Runs what comes with downloaded weights, chat templates and tokenizer.json, in processes with limits of their own."""
+
+import contextlib
+import datetime
+import functools
+import json
+import math
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from src.system.errors import UserError
+from src.system.json_text import well_formed
+
+if TYPE_CHECKING:
+    from src.data.types import Message, Shown  # it imports numpy, which the process that renders has no memory for
+
+CPU_SECONDS = 10  # for one conversation, which takes a thousandth of one
+MEMORY_BYTES = 1 << 30
+MAX_CHARACTERS = 1 << 24
+TRIAL_SECONDS = 20  # for a vocabulary of a quarter of a million, which takes one or two
+TRIAL_MEMORY_BYTES = 8 << 30
+_SHOWN = 300  # characters of an error
+_ROOT = str(Path(__file__).parents[2])
+_TEXTS = (
+    "",
+    "a b\n",
+    *(2000 * chr(code) + end for code in range(0x21, 0x7F) for end in "!~"),
+    2000 * " ",
+    500 * "1a! ",
+    300 * "e\u0301\u4e2d\U0001f600",
+    500 * "</s>",
+    "\x00\ufffd\u2581",
+)
+_passed: set[str] = set()  # digests of files
+
+
+def _python(call: str) -> list[str]:
+    return [sys.executable, "-c", f"import sys; sys.path.insert(0, {_ROOT!r}); import {__name__} as here; here.{call}"]
+
+
+def _limit(cpu_seconds: int, memory_bytes: int) -> None:
+    """Limits the memory of this process, and its computing from now on, which SIGXCPU ends; it leaves no core file."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = math.ceil(usage.ru_utime + usage.ru_stime) + cpu_seconds
+    limits = {resource.RLIMIT_CORE: (0, 0), resource.RLIMIT_AS: (memory_bytes, memory_bytes)}
+    # Only root may raise a hard limit, such as that of `ulimit -t`.
+    limits[resource.RLIMIT_CPU] = seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]
+    for limit, most in limits.items():
+        with contextlib.suppress(ValueError):  # macOS sets not every limit
+            resource.setrlimit(limit, most)
+
+
+# ---- Chat templates
+
+
+class ChatTemplate:
+    """Renders a template with what `transformers` shows it: messages, special tokens by name, a few functions.
+
+    Conversations with tools are written by `tool_source`, if there is one. Templates come with downloaded weights.
+    Jinja2's sandbox keeps them to strings, but not from endless loops or strings of gigabytes. So a separate process
+    renders them, which the kernel limits to `CPU_SECONDS` for a conversation and to `MEMORY_BYTES`. It starts with the
+    first conversation; any thread may call `render`. Messages name `where`, the template's file. Raises UserError where
+    it is no Jinja2 template.
+    """
+
+    def __init__(self, source: str, tool_source: str | None, tokens: Mapping[str, str], where: str) -> None:
+        if tool_source is not None:  # Jinja2 takes away the line end after a tag, and one at a template's end
+            both = (each.removesuffix("\n") for each in (tool_source, source))
+            source = "{% if tools is not none %}\n" + "{%+ else %}\n".join(both) + "{%+ endif %}"
+        self._setup, self._where = {"source": source, "tokens": dict(tokens)}, where
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            _environment().parse(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(f"the chat template of {where} can't be read: line {error.lineno}: {error}") from None
+        except RecursionError:
+            raise UserError(f"the chat template of {where} can't be read: it is nested too deeply") from None
+
+    def render(
+        self, messages: "Sequence[Message]", parts: Sequence[tuple[int, bool]], shown: "Shown" = None
+    ) -> list[str]:
+        """Renders parts of a conversation, each as a text; the template is `shown` variables too, in JSON's types.
+
+        A part is how many messages it has, from the first on, and its `add_generation_prompt`. Raises UserError where
+        the template refuses the conversation, fails, or takes too long or too much memory.
+        """
+        shown = {"strftime_now": datetime.datetime.now().isoformat(), **(shown or {})}
+        request = {"messages": messages, "parts": parts, "shown": shown}
+        with self._lock:
+            try:
+                reply = self._ask(request)
+            except BaseException:  # such as Ctrl-C: the next request must not get this one's reply
+                if self._process:
+                    self._end()
+                raise
+        if "error" in reply:
+            raise UserError(f"the chat template of {self._where} refuses the conversation: {reply['error']}")
+        return list(map(well_formed, reply["texts"]))
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if self._process is None:
+            command = _python(f"serve({CPU_SECONDS}, {MEMORY_BYTES})")
+            streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            # In a session of its own, as Ctrl-C is not for it.
+            self._process = subprocess.Popen(command, **streams, start_new_session=True)
+            self._send(self._setup)
+        self._send(request)
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        number = self._end()
+        took_long = f"it was not done after {CPU_SECONDS} seconds"
+        return {"error": took_long if number == signal.SIGXCPU else f"its process ended (signal {number})"}
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # `_ask` finds that it has ended
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _end(self) -> int:
+        """Ends the process; returns the number of the signal that did, of this one if it was still there."""
+        process, self._process = self._process, None
+        process.kill()
+        process.communicate()
+        return -process.returncode
+
+
+def serve(cpu_seconds: int, memory_bytes: int) -> None:
+    """Renders conversations, one per line of JSON on stdin, and writes each one's text or error as a line to stdout."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which may be sent to all processes of a job: stdin's end ends this
+    setup = json.loads(sys.stdin.readline())
+    template = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        _limit(cpu_seconds, memory_bytes)
+        try:
+            template = template or _environment().from_string(setup["source"])
+            shown = {"tools": None, "documents": None, **setup["tokens"], **request["shown"]}
+            shown["strftime_now"] = datetime.datetime.fromisoformat(shown["strftime_now"]).strftime
+            texts = [
+                template.render(messages=request["messages"][:count], add_generation_prompt=prompts, **shown)
+                for count, prompts in request["parts"]
+            ]
+            reply = {"texts": texts}
+            if (longest := max(map(len, texts))) > MAX_CHARACTERS:
+                reply = {"error": f"it wrote {longest:,} characters, and {MAX_CHARACTERS:,} are the most"}
+        except MemoryError:
+            reply = {"error": f"it takes more than {memory_bytes >> 20:,} MiB"}
+        except Exception as error:  # a template is a program, and fails as one
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            reply = {"error": f"{kind}{error}"[:_SHOWN]}
+        print(json.dumps(reply), flush=True)
+
+
+def _environment() -> jinja2.Environment:
+    extensions = [_Generation, jinja2.ext.loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    # Plain JSON, where Jinja2's own filter would escape it for HTML.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """Writes the content of `{% generation %}`, by which some templates mark the assistant's turns, as it is."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """Returns the block as a scope, so that its assignments stay inside."""
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+# ---- Tokenizers
+
+
+def try_tokenizer(file: Path, digest: str) -> None:
+    """Raises UserError if reading a tokenizer.json, or some short texts by it, ends its process or takes too long.
+
+    The `tokenizers` package trusts files: some end the process that reads them, others take minutes for a line of text.
+    `digest` is of the file's content: each content is tried once.
+    """
+    if digest in _passed:
+        return
+    with file.open("rb") as data:
+        done = subprocess.run(_python(f"trial({TRIAL_SECONDS})"), stdin=data, capture_output=True, check=False)
+    if done.returncode == 0:
+        _passed.add(digest)
+        return
+    took_long = done.returncode == -signal.SIGXCPU
+    problem = f"took more than {TRIAL_SECONDS} seconds of computing" if took_long else "ended its process"
+    raise UserError(
+        f"tokenizer_path: {file} can't be used: reading it, or a few short texts by it, {problem}. Take the file from "
+        "the model's publisher again; if that is the same, write it anew from the tokenizer that it was made of"
+    )
+
+
+def trial(seconds: int) -> None:
+    """Reads the tokenizer on stdin and uses it, within limits; errors that Python catches are for the real reading."""
+    _limit(seconds, TRIAL_MEMORY_BYTES)
+    import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(sys.stdin.buffer.read())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode("")
+        tokenizer.post_processor = None
+    except Exception:  # the real reading says what is wrong
+        return
+    for text in _TEXTS:
+        try:
+            tokenizer.decode(tokenizer.encode(text).ids)
+        except Exception:  # such as of a vocabulary without a token for everything else
+            continue

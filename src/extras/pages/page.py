@@ -1,0 +1,219 @@
+"""Writes report.html: a run's curves, throughput, config and environment in one file that opens offline.
+
+`python -m src.report RUN_DIR` writes it for any run's folder, of a running run too; a run itself writes it after
+evaluations and checkpoints, and at its end. Of several runs it writes comparison.html. A page holds its numbers as
+JSON, which charts.js draws.
+"""
+
+import datetime
+import functools
+import html
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from etils import epath
+
+from src.checkpoint.run_folder import read_text
+from src.config.schema import KEYS
+from src.config.yaml import dump, literal, parse_keys
+from src.extras.pages.comparison import Run, finite, key_figures, loss_note, read_runs, tables
+from src.extras.pages.history import Curve, History, Point
+from src.run.environment import read_environment
+from src.run.metrics import TRAIN_KEYS
+from src.system.disk import any_path, write_output
+from src.system.errors import UserError, counted, first_few, show
+
+_FOLDER = Path(__file__).parent
+USAGE = """usage: python -m src.report RUN_DIR [OTHER_RUN_DIR ...]
+
+Writes RUN_DIR/report.html from the metrics.jsonl and config.yml there: curves, throughput, configuration. RUN_DIR is a
+run's folder, such as runs/NAME; one that is still running is shown as far as it has come. Of several runs it prints
+what they reached, what differs in their configurations, and their losses at the same steps, and writes this with their
+curves to RUN_DIR/comparison.html, in the first one's folder."""
+_MAX_COLUMNS = 6  # of more runs, each has a row of its own
+
+
+def main(argv: Sequence[str]) -> None:
+    """Writes a page, or prints the usage; raises UserError for what is no run's folder, or malformed."""
+    if {"-h", "--help"}.intersection(argv):
+        show(USAGE)
+        return
+    if not argv or any(argument.startswith("-") for argument in argv):
+        raise UserError("one argument was expected, or several, runs' folders: python -m src.report runs/NAME")
+    argv = list(dict.fromkeys(str(any_path(path)) for path in argv))  # a run that is named twice is one
+    folder = epath.Path(argv[0])
+    page_file = folder / ("report.html" if len(argv) == 1 else "comparison.html")
+    try:
+        runs = read_runs(argv)
+        if len(argv) == 1:
+            write_output("report", str(page_file), page(folder, runs[folder.name].history).encode())
+        else:
+            write_output("report", str(page_file), comparison_page(runs).encode())
+            show(comparison_text(runs))
+    except (OSError, ValueError, ArithmeticError) as error:  # such as a folder in a file's place, or absurd numbers
+        raise UserError(f"cannot write {page_file}: {type(error).__name__}: {error}") from None
+    show(f"wrote {page_file}")
+
+
+def comparison_text(runs: Mapping[str, Run]) -> str:
+    """Returns the tables of several runs as lines."""
+    lines = []
+    for title, rows in tables(runs).items():
+        rows = list(zip(*rows, strict=True)) if len(runs) > _MAX_COLUMNS else rows
+        first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += [title, *("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows), ""]
+    return "\n".join([*lines, *filter(None, [loss_note(runs)])])
+
+
+def page(folder: epath.Path, history: History) -> str:
+    """Returns the page of the run in `folder`, from its metrics and its config.yml, environment.json and sample.txt.
+
+    Raises UserError if config.yml or environment.json is malformed; OSError if one of them can't be read.
+    """
+    config_text = (folder / "config.yml").read_text()
+    steps, unit, changed = _config(config_text)
+    done = history.last_train.get("step", 0)
+    status = f"{'Finished,' if done >= steps else 'At'} step {done:,} of {steps:,}"
+    after, _, sample = (read_text(folder / "sample.txt") or "").partition("\n")
+    figures = "".join(
+        f"<div><span>{html.escape(name)}{unit and f', {unit}' if 'loss' in name else ''}</span><b>{value}</b></div>"
+        for name, value in key_figures(history)
+    )
+    top = f"""<div class="bar"><div style="width: {100 * min(done / steps, 1):.1f}%"></div></div>
+<div class="card figures">{figures}</div>"""
+    if not history.last_train:
+        top += '<p class="card">No step is recorded yet.</p>'
+    sections = [
+        _card(f"Sample, {html.escape(after)}", f"<pre>{html.escape(sample)}</pre>") if sample else "",
+        _card("The run", _table((name, str(value)) for name, value in read_environment(folder).items())),
+        _card(
+            "Configuration",
+            f"""<p class="status">What differs from base.yml</p>
+{changed}
+<details><summary>All of config.yml</summary><pre>{html.escape(config_text)}</pre></details>""",
+        ),
+    ]
+    return _page({folder.name: history}, folder.name, status, top, sections, unit)
+
+
+def comparison_page(runs: Mapping[str, Run]) -> str:
+    """Returns the page of several runs: what they reached, what differs in their configurations, and their curves."""
+    # A column for each run is headed by the color of its curves.
+    head = "".join(f'<th><i data-run="{run}"></i>{html.escape(name)}</th>' for run, name in enumerate(runs))
+    cards = [
+        _card(html.escape(title), f'<div class="runs">{_table(rows, f"<tr><th></th>{head}</tr>")}</div>')
+        for title, (_, *rows) in tables(runs).items()
+    ]
+    histories = {name: run.history for name, run in runs.items()}
+    note = f'<p class="card">{html.escape(text)}</p>' if (text := loss_note(runs)) else ""
+    units = {loss_unit(run.config) for run in runs.values()}
+    unit = units.pop() if len(units) == 1 else ""
+    return _page(histories, first_few(runs), counted(len(runs), "run"), "".join([note, *cards[:2]]), cards[2:], unit)
+
+
+def _page(
+    histories: Mapping[str, History], title: str, status: str, top: str, sections: Iterable[str], unit: str
+) -> str:
+    written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    invalid = [counted(run.invalid_lines, "line") for run in histories.values() if run.invalid_lines]
+    left_out = [f" Left out: {lines} of metrics.jsonl without the metrics of a step." for lines in invalid]
+    maps = [run.heat_maps() for run in histories.values()]
+    data = {"runs": list(histories), "charts": charts(histories, unit), "maps": maps[0] if len(maps) == 1 else []}
+    return Template((_FOLDER / "page.html").read_text(encoding="utf-8")).substitute(
+        title=html.escape(title),
+        status=f"{status}; written <time>{written}</time>.{''.join(left_out)}",
+        top=top,
+        sections="\n".join(sections),
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),  # no "</script>"
+        script=(_FOLDER / "charts.js").read_text(encoding="utf-8"),
+    )
+
+
+def _card(title: str, body: str) -> str:
+    return f'<section class="card"><h2>{title}</h2>\n{body}\n</section>'
+
+
+@functools.lru_cache(maxsize=1)
+def _config(text: str) -> tuple[int, str, str]:
+    """Returns the steps of a config.yml, the unit of its loss, and a table of the keys that differ from base.yml."""
+    config = literal(parse_keys(text, "config.yml"))
+    steps = config.get("steps")
+    if type(steps) is not int or steps < 1:
+        raise UserError(f"config.yml: steps is {dump(steps)}; expected the number of the run's steps")
+    return (
+        steps,
+        loss_unit(config),
+        _table(
+            (key, dump(value), f"default {dump(KEYS[key].default)}" if key in KEYS else "not in base.yml")
+            for key, value in config.items()
+            if key not in KEYS or dump(value) != dump(KEYS[key].default)
+        ),
+    )
+
+
+def loss_unit(keys: Mapping[str, Any]) -> str:
+    """Returns the unit of a run's losses; empty if a function of the user's own computes them."""
+    return "" if keys.get("loss") else "nats per token"
+
+
+def _table(rows: Iterable[Sequence[str]], head: str = "") -> str:
+    lines = (
+        f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(value)}</td>' for value in values)}</tr>"
+        for name, *values in rows
+    )
+    return f"<table>{head}{''.join(lines)}</table>"
+
+
+def charts(histories: Mapping[str, History], unit: str = "") -> list[dict[str, Any]]:
+    """Returns the charts that charts.js draws: loss, perplexity, learning rate, gradient norm, experts, speed, others.
+
+    `unit` is that of the losses.
+    A chart without a value is left out. `scale` is "settled" (without the first steps and the highest spikes), "zero"
+    (from zero), both, or "wide" (logarithmic where values differ much). A series has the number of its run and a kind:
+    "train", "eval", or "noisy" where a running median is to be drawn.
+    """
+    result, several = [], len(histories) > 1
+    measured = [
+        key
+        for history in histories.values()
+        for key in (*history.train, *(key.partition("/")[0].removeprefix("eval_") for key in history.evals))
+    ]
+    for title, key, scale, note in [
+        ("Loss", "loss", "settled", f"{unit.capitalize()}." if unit else ""),
+        ("Perplexity", "perplexity", "settled", ""),
+        ("Learning rate", "learning_rate", "zero", ""),
+        ("Gradient norm", "grad_norm", "wide", ""),
+        ("Busiest expert", "expert_load_max", "wide", "Its load over the mean, in the worst layer."),
+        ("Dropped choices", "tokens_dropped", "wide", "Of all choices, the mean over layers."),
+        ("Load-balance loss", "load_balance_loss", "wide", "Sum over layers: 1 per layer when even."),
+        ("Tokens per second", "tokens_per_second", "settled, zero", ""),
+        *((key, key, "wide", "") for key in dict.fromkeys(measured) if key not in TRAIN_KEYS),
+    ]:
+        series = []
+        for run, (name, history) in enumerate(histories.items()):
+            kind = "train" if key == "learning_rate" else "noisy"
+            series.append(_series(run, name if several else "train", kind, history.train[key]))
+            for evaluated, curve in history.evals.items():
+                metric, _, of = evaluated.partition("/")
+                if metric == f"eval_{key}":
+                    series.append(_series(run, f"{name if several else ''} eval {of}".strip(), "eval", curve))
+        values = [value for each in series for value in finite(each["points"])]
+        if any(values) or (values and key in ("learning_rate", "grad_norm", "tokens_per_second")):
+            percent = key == "tokens_dropped"
+            series = [each for each in series if each["points"]]
+            result.append({"title": title, "note": note, "scale": scale, "percent": percent, "series": series})
+    return result
+
+
+def _series(run: int, name: str, kind: str, curve: Curve) -> dict[str, Any]:
+    series = {"run": run, "name": name, "kind": kind, "points": _rounded(curve.points())}
+    if kind == "noisy" and curve.stride > 1:
+        series["medians"] = _rounded(curve.medians())
+    return series
+
+
+def _rounded(points: Iterable[Point]) -> list[Point]:
+    return [(step, value if value is None else float(f"{value:.6g}")) for step, value in points]

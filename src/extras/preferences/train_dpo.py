@@ -1,0 +1,134 @@
+"""Trains a model on preference pairs: `python -m src.train_dpo CONFIG load_parameters_path=MODEL key=value`.
+
+A train file of its own, which begins with what `src/train.py` has, leaves out what DPO does not need and shares its
+loop. The loss is in `src/extras/preferences/dpo.py`, the rows of a batch are made in `src/extras/preferences/pairs.py`.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+
+from ml_collections import ConfigDict
+
+from src.checkpoint.contents import kept_in
+from src.checkpoint.data_position import run_rules
+from src.config.base_yml import Usage
+from src.config.schema import KEYS, Config
+from src.config.yaml import dump
+from src.data.host_arrays import gather_json
+from src.data.open import train_validation_split
+from src.data.tokenizer import make_tokenizer
+from src.data.types import EvalSet, InputSpec, TrainData
+from src.extras.generation.loaded_model import model_facts
+from src.extras.preferences.dpo import LOSS, measure
+from src.extras.preferences.pairs import PairRows, PairSource, pair_batch, pair_fields, pair_keys
+from src.model.params import Weights
+from src.run.diagnostics import advice_on_memory, stack_traces
+from src.run.evaluator import Evaluator
+from src.run.recorder import Result
+from src.run.run import Run
+from src.run.startup import configured
+from src.step.eval_step import compile_eval_step
+from src.step.optimizer import hparams_at
+from src.system.errors import UserError, say
+
+USAGE = Usage(
+    """Trains a model on preference pairs (DPO).
+
+python -m src.train_dpo CONFIG load_parameters_path=MODEL dataset_path=PAIRS.jsonl [key=value ...]
+python -m src.train_dpo RUN                       goes on with a run""",
+    ("Finetuning: preferences",),
+)
+# Keys of src.train and its data that would make another run there: to leave them out would change what is meant.
+_NOT_HERE = (
+    *("dataset_type", "datasets", "eval_datasets", "eval_mode", "eval_metrics", "batch_transform"),
+    *("load_full_state_path", "load_weights_rules", "z_loss_multiplier", "mtp_num_layers", "quantization"),
+    "enable_rampup_batch_size",
+)
+
+
+def main(argv: Sequence[str] | ConfigDict) -> Result | None:
+    """Runs the command line `argv`; None if it only asked for help. Raises UserError, for a non-finite loss too."""
+    config = configured(argv, USAGE)
+    if config is None:
+        return None
+    unused = [f"{key}={dump(config[key])}" for key in _NOT_HERE if config[key] != KEYS[key].default]
+    if unused := [*unused, *[f"loss={config.loss}"] * (config.loss not in ("", LOSS))]:
+        raise UserError(f"src.train_dpo has no use for {', '.join(unused)} (docs/dpo.md): leave out, or at its default")
+    for key, what in (("dataset_path", "a .jsonl file of pairs"), ("load_parameters_path", "which is the reference")):
+        if not config[key]:
+            raise UserError(f"src.train_dpo needs {key}, {what}: answers are compared with a trained model's")
+    advice = advice_on_memory(config.per_device_batch_size, config.remat_policy)
+    with stack_traces(config.diagnostics), advice, contextlib.ExitStack() as exits:
+        # packing: a row has a segment for each of a pair's answers, which kernels are to know
+        return train(config.replace(loss=LOSS, use_sft=False, packing=True), exits)
+
+
+def train(config: Config, exits: contextlib.ExitStack) -> Result:
+    """Trains by a checked config. What must be closed, however the run ends, is entered in `exits`."""
+    # ---- Devices, model and step
+    run = Run(config, exits, pair_fields(config.max_target_length))
+    plan, built = run.plan, run.built
+    if any(layer.dropout_rate or layer.capacity_factor != -1 for layer in (plan.spec, *plan.spec.layers)):
+        raise UserError(
+            "dropout_rate and capacity_factor make a reward depend on chance, or on the pair's other answer: set "
+            "dropout_rate=0 and capacity_factor=-1"
+        )
+
+    # ---- Data
+    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    of_chats = config.replace(use_sft=True, packing=False, loss="")  # of conversations, a pair per row; its own loss
+    inputs = InputSpec.of(of_chats, tokenizer, run_rules(config.run, config.checkpoint))
+    files = {key: PairSource(config[key], key, inputs) for key in ("dataset_path", "eval_dataset_path") if config[key]}
+    pairs, held_out = files["dataset_path"], files.get("eval_dataset_path")
+    if config.eval_interval > 0 and held_out is None:
+        pairs, held_out = train_validation_split(pairs, config.eval_fraction)
+    data = TrainData(("",), (PairRows(inputs, pairs),), (1.0,))
+    eval_sets = [EvalSet("", PairRows(inputs, held_out), config.eval_steps)] if config.eval_interval > 0 else []
+    model = model_facts(config)
+
+    # ---- Where in the run it is
+    run.open(inputs, data, eval_sets, reference=model["weights"])
+    order = f"by seed {config.data_shuffle_seed}, a pair a row"
+    run.announce(loss=f"DPO, dpo_beta {config.dpo_beta:g}", order=order)
+
+    # ---- The reference, computed once; then what the folder has of a start that is not refused
+    eval_step = compile_eval_step(plan, measure)
+    evaluator = functools.partial(Evaluator, config.evaluation, inputs, plan, eval_step)
+    sources = [EvalSet(key, PairRows(inputs, file), -1) for key, file in files.items()]
+    facts = [model, tokenizer.fingerprint(), tokenizer.chat_template, [file.fingerprint() for file in files.values()]]
+    compute = functools.partial(log_probs, evaluator, sources, None if run.start.resumed else run.state.weights)
+    run.prepare = functools.partial(pair_batch, reference=kept_in(run.folder, facts, compute))
+    run.evaluate_by(eval_step)
+
+    # ---- Steps
+    with run:
+        for step in run.steps():
+            batch = run.next_batch()
+            hparams = hparams_at(config.step, config.steps, step)
+            state, metrics = built.train(run.state, run.to_devices(batch), hparams)
+            run.record(state, metrics, batch)
+            if run.saves():
+                run.save()
+            if run.evaluates():
+                run.evaluate()
+    return run.conclude(config.replace(use_sft=True, eval_interval=-1, sample_length=0))  # a model that one asks
+
+
+def log_probs(
+    evaluator: Callable[..., Evaluator], sources: Sequence[EvalSet], weights: Weights | None
+) -> dict[str, list[float]]:
+    """Returns the log-probabilities of both answers of each pair by `pair_keys`; raises UserError without weights."""
+    if weights is None:
+        raise UserError(
+            "the reference's log-probabilities are not in the run's folder (reference-*.json) for these pairs, model "
+            "and precision: give those it began with (accept_changes does not help), or use another run_name"
+        )
+    log_probs: dict[str, list[float]] = {}
+    for source in sources:
+        say([f"reference: log-probabilities of {source.source.row_count:,} pairs of {source.name}"])
+        keys: list[list[str]] = []
+        each = evaluator(source, prepare=lambda rows, keys=keys: keys.append(pair_keys(rows)) or pair_batch(rows, None))
+        for of_batch, sums in zip(keys, *each.sums(weights), strict=True):
+            log_probs |= zip(of_batch, sums["log_probs"][each.rows].tolist(), strict=True)
+    return {key: pair for of_process in gather_json(log_probs) for key, pair in of_process.items() if key}

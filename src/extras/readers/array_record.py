@@ -1,0 +1,184 @@
+"""Reads documents in ArrayRecord files: `dataset_type=array_record`, and the files of TFDS.
+
+An ArrayRecord file is a Riegeli file of chunks, each of one record or a group of them; then a footer, itself a chunk,
+with a record of metadata and one for each chunk; then a block of 64 KiB that says where the footer begins. A reader
+of a file keeps the place of each chunk in memory, 8 bytes for each. The package reads local files, and those on gs://
+by a request for each record; a small set on gs:// is copied to this machine first.
+
+The package's own ArrayRecordDataSource is not used: it keeps every file open, opens each to count its records, and
+reads one record by going through all chunks of its file (docs/log.md has figures).
+"""
+
+import functools
+import re
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from src.config.source_spec import SourceSpec
+from src.data.readers import files
+from src.data.readers.records import Index, Nulls, read_record
+from src.data.rules import PRESENT_RULES
+from src.data.types import Fingerprint, InputSpec, Source
+from src.system.errors import UserError
+
+_NAME = re.compile(r"array_?record", re.IGNORECASE)
+
+# Of Riegeli files: a header of 24 bytes interrupts whatever stands at each multiple of 64 KiB.
+_BLOCK, _BLOCK_HEADER, _CHUNK_HEADER = 1 << 16, 24, 40
+_FIRST_CHUNK = _BLOCK_HEADER + _CHUNK_HEADER  # after the file's own signature, which is a chunk without data
+# The postscript, a protocol buffer: field 1 is the footer's place, field 2 a number that marks ArrayRecord.
+_POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]*[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71", re.DOTALL)
+
+COPIED_BYTES = 1 << 28  # a remote set of at most this size is copied to this machine: else each record is a request
+_MAX_OPEN_FILES = 2048
+
+
+class RecordRange(NamedTuple):
+    """Names the records [first, first + count) of a file."""
+
+    file: str
+    first: int
+    count: int
+
+
+class RecordSource(Source):
+    """Reads documents that are records of ArrayRecord files.
+
+    The first is read at once, so that data of another form are an error at the start. A file is opened when it is first
+    read from, by `open_file` (its name, and the path of it or its copy), and only some are open at a time.
+    `record_format` is that of `read_record`; `facts` go into the fingerprint. Raises UserError where the first record
+    can't be read.
+    """
+
+    def __init__(
+        self,
+        spec: SourceSpec,
+        parts: list[RecordRange],
+        record_format: str,
+        listing: files.Listing,
+        facts: Fingerprint,
+        open_file: Callable[[str, str], Any],
+    ) -> None:
+        self._format, self._column = record_format, spec.dataset_column
+        self._column_setting, self.listings = spec.setting("dataset_column"), [listing]
+        self._nulls = Nulls(self._column_setting)
+        self._parts, self._index = parts, Index([part.count for part in parts])
+        self.is_remote = files.is_remote(listing.folder)
+        places: dict[str, str] = {}  # of copies, by the files' names
+        if self.is_remote and sum(listing.sizes.values()) <= COPIED_BYTES:
+            self._copies, self.is_remote = files.LocalCopies(), False
+            copied = files.in_threads(self._copies.path, listing.paths, listing.sizes.values())
+            places = dict(zip(listing.paths, copied, strict=True))
+        self._facts = {**facts, "records": len(self), "column": self._column}
+        self._reader = functools.lru_cache(_open_files_allowed())(lambda file: open_file(file, places.get(file, file)))
+        self[0]
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, i: int) -> str | np.ndarray:
+        place, offset = self._index.find(i)
+        file, first, _ = self._parts[place]
+        number = first + offset
+        reader, damaged = self._reader(file), "can't be read, the file is damaged"
+        # A range is found at once; of a list of numbers the package goes through all the chunks of the file.
+        (record,) = files.attempted(f"{file}, record {number}", lambda: reader.read(number, number + 1), damaged)
+        try:
+            return self._nulls(read_record(record, self._format, self._column))
+        except ValueError as error:
+            setting = "" if self._format == "text" else f" ({self._column_setting})"
+            raise UserError(f"{file}, record {number}: {error}{setting}") from error
+
+    def fingerprint(self) -> Fingerprint:
+        return {**self._facts, **self.listings[0].fingerprint}
+
+
+class ArrayRecordSource(RecordSource):
+    """Reads the records of ArrayRecord files, in the order of names; of a folder those with array_record in theirs.
+
+    Raises UserError where no ArrayRecord file is there, one of a numbered set is missing or damaged, none has a record,
+    or the first record is not what `array_record_format` and `dataset_column` say.
+    """
+
+    def __init__(self, spec: SourceSpec, rules: int = PRESENT_RULES) -> None:
+        check_store(spec)
+        listing = files.list_files(spec.dataset_path, spec.key("dataset_path"), rules)
+        setting, none = spec.setting("dataset_path"), "has no ArrayRecord file: none with array_record in its name"
+        if listing.is_whole and any(Path(name).name == "dataset_info.json" for name in listing.sizes):
+            raise UserError(
+                f"{setting} has a TFDS dataset (dataset_info.json), maybe of several splits: dataset_type=tfds reads "
+                "it, and a glob such as FOLDER/*-train.array_record* names one split's files"
+            )
+        listing = listing.only(_NAME.search)
+        if not listing.sizes:
+            raise UserError(f"{setting} {none}. A glob names others")
+        counts = files.in_threads(count_records, listing.paths, listing.sizes.values())
+        if not sum(counts):
+            raise UserError(f"{setting}: the {len(counts)} ArrayRecord files there have no record")
+        ranges = [RecordRange(file, 0, count) for file, count in zip(listing.paths, counts, strict=True)]
+        facts = {"type": "array_record", "format": spec.array_record_format}
+        super().__init__(spec, ranges, spec.array_record_format, listing, facts, open_reader)
+
+
+def check_store(spec: SourceSpec) -> None:
+    """Raises UserError for a path of another store than Cloud Storage, which the package array_record can't read."""
+    if files.is_remote(spec.dataset_path) and not spec.dataset_path.startswith("gs://"):
+        raise UserError(
+            f"{spec.setting('dataset_path')}: ArrayRecord files are read from gs:// and from this machine's file "
+            "system. Mount the bucket or copy the files, and give the folder where they then are"
+        )
+
+
+def open_reader(file: str, place: str) -> Any:
+    """Opens a reader that several threads may use at a time."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    def opened() -> ArrayRecordReader:
+        reader = ArrayRecordReader(place, "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15)
+        if not reader.ok():
+            reader.close()  # which says what is wrong
+        return reader
+
+    return files.attempted(file, opened, "is no whole ArrayRecord file: restore it, or leave it out")
+
+
+def count_records(file: str, end: int) -> int:
+    """Counts the records of a file of `end` bytes; raises UserError for one that is not whole.
+
+    In files to be read in any order each chunk has one record, and the header of the footer says how many there are.
+    Opening a reader would read the whole footer: 5 s for a hundred million records in a thousand files; this takes 0.1.
+    """
+    is_whole = end > 0 and end % _BLOCK == 0
+    postscript = _POSTSCRIPT.search(files.read(file, end - _BLOCK, end - _BLOCK + 256)) if is_whole else None
+    if postscript and _chunk_records(file, _FIRST_CHUNK) == 1:
+        footer = sum((byte & 0x7F) << 7 * n for n, byte in enumerate(postscript[1]))
+        if in_footer := _chunk_records(file, footer):
+            return in_footer - 1
+    return open_reader(file, file).num_records()
+
+
+def _chunk_records(file: str, at: int) -> int:
+    """Counts the records in the chunk that begins at a place in a file; 0: none begins there."""
+    header = files.read(file, at, at + _BLOCK_HEADER + _CHUNK_HEADER)
+    block = -at % _BLOCK  # where in it the header of a block would be
+    if block < _CHUNK_HEADER:
+        header = header[:block] + header[block + _BLOCK_HEADER :]
+    return int.from_bytes(header[25:32], "little") if header[24:25] == b"r" else 0
+
+
+def _open_files_allowed() -> int:
+    """Returns how many files a source may have open: a quarter of the process's limit, raised where possible."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = 4 * _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, 4 * _MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit // 4
+
+
+def open_source(spec: SourceSpec, inputs: InputSpec) -> ArrayRecordSource:
+    """Opens files of ArrayRecord."""
+    return ArrayRecordSource(spec, inputs.rules)

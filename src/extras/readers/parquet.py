@@ -1,0 +1,152 @@
+"""Reads Parquet files, documents in one column, a row group at a time: `dataset_type=parquet`."""
+
+import collections
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from src.config.source_spec import SourceSpec
+from src.data.readers import files
+from src.data.readers.records import Index, Nulls, as_ids
+from src.data.rules import PRESENT_RULES
+from src.data.types import Fingerprint, InputSpec, Source
+from src.system.errors import UserError, first_few
+
+_CACHE_BYTES = 512 << 20
+
+
+class ParquetSource(Source):
+    """Reads the rows of Parquet files, in the order of the files' names: each a text, or a list of ids.
+
+    Opening reads the files' footers alone. A row group's column is decoded whole when one of its rows is read, and the
+    groups used last are kept: 512 MiB of them, or a single larger one. Threads that want the same one share one read.
+    `dataset_column` has strings, where null is an empty text, or lists of whole numbers; `a.b` is the field `b` of the
+    structs in column `a`. Raises UserError where no row is there, a file is damaged, or has no such column.
+    """
+
+    def __init__(self, spec: SourceSpec, rules: int = PRESENT_RULES) -> None:
+        self._column, self._column_setting = spec.dataset_column, spec.setting("dataset_column")
+        self._nulls = Nulls(self._column_setting)
+        listing = files.list_files(spec.dataset_path, spec.key("dataset_path"), rules)
+        self.listings = [listing := listing.only(lambda name: not files.ABOUT_DATA.fullmatch(name))]
+        self._files = list(zip(listing.paths, listing.sizes.values(), strict=True))
+        rows = files.in_threads(self._count_rows, listing.paths, listing.sizes.values())
+        self._groups = Index([len(counts) for counts in rows])  # the row groups of each file
+        self._sizes = np.array([count for counts in rows for count in counts], np.int64)
+        self._rows = Index(self._sizes)
+        if not len(self._rows):
+            raise UserError(f"{spec.setting('dataset_path')} has no row: expected Parquet files that have some")
+        # Columns of row groups, those used last at the end.
+        self._cached: collections.OrderedDict[int, pa.ChunkedArray] = collections.OrderedDict()
+        self._cached_bytes = 0
+        self._lock, self._reading = threading.Lock(), [threading.Lock() for _ in self._sizes]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> str | np.ndarray:
+        group, row = self._rows.find(i)
+        value = self._group(group)[row]
+        try:
+            if not isinstance(value, pa.ListScalar):
+                return self._nulls(value.as_py())
+            if not value.is_valid:
+                self._nulls(None)
+                return np.empty(0, np.int32)
+            if value.values.null_count:
+                raise ValueError("there is a null among the ids")
+            return as_ids(value.values)
+        except ValueError as error:  # UnicodeDecodeError is one
+            raise UserError(f"{self._name(group)}, row {row} of the group, {self._column}: {error}") from None
+
+    def group_sizes(self) -> np.ndarray:
+        return self._sizes
+
+    def fingerprint(self) -> Fingerprint:
+        facts = {"type": "parquet", "documents": len(self), "column": self._column}
+        return {**self.listings[0].fingerprint, **facts, "order in a row group": "its own"}  # all had the same before
+
+    def _count_rows(self, file: str, size: int) -> list[int]:
+        def read_footer() -> tuple[pa.Schema, list[int]]:
+            with _open(file, size) as opened:
+                groups = range(opened.metadata.num_row_groups)
+                return opened.schema_arrow, [opened.metadata.row_group(number).num_rows for number in groups]
+
+        schema, rows = files.attempted(file, read_footer, "can't be read as Parquet, or is damaged")
+        kind = _type(schema, self._column)
+        if kind is None:
+            columns = first_few(schema.names, near=self._column)
+            such = "several columns of this name" if schema.names.count(self._column) > 1 else "no such column"
+            raise UserError(f"{self._column_setting}: {file} has {such}; it has {columns}")
+        if not _is_text(kind) and not _is_ids(kind):
+            raise UserError(
+                f"{self._column_setting}: in {file} the column is of type {kind}; expected strings, or lists of whole "
+                "numbers (ids)"
+            )
+        return rows
+
+    def _group(self, group: int) -> pa.ChunkedArray:
+        with self._reading[group]:
+            with self._lock:
+                if group in self._cached:
+                    self._cached.move_to_end(group)
+                    return self._cached[group]
+            column = self._read_group(group)
+            with self._lock:
+                self._cached[group] = column
+                self._cached_bytes += column.nbytes
+                while len(self._cached) > 1 and self._cached_bytes > _CACHE_BYTES:
+                    self._cached_bytes -= self._cached.popitem(last=False)[1].nbytes
+            return column
+
+    def _read_group(self, group: int) -> pa.ChunkedArray:
+        file, number = self._groups.find(group)
+
+        def read_column() -> pa.Table:
+            with _open(*self._files[file]) as opened:
+                return opened.read_row_group(number, columns=[self._column], use_threads=False)
+
+        table = files.attempted(self._name(group), read_column, "can't be read, the file is damaged")
+        column = table.column(0)
+        while pa.types.is_struct(column.type):
+            (column,) = column.flatten()
+        return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+
+    def _name(self, group: int) -> str:
+        file, number = self._groups.find(group)
+        return f"{self._files[file][0]}, row group {number}"
+
+
+def _open(file: str, size: int) -> pq.ParquetFile:
+    place = files.open_remote(file, size) if files.is_remote(file) else file
+    return pq.ParquetFile(place, page_checksum_verification=True)
+
+
+def _type(schema: pa.Schema, column: str) -> pa.DataType | None:
+    """Returns the type of a column, or of a field in a column of structs; None if there is none, or several."""
+    if schema.names.count(column) == 1:
+        return schema.field(column).type
+    kind: pa.Schema | pa.DataType = schema
+    for name in column.split("."):
+        if not (isinstance(kind, pa.Schema) or pa.types.is_struct(kind)) or kind.get_field_index(name) < 0:
+            return None
+        kind = kind.field(name).type
+    return kind
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    # A file with nothing but nulls may have them without a type.
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)
+
+
+def _is_ids(kind: pa.DataType) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return is_list and pa.types.is_integer(kind.value_type)
+
+
+def open_source(spec: SourceSpec, inputs: InputSpec) -> ParquetSource:
+    """Opens Parquet files."""
+    return ParquetSource(spec, inputs.rules)

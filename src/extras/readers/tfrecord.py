@@ -1,0 +1,95 @@
+"""Reads records of TFRecord files by their numbers, with an index that is made once and kept.
+
+A record is its length (8 bytes), a CRC of these (4), the data, and a CRC of them (4): nothing says where record i is
+but those before it. The index, int64 [records + 1], has where each begins; it lies in ~/.cache/mintext/tfrecord.
+"""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from src.data.readers import files
+from src.system.disk import new_file
+from src.system.errors import UserError, show
+
+_CHUNK_BYTES, _SAMPLE_BYTES = 1 << 23, 1 << 12
+
+
+class TfRecordReader:
+    """Reads the file of this name, which is at `place`; several threads may use it at a time."""
+
+    def __init__(self, starts: Mapping[str, np.ndarray], name: str, place: str) -> None:
+        self._file, self._starts = place, starts[name]
+
+    def read(self, first: int, stop: int) -> list[bytes]:
+        """Returns the records [first, stop); raises UserError for one whose CRC is another."""
+        return [self._record(*map(int, self._starts[number : number + 2])) for number in range(first, stop)]
+
+    def _record(self, start: int, stop: int) -> bytes:
+        record = files.read(self._file, start, stop)
+        if not _is_header(record[:12], stop - start) or _crc(record[12:-4]) != record[-4:]:
+            raise UserError(
+                f"{self._file}, byte {start}: the record's CRC is another, so the file is damaged, or other records "
+                f"were put there since it was indexed (then delete {_cache()})"
+            )
+        return record[12:-4]
+
+
+def indices(names: Sequence[str], sizes: Sequence[int]) -> list[np.ndarray]:
+    """Returns where each file's records begin, and its end; made by reading it whole where no index is kept.
+
+    Raises UserError for a file that is cut or damaged.
+    """
+    index_files = files.in_threads(_index_file, names, sizes)
+    if missing := sum(not path.exists() for path in index_files):
+        show(f"indexing {missing:,} TFRecord files, once: {index_files[0].parent} keeps it")
+    return files.in_threads(_index, names, sizes, index_files)
+
+
+def _index_file(file: str, size: int) -> Path:
+    ends = files.read(file, 0, _SAMPLE_BYTES) + files.read(file, max(size - _SAMPLE_BYTES, 0), size)
+    name = hashlib.sha256(f"{file} {size} ".encode() + ends).hexdigest()[:32]
+    return _cache() / f"{name}.npy"
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mintext" / "tfrecord"
+
+
+def _index(file: str, size: int, index_file: Path) -> np.ndarray:
+    with contextlib.suppress(OSError, ValueError, EOFError):  # not there, no array, empty
+        return np.load(index_file, mmap_mode="r")
+    starts, at, begin, chunk = [], 0, 0, b""
+    while at < size:
+        if at + 12 > begin + len(chunk):
+            begin, chunk = at, files.read(file, at, at + _CHUNK_BYTES)
+        header = chunk[at - begin : at - begin + 12]
+        starts.append(at)
+        at += 16 + int.from_bytes(header[:8], "little")
+        if not _is_header(header, at - starts[-1]) or at > size:
+            raise UserError(
+                f"{file} is no whole TFRecord file (record {len(starts) - 1}, byte {starts[-1]}): restore it"
+            )
+    index = np.array([*starts, size], np.int64)
+    with contextlib.suppress(OSError):  # of a cache that can't be written
+        index_file.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(index_file) as file:
+            np.save(file, index)
+    return index
+
+
+def _is_header(header: bytes, record_bytes: int) -> bool:
+    """Says whether 12 bytes are the length of a record of so many bytes, and its CRC."""
+    return header[:8] == (record_bytes - 16).to_bytes(8, "little") and _crc(header[:8]) == header[8:]
+
+
+def _crc(data: bytes) -> bytes:
+    """Returns the masked CRC-32C of TensorFlow's record_writer.h."""
+    import google_crc32c
+
+    crc = google_crc32c.value(data)
+    return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")

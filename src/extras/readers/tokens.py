@@ -1,0 +1,251 @@
+"""Reads documents that were tokenized before the run, where they are stored: `dataset_type=tokens`.
+
+`python -m src.tokenize_dataset` writes such a folder (docs/data.md has its format). A document of n ids, two or more,
+has n - 1 pairs of an input and its target, so the first id of a shard's document d is its id number pair_starts[d] + d.
+
+Local files are mapped into memory. Of a remote folder ids are read by ranges, and a shard's index is copied to this
+machine when the shard is first read from.
+
+Against damage, opening compares all sizes, and the digests of local shards of half a GiB together, spread over the
+folder. The digest of any other index is compared when it is first used; ids are checked as they are read.
+"""
+
+import functools
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from src.config.source_spec import SourceSpec
+from src.data import order
+from src.data.fingerprint import differences
+from src.data.readers import files
+from src.data.readers.records import Index
+from src.data.types import Document, Fingerprint, InputSpec, Source
+from src.system.errors import UserError, first_few
+from src.system.json_text import parse_json
+
+FORMAT = 2
+SUMMARY = "tokens.json"
+# By the shard's number: its ids, and where its documents begin.
+IDS_FILE, INDEX_FILE = "{:06d}.ids", "{:06d}.pair_starts.npy"
+UNFINISHED = "unfinished.json"  # in the place of tokens.json while shards are being written
+
+_MAPPED_FILES = 200  # each holds a file descriptor, of which a process often has no more than 1,024
+_VERIFIED_BYTES = 1 << 29  # of shards whose digests are compared at the opening
+
+
+class ShardFacts(NamedTuple):
+    """Facts of a shard in tokens.json."""
+
+    documents: int
+    ids: int
+    largest_id: int
+    sha256: str
+    ids_bytes: int
+    index_bytes: int
+    index_sha256: str = ""  # which folders of format 1 lack
+
+    @property
+    def pairs(self) -> int:
+        """Counts the targets: each document has one fewer than ids."""
+        return self.ids - self.documents
+
+
+def missing_files(shards: Mapping[int, ShardFacts], sizes: Mapping[str, int]) -> list[str]:
+    """Says which files of these shards, by number, are missing or not as long as in `sizes`, a sentence each."""
+    problems = []
+    for number, shard in shards.items():
+        for name, size in ((IDS_FILE.format(number), shard.ids_bytes), (INDEX_FILE.format(number), shard.index_bytes)):
+            if name not in sizes:
+                problems.append(f"{name} is missing")
+            elif sizes[name] != size:
+                problems.append(f"{name} has {sizes[name]:,} bytes of {size:,}")
+    return problems
+
+
+class _TokenFolder:
+    """Numbers a folder's documents and pairs; raises UserError if its files are not those that tokens.json lists."""
+
+    def __init__(self, spec: SourceSpec) -> None:
+        self._setting = spec.setting("dataset_path")
+        listing = files.list_files(spec.dataset_path, spec.key("dataset_path"))
+        self._folder, self._sizes = listing.folder, listing.sizes
+        if SUMMARY not in self._sizes:
+            if UNFINISHED in self._sizes:
+                again = "type the command of src.tokenize_dataset that began it again, and it goes on"
+                raise UserError(f"{self._setting} is not finished: {again}")
+            contents = f"it has {first_few(self._sizes)}" if self._sizes else "it is empty"
+            raise UserError(
+                f"{self._setting} has no {SUMMARY} ({contents}). dataset_type=tokens reads a folder of token ids, and "
+                "`python -m src.tokenize_dataset CONFIG tokenized_path=FOLDER` writes one from data of another type"
+            )
+        summary = files.read(self._path(SUMMARY), 0, self._sizes[SUMMARY])
+        facts = _parse(summary, f"{self._setting}: {SUMMARY}")
+        self._shards: list[ShardFacts] = facts["shards"]
+        if problems := missing_files(dict(enumerate(self._shards)), self._sizes):
+            more = f", and {len(problems) - 1} more files are not as it says" if len(problems) > 1 else ""
+            raise UserError(
+                f"{self._setting}: {problems[0]}, by its {SUMMARY}{more}. It was copied in part, or changed: copy it "
+                "again, or write it again into a new folder"
+            )
+        self._documents = Index([shard.documents for shard in self._shards])
+        self._pairs = Index([shard.pairs for shard in self._shards])
+        if not len(self._documents):
+            raise UserError(f"{self._setting} has no document")
+        self._dtype = np.dtype(facts["dtype"]).newbyteorder("<")
+        self._tokenizer: Mapping[str, Any] | None = facts["tokenizer"]
+        self._mapped = functools.lru_cache(maxsize=_MAPPED_FILES)(self._map)
+        self._copies = files.LocalCopies() if files.is_remote(self._folder) else None
+        self._digest = hashlib.sha256(summary).hexdigest()[:16]
+        self._verified_indexes: set[int] = set()
+        self.listings = [listing]
+        if not self._copies:
+            self._verify()
+
+    def check(self, vocab_size: int, tokenizer: Mapping[str, Any] | None) -> None:
+        """Raises UserError where the ids don't suit a run with this vocab_size and its tokenizer's fingerprint."""
+        largest_id = max(shard.largest_id for shard in self._shards)
+        if largest_id >= vocab_size:
+            raise UserError(
+                f"{self._setting} has ids up to {largest_id}, and vocab_size={vocab_size} has none from "
+                f"{vocab_size} on: set vocab_size={largest_id + 1} or more"
+            )
+        if tokenizer and self._tokenizer and (changes := differences(self._tokenizer, tokenizer)):
+            raise UserError(
+                f"{self._setting} was written with another tokenizer ({'; '.join(changes)}): set tokenizer_type "
+                "and tokenizer_path to that one, or write the tokens again with this one"
+            )
+
+    def fingerprint(self) -> Fingerprint:
+        tokens = sum(shard.ids for shard in self._shards)
+        # tokens.json has digests of each shard's files.
+        facts = {"type": "tokens", "documents": len(self._documents), "tokens": tokens, "digest": self._digest}
+        return facts | {"contents": self.listings[0].fingerprint["contents"]}
+
+    def _verify(self) -> None:
+        """Compares the digests of some shards, and looks through their indexes, before anything is read."""
+        budget = _VERIFIED_BYTES
+        for number in np.argsort(order.mix64(np.arange(len(self._shards), dtype=np.uint64))).tolist():
+            shard, digest = self._shards[number], hashlib.sha256()
+            if shard.ids_bytes + shard.index_bytes > budget:
+                continue
+            budget -= shard.ids_bytes + shard.index_bytes
+            for chunk in files.chunks(self._path(IDS_FILE.format(number)), shard.ids_bytes):
+                digest.update(chunk)
+            if digest.hexdigest() != shard.sha256:
+                raise self._damaged(IDS_FILE.format(number), f"its sha256 is not the one in {SUMMARY}")
+            index = self._index(number)
+            if shard.documents:
+                self._check_order(number, index)
+
+    def _check_order(self, shard: int, pair_starts: np.ndarray) -> None:
+        if len(pair_starts) < 2 or not np.all(np.diff(pair_starts) > 0):
+            raise self._damaged(INDEX_FILE.format(shard), "its documents do not follow each other")
+
+    def _ids(self, shard: int, start: int, stop: int) -> np.ndarray:
+        name, largest_id = IDS_FILE.format(shard), self._shards[shard].largest_id
+        begin, end = start * self._dtype.itemsize, stop * self._dtype.itemsize
+        data = files.read(self._path(name), begin, end) if self._copies else self._mapped(name)[begin:end]
+        if len(data) < end - begin:
+            raise self._damaged(name, f"it has become shorter than {SUMMARY} has it")
+        ids = np.frombuffer(data, self._dtype).astype(np.int32)
+        if ids.max(initial=0) > largest_id or ids.min(initial=0) < 0:  # of 2**31 and more
+            raise self._damaged(name, f"it has ids beyond {largest_id}, its largest")
+        return ids
+
+    def _damaged(self, name: str, how: str) -> UserError:
+        return UserError(f"{self._path(name)} is damaged: {how}. Copy it again, or write the tokens again")
+
+    def _index(self, shard: int) -> np.ndarray:
+        """Returns int64 [documents + 1]: the pairs of a shard before each of its documents, and in all."""
+        name, facts = INDEX_FILE.format(shard), self._shards[shard]
+        count = facts.documents + 1
+        # The array ends the file. numpy reads what is before it with `ast`, which in Python 3.11 fails now and then
+        # where threads are at it together (SystemError, python/cpython issue 106905).
+        data = self._mapped(name)
+        if facts.index_sha256 and shard not in self._verified_indexes:
+            if hashlib.sha256(data).hexdigest() != facts.index_sha256:
+                raise self._damaged(name, f"its sha256 is not the one in {SUMMARY}")
+            self._verified_indexes.add(shard)
+        index = data[-8 * count :].view("<i8")
+        if (index[0], index[-1]) != (0, facts.pairs):
+            raise self._damaged(name, f"by {SUMMARY} it is int64 [{count}] from 0 to {facts.pairs}")
+        return index
+
+    def _map(self, name: str) -> np.ndarray:
+        file = self._path(name)
+        place = self._copies.path(file, self._sizes[name]) if self._copies else file
+        # The bare array: each slice of a memmap would be one again, at ten times the price.
+        return files.attempted(file, lambda: np.memmap(place, np.uint8, "r").view(np.ndarray))
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._folder, name)
+
+
+class TokenRows(_TokenFolder):
+    """Cuts the pairs of all documents at T: row i has the pairs [i T, (i + 1) T), so that no position is needed."""
+
+    def __init__(self, spec: SourceSpec, length: int) -> None:
+        super().__init__(spec)
+        self._length = length
+        self.row_count = -(-len(self._pairs) // length)
+
+    def row(self, i: int) -> list[Document]:
+        """Returns whole documents, except that the first and the last one may be a part of theirs."""
+        documents: list[Document] = []
+        first, end = i * self._length, min((i + 1) * self._length, len(self._pairs))
+        while first < end:
+            shard, start = self._pairs.find(first)
+            stop = min(start + end - first, self._shards[shard].pairs)
+            index = self._index(shard)
+            begin = int(np.searchsorted(index, start, side="right")) - 1
+            after = int(np.searchsorted(index, stop, side="left"))
+            self._check_order(shard, index[begin : after + 1] if begin >= 0 else index[:0])
+            # Pair p of document d is ids p + d and p + d + 1 of the shard.
+            ids = self._ids(shard, start + begin, stop + after)
+            bounds = (np.clip(index[begin : after + 1], start, stop) - start).tolist()
+            documents += [Document(ids[bounds[d] + d : bounds[d + 1] + d + 1]) for d in range(after - begin)]
+            first += stop - start
+        return documents
+
+
+class TokenDocuments(_TokenFolder, Source):
+    """Reads the documents one by one, for rows of one document each."""
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        """Reads the int32 ids of document `i`, two or more."""
+        shard, document = self._documents.find(i)
+        pair_starts = self._index(shard)[document : document + 2]
+        self._check_order(shard, pair_starts)
+        first, last = pair_starts.tolist()
+        return self._ids(shard, first + document, last + document + 1)
+
+
+def _parse(summary: bytes, name: str) -> dict[str, Any]:
+    try:
+        facts = parse_json(summary)
+        if (version := facts["format"]) not in range(1, FORMAT + 1):
+            raise UserError(f"{name} is of format {version!r}; 1 to {FORMAT} are read here: write the tokens again")
+        facts["shards"] = [ShardFacts(**shard) for shard in facts["shards"]]
+        if facts["dtype"] not in ("uint16", "uint32") or not isinstance(facts["tokenizer"], dict | None):
+            raise ValueError(f"dtype {facts['dtype']!r}, tokenizer {facts['tokenizer']!r}")
+        if any([type(fact) for fact in shard] != [int, int, int, str, int, int, str] for shard in facts["shards"]):
+            raise ValueError("a shard's facts are not whole numbers and a digest")
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{name} is damaged ({type(error).__name__}: {error}): copy it again, or write the tokens again"
+        ) from None
+    return facts
+
+
+def open_source(spec: SourceSpec, inputs: InputSpec) -> "TokenRows | TokenDocuments":
+    """Opens a folder of token ids: as rows if documents are packed, and as documents if not."""
+    source = TokenRows(spec, inputs.batch.max_target_length) if inputs.batch.packing else TokenDocuments(spec)
+    source.check(inputs.vocab_size, inputs.tokenizer.fingerprint() if inputs.tokenizer else None)
+    return source

@@ -1,0 +1,16 @@
+"""Draws report.html of one run, or compares several: `python -m src.report RUN_DIR [RUN_DIR ...]`."""
+
+from collections.abc import Sequence
+
+from src.system.exit_codes import run_command
+
+
+def main(argv: Sequence[str]) -> object:
+    """Runs the command line `argv`, by src/extras/pages/page.py."""
+    from src.extras.pages.page import main
+
+    return main(argv)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,232 @@
+"""Helps when a run hangs, crashes, is slow or too large: stack traces, profiles, reports, advice on memory."""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+import jax
+import numpy as np
+
+from src.checkpoint.run_folder import RunFolder, is_remote
+from src.config.command_keys import Diagnostics
+from src.system.errors import TRY_AGAIN, UserError, say, show
+from src.system.exit_codes import end
+
+_TRACES = Path("/tmp/debugging")
+TIMED_STEPS = 10  # of a start, before a step is watched: the first compiles, and with pgle=auto a later one too
+_GRACE_SECONDS = 10  # before hang_action=exit: to write the file, for a store to take it, and for other processes
+
+
+@contextlib.contextmanager
+def stack_traces(keys: Diagnostics) -> Iterator[None]:
+    """Writes all threads' stacks now and then, on SIGUSR1 and on a crash, if `collect_stack_trace` is set."""
+    if not keys.collect_stack_trace:
+        yield
+        return
+    if any(thread.name == "cloud-tpu-diagnostics" for thread in threading.enumerate()):
+        raise UserError("collect_stack_trace=true, but traces of this process's last run still end: start another one")
+    with contextlib.ExitStack() as exits:
+        out = usr1 = sys.stderr
+        if keys.stack_trace_to_cloud:
+            # Processes of one host may start in the same second and, in containers, have the same pid. Each has two
+            # files, as the timer and the package's signal come at the same time.
+            name = f"{time.strftime('stack_trace_%Y_%m_%d_%H_%M_%S')}_{os.getpid()}_{time.time_ns() % 10**9:09}"
+            try:
+                _TRACES.mkdir(parents=True, exist_ok=True)
+                out, usr1 = (exits.enter_context(open(_TRACES / (name + end), "x")) for end in (".txt", "_usr1.txt"))
+                _begin_cloud_tpu_diagnostics(keys.stack_trace_interval_seconds, exits)
+            except (OSError, ImportError) as error:
+                raise UserError(
+                    f"stack_trace_to_cloud=true writes to {_TRACES} by the package cloud-tpu-diagnostics, which bash "
+                    f"setup.sh tpu installs: {error}. Set it to false to have the stacks on the console."
+                ) from None
+        faulthandler.enable(out)
+        exits.callback(faulthandler.disable)
+        faulthandler.register(signal.SIGUSR1, usr1, chain=keys.stack_trace_to_cloud)  # kill -USR1 PID: now
+        exits.callback(faulthandler.unregister, signal.SIGUSR1)
+        faulthandler.dump_traceback_later(keys.stack_trace_interval_seconds, repeat=True, file=out)
+        exits.callback(faulthandler.cancel_dump_traceback_later)
+        yield
+
+
+def _begin_cloud_tpu_diagnostics(interval: int, exits: contextlib.ExitStack) -> None:
+    """Has the package write the main thread's stack at SIGUSR1, and send that at the interval; `exits` end it."""
+    from cloud_tpu_diagnostics import configuration, diagnostic
+
+    traces = configuration.stack_trace_configuration.StackTraceConfig(True, True, interval)
+    debug = configuration.debug_configuration.DebugConfig(traces)
+    context = diagnostic.diagnose(configuration.diagnostic_configuration.DiagnosticConfig(debug))
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # before and after: what its thread sends must not end the process
+    exits.callback(signal.signal, signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
+    context.__enter__()  # left in a thread, as it waits for the interval to end
+    exits.callback(threading.Thread(None, context.__exit__, "cloud-tpu-diagnostics", (None,) * 3, daemon=True).start)
+    # It registers with faulthandler beneath its own handler, where another registration would not be called.
+    faulthandler.unregister(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
+
+
+@contextlib.contextmanager
+def advice_on_memory(per_device_batch_size: float, remat_policy: str) -> Iterator[None]:
+    """Raises UserError, with what helps, where a device or the host has no room for what the body asks for."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        message = str(error).strip().partition("\n\n")[0]
+        # The memory of a core, VMEM, may be too small for a kernel, whatever the size of the batch.
+        if not message.startswith("RESOURCE_EXHAUSTED") or "vmem" in message.lower():
+            raise
+        where = f"cpu-{jax.device_count()}" if jax.default_backend() == "cpu" else "these devices, such as v5p-8"
+        note = getattr(error, "kept_checkpoint", "")  # of checkpoint.run_folder.in_run_folder
+        raise UserError(
+            f"memory is full, on {jax.device_count()} x {jax.devices()[0].device_kind}. JAX says: {message}\n"
+            f"What helps: a smaller per_device_batch_size (here {per_device_batch_size:g}; "
+            "gradient_accumulation_steps keeps the global batch), remat_policy=full (here "
+            f"{remat_policy}), num_vocab_tiling for the logits, more devices, over which "
+            "ici_fsdp_parallelism=-1 shards the weights, or a smaller model. python -m src.train_compile with these "
+            f"keys and compile_topology={where} lists what a step needs, and what would make it fit."
+            + (f"\n{note}" if note else "")
+        ) from error
+
+
+class Profile:
+    """Profiles `profiler_steps` steps of process 0, after `skip_first_n_steps_for_profiler` steps of this start."""
+
+    def __init__(self, keys: Diagnostics, first_step: int, steps: int, folder: Path) -> None:
+        self._folder = folder / "tensorboard"
+        self._begin = first_step + keys.skip_first_n_steps_for_profiler
+        self._end = self._begin + keys.profiler_steps
+        self._wanted, self._running = bool(keys.profiler) and self._end <= steps, False
+        # A new run of so few steps is refused (src/config/checks.py), but one that goes on may be near its end.
+        if keys.profiler and not self._wanted:
+            say([f"no profile is written: it would be of steps {self._begin + 1} to {self._end}, and steps={steps}"])
+
+    @contextlib.contextmanager
+    def step(self, step: int, state: Any) -> Iterator[None]:
+        """Marks the body as the dispatch of the step after `step`, which leads on from `state`.
+
+        Before its first step starts, and after its last, the profile waits for `state`: steps are dispatched before
+        the devices come to them.
+        """
+        if self._wanted and step in (self._begin, self._end):
+            jax.block_until_ready(state)
+            if step == self._end:
+                self.close()
+            elif jax.process_index() == 0:
+                jax.profiler.start_trace(self._folder)
+                self._running = True
+        with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
+            yield
+
+    def close(self) -> None:
+        """Ends a running profile, at the end of a run whose steps have ended."""
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False
+
+
+class Watchdog:
+    """Watches in a thread that steps go on, each within `hang_after_steps` median times or `hang_after_seconds`.
+
+    Every process of a job watches its own loop and writes a file of its own. Not watched are evaluations and saves
+    (`pause`) and the first steps of a start; nor is what blocks the thread too: C code that keeps Python's lock.
+    """
+
+    def __init__(self, keys: Diagnostics, folder: RunFolder, rows: Sequence[int], sources: Sequence[str]) -> None:
+        """Takes the run's folder, which of a batch's rows are this host's, and the names of the S sources."""
+        self._keys, self._folder, self._rows, self._sources = keys, folder, rows, sources
+        self._times: deque[float] = deque(maxlen=100)
+        self._last = self._begin = self._reported = 0.0  # when a step ended, was begun to be watched; 0: not now
+        self._closed = threading.Event()
+
+    def __enter__(self) -> Self:
+        if self._keys.hang_after_steps:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+
+    def step(self, dispatched: int, rows_taken: int, stream_positions: np.ndarray) -> None:
+        """Takes note that the step before `dispatched` has ended; data go on at `stream_positions`, [rows, S, 2]."""
+        now = time.monotonic()
+        if self._last:
+            self._times.append(now - self._last)
+        if self._reported and self._reported == self._begin:
+            print(f"step {dispatched - 1} ended after {now - self._begin:,.0f} s: it was slow, no hang", flush=True)
+        self._at = (dispatched, rows_taken, stream_positions)
+        self.resume()
+
+    def pause(self) -> None:
+        """Stops watching until `resume`: what comes is no step."""
+        self._last = self._begin = 0.0
+
+    def resume(self) -> None:
+        """Watches the wait for the next step's end, which begins now."""
+        self._last = time.monotonic()
+        if len(self._times) >= TIMED_STEPS:
+            least = self._keys.hang_after_seconds
+            self._limit = max(self._keys.hang_after_steps * statistics.median(self._times), least)
+            self._begin = self._last
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(1.0, self._keys.hang_after_seconds / 10)):
+            begin = self._begin
+            if begin not in (0.0, self._reported) and (seconds := time.monotonic() - begin) > self._limit:
+                self._reported = begin
+                if self._keys.hang_action == "exit":  # in a thread, because the report itself may hang or fail
+                    timer = threading.Timer(_GRACE_SECONDS, self._exit, [begin])
+                    timer.daemon = True
+                    timer.start()
+                self._report(f"no step has ended for {seconds:,.0f} s")
+
+    def _exit(self, begin: float) -> None:
+        if self._begin == begin and not self._closed.is_set():
+            end(TRY_AGAIN, "error: a hang, and hang_action=exit: the same command goes on", at_once=True)
+
+    def _report(self, problem: str) -> None:
+        process = jax.process_index()
+        name = time.strftime(f"hang-%Y-%m-%d-%H-%M-%S-process-{process}.txt")
+        local, where = self._folder.local / name, self._folder.path / name
+        try:
+            local.parent.mkdir(parents=True, exist_ok=True)
+            with local.open("x", encoding="utf-8") as out:
+                self._write(problem, out)
+        except Exception as error:  # a report that fails is no reason to stop watching
+            where = f"stderr, for {where} cannot be written: {error}"
+            self._write(problem, sys.stderr)
+        else:
+            if is_remote(self._folder.path):  # in a thread, because the store may be what does not answer
+                threading.Thread(target=lambda: where.write_text(local.read_text("utf-8")), daemon=True).start()
+        show(f"process {process}: {problem}: stacks, data position and device memory are in {where}")
+
+    def _write(self, problem: str, out: TextIO) -> None:
+        dispatched, rows_taken, positions = self._at
+        lines = [
+            f"{socket.gethostname()}, process {jax.process_index()}: {problem}, at {time.strftime('%F %T %z')}.",
+            f"Step {dispatched - 1} has ended, step {dispatched} was dispatched; a hang is {self._limit:.3g} s.",
+            f"\nThe run has taken {rows_taken:,} rows; then, in each of this host's rows, come",
+        ]
+        for row, places in zip(self._rows, positions.tolist(), strict=True):
+            pairs = zip(self._sources, places, strict=True)
+            lines.append(f"  row {row}: {'; '.join(f'{s} document {n}, token {t}'.strip() for s, (n, t) in pairs)}")
+        lines += ["\nThreads", *(f"  {thread.ident or 0:#018x} {thread.name}" for thread in threading.enumerate())]
+        print(*lines, sep="\n", file=out, flush=True)
+        faulthandler.dump_traceback(out, all_threads=True)
+        print("\nDevice memory", file=out, flush=True)  # last, for it asks the devices
+        for device in jax.local_devices():
+            try:
+                stats = device.memory_stats() or {}
+                known = [f"{name} {size / 2**30:.2f} GiB" for name, size in stats.items() if "bytes" in name]
+            except Exception as error:  # of a device that has failed, which may be why the step hangs
+                known = [f"{type(error).__name__}: {error}"]
+            print(f"  {device}: {', '.join(known) or 'it does not say'}", file=out, flush=True)

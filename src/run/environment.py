@@ -1,0 +1,64 @@
+"""Names what a run's numbers depend on beside its config: versions, commit, machine and devices."""
+
+import contextlib
+import functools
+import os
+import platform
+import subprocess
+import tomllib
+from importlib import metadata
+
+import jax
+from etils import epath
+
+from src import FOLDER
+from src.checkpoint.run_folder import read_text
+from src.system.errors import UserError
+from src.system.json_text import parse_json
+
+REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_CHECKOUT = FOLDER.parent if (FOLDER.parent / "pyproject.toml").exists() else None  # None: pip has installed it
+
+
+def version() -> str:
+    """Returns MinText's version, which pyproject.toml alone states."""
+    if _CHECKOUT is None:
+        return metadata.version("mintext")
+    return tomllib.loads((_CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that decide a run's numbers, by name."""
+    return {"Python": platform.python_version()} | {name: metadata.version(name) for name in REPORTED_PACKAGES}
+
+
+@functools.cache
+def environment() -> dict[str, str]:
+    """Returns what a run's numbers depend on beside its config, by name: versions, commit, machine, devices.
+
+    Starts JAX's backend, so call it after `jax.distributed.initialize`.
+    """
+    command = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--exclude=*"]
+    commit = ""  # without git or outside a checkout, whose folder may be in another repository
+    with contextlib.suppress(FileNotFoundError):
+        if _CHECKOUT:
+            commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "MinText": version() + f" ({commit})" * bool(commit),
+        **versions(),
+        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "processes": str(jax.process_count()),
+    }
+
+
+def read_environment(folder: epath.Path) -> dict[str, str]:
+    """Returns the content of a run's environment.json, {} without one; raises UserError if it is malformed."""
+    file = folder / "environment.json"
+    try:
+        facts = parse_json("{}" if (text := read_text(file)) is None else text)
+        if not isinstance(facts, dict):
+            raise ValueError("it is no mapping of names to texts")
+    except ValueError as error:
+        raise UserError(f"{file} cannot be read: {error}. Delete it: the page then goes without it") from None
+    return facts

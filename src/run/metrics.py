@@ -1,0 +1,301 @@
+"""Writes a run's metrics: metrics.jsonl, TensorBoard, and lines on the console."""
+
+import importlib.util
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress
+
+from src.system.disk import names
+from src.system.errors import counted, printable, show
+from src.system.json_text import parse_json
+
+# The keys of a train line of metrics.jsonl, in order (docs/metrics.md explains each). mfu and mfu_palm need a device
+# whose peak rate is known, the losses of experts and MTP a model that has them, `conversations_cut` `use_sft`,
+# `updates_skipped` `skip_step_on_spikes`. An eval line has `step`, EVAL_KEYS and the metrics of `eval_metrics`, with
+# /NAME appended for a named set, `ema_decay` adds `eval_ema_loss`. Line k of the train lines is of update k, from 1.
+TRAIN_KEYS = (
+    *("step", "loss", "perplexity", "load_balance_loss", "router_z_loss", "expert_load_max", "tokens_dropped"),
+    *("mtp_loss", "conversations_cut", "grad_norm", "updates_skipped", "learning_rate", "step_time_seconds"),
+    *("data_wait_seconds", "tokens_per_second", "tflops_per_device", "mfu", "mfu_palm"),
+)
+EVAL_KEYS = ("eval_loss", "eval_perplexity")
+# Lists, with a number for each layer of experts, and how a curve makes them one number.
+PER_LAYER: dict[str, Callable[[Sequence[float]], float]] = {"expert_load_max": max, "tokens_dropped": statistics.fmean}
+# How the keys begin of the lines that `log_internals` adds, lists with a number for each layer or one for a variable.
+INTERNALS = ("activation_rms", "weight_norm/", "gradient_norm/", "update_norm/")
+Entry = Mapping[str, Any]  # a line of metrics.jsonl: numbers, or None for what is not finite, and lists of such
+
+
+def perplexity(loss: float) -> float:
+    """Returns exp(loss) of a loss in nats per token; infinity where a float cannot hold it."""
+    return math.inf if loss > 709 else math.exp(loss)
+
+
+def read_entry(line: bytes) -> Entry | None:
+    """Parses a line of metrics.jsonl; returns None if it is not the metrics of a step."""
+    try:
+        entry = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(entry, dict) or type(entry.get("step")) is not int or not 0 <= entry["step"] < 2**53:
+        return None
+    for key, value in entry.items():
+        is_list = key in PER_LAYER or key.startswith(INTERNALS)
+        if is_list != isinstance(value, list) or not all(map(_is_number, value if is_list else [value])):
+            return None
+    return entry
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max)
+
+
+class MetricsLog:
+    """Writes metrics.jsonl and TensorBoard scalars, each step once however often the run was interrupted.
+
+    A metric with a value per layer is a list in metrics.jsonl, and three scalars in TensorBoard. A number that is not
+    finite becomes null in metrics.jsonl, because JSON has no NaN, and is left out of TensorBoard.
+    """
+
+    def __init__(
+        self, path: Path, tensorboard_dir: Path, resume_step: int | None, evaluates_again: bool = False
+    ) -> None:
+        """Opens both, on a local disk, and cuts off the lines after `resume_step`; None: a new run, without any.
+
+        With `evaluates_again` also the evaluation of that step, which will be written again.
+        """
+        # Imported here because it takes 0.4 s, and in parts: the whole package imports PyTorch for 2 s, where there
+        # is one. Its SummaryWriter is avoided: its thread fails on a full disk, and then it waits for that for ever.
+        empty = importlib.util.module_from_spec(importlib.util.find_spec("tensorboardX"))
+        module = sys.modules.setdefault("tensorboardX", empty)
+        try:
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
+            from tensorboardX.summary import Summary, scalar
+        finally:
+            if module is empty:
+                del sys.modules["tensorboardX"]
+
+        if resume_step is not None and path.exists() and (invalid := _cut_back(path, resume_step, evaluates_again)):
+            show(f"{path.name}: cut off {counted(invalid, 'line')} at its end without the metrics of a step")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._file = path, path.open("w+" if resume_step is None else "a+", encoding="utf-8")
+        tensorboard_dir.mkdir(parents=True, exist_ok=True)
+        # The file's name has seconds only: without a suffix, another start in the same second would overwrite it.
+        self._tensorboard = EventsWriter(str(tensorboard_dir / "events"), f".{time.time_ns()}")
+        self._event, self._summary, self._scalar = Event, Summary, scalar
+        first_step = 0 if resume_step is None else resume_step + 1  # TensorBoard drops later points of earlier starts
+        start = SessionLog(status=SessionLog.START)
+        self._tensorboard.write_event(Event(wall_time=time.time(), step=first_step, session_log=start))
+
+    def write(self, entry: Entry) -> None:
+        """Adds a line: `step` with a step's metrics, an evaluation's, or internals; those declared here come first."""
+        places = {key: place for place, key in enumerate(TRAIN_KEYS + EVAL_KEYS)}
+        ordered = sorted(entry, key=lambda key: places.get(key, len(places)))
+        finite = {key: _or_null(entry[key]) for key in ordered}
+        if not names(self._path, self._file):
+            self._open_again(entry["step"])
+        self._file.write(json.dumps(finite) + "\n")
+        self._file.flush()
+        summary = self._summary(
+            value=[value for each in scalars(finite).items() for value in self._scalar(*each).value]
+        )
+        self._tensorboard.write_event(self._event(wall_time=time.time(), step=entry["step"], summary=summary))
+
+    def _open_again(self, step: int) -> None:
+        """Continues in the new file if the path's file was replaced; writes it again, whole, if it was deleted."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._file as before:
+            self._file = self._path.open("a+", encoding="utf-8")
+            is_there = self._file.tell() > 0
+            if not is_there:
+                before.seek(0)
+                shutil.copyfileobj(before, self._file)
+        done = "replaced: lines from here on follow those of the new file" if is_there else "deleted: it is back, whole"
+        show(f"step {step}: {self._path} was {done}")
+
+    def flush(self) -> None:
+        """Puts every line on disk. Call it before a checkpoint is saved, so that no step up to it can be missing."""
+        os.fsync(self._file.fileno())
+        self._tensorboard.flush()
+
+    def close(self) -> None:
+        """Closes both files."""
+        self._file.close()
+        self._tensorboard.close()
+
+
+def scalars(entry: Entry) -> dict[str, float]:
+    """Returns what TensorBoard and trackers show of a line: its numbers, and of a list the least, mean and greatest."""
+    shown: dict[str, float] = {}
+    for key, value in entry.items():
+        name = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
+        if isinstance(value, list):
+            finite = [each for each in value if each is not None]
+            reductions = {"min": min, "mean": statistics.fmean, "max": max} if finite else {}
+            shown |= {f"{name}/{reduction}": reduce(finite) for reduction, reduce in reductions.items()}
+        elif value is not None and key != "step":
+            shown[name] = value
+    return shown
+
+
+def _or_null(value: float | list[float]) -> Any:
+    if isinstance(value, list):
+        return [_or_null(each) for each in value]
+    return value if math.isfinite(value) else None
+
+
+def _cut_back(path: Path, step: int, evaluates_again: bool) -> int:
+    """Truncates metrics.jsonl after its last line up to `step`, found from the end; returns how many were invalid."""
+    until = (step, not evaluates_again)  # evaluations come after the other lines of their step
+    invalid = 0
+    lines = path.read_bytes()
+    end = lines.rfind(b"\n") + 1
+    while end:
+        begin = lines.rfind(b"\n", 0, end - 1) + 1
+        entry = read_entry(lines[begin:end])
+        if entry and (entry["step"], bool(eval_sets(entry))) <= until:
+            break
+        invalid += entry is None
+        end = begin
+    os.truncate(path, end)
+    return invalid
+
+
+class _Output(Console):
+    """Leaves a closed output to `run_command`; rich itself would exit with a code of its own."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+class StepPrinter:
+    """Prints an aligned line per step, with the remaining time; on a terminal, above a progress bar.
+
+    Of `steps`, `done` were before this start of the run. A line is printed every `log_period` steps and for the first
+    and last; with `quiet` for the last alone, and no bar. `rows_before` so many steps, of any unit, takes the time.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        done: int = 0,
+        log_period: int = 1,
+        quiet: bool = False,
+        rows_before: Callable[[int], int] = int,
+    ) -> None:
+        self._steps, self._first_step, self._log_period, self._quiet = steps, done + 1, log_period, quiet
+        self._rows_before, self._clock, self._first_time = rows_before, time.monotonic, math.nan
+        # The stream itself decides: rich would also draw in a notebook, and in a log if FORCE_COLOR is set.
+        terminal = sys.stdout.isatty()
+        self._console = _Output(
+            force_terminal=terminal, force_jupyter=False, highlight=False, markup=False, soft_wrap=True
+        )
+        self._bar = Progress(
+            BarColumn(), MofNCompleteColumn(), console=self._console, auto_refresh=False, disable=quiet or not terminal
+        )
+        self._task = self._bar.add_task("", total=steps, completed=done)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def train(self, entry: Entry) -> None:
+        """Takes each step's metrics, in order; prints those that `log_period` asks for."""
+        step = int(entry["step"])
+        if step == self._first_step:
+            self._first_time = self._clock()
+        self._bar.update(self._task, completed=step, refresh=True)
+        periodic = step % self._log_period == 0 or step == self._first_step
+        if step == self._steps or (periodic and not self._quiet):
+            seconds_left = None
+            if step > self._first_step:  # at the pace since the end of the first, which compiles; all else counts
+                first, now, end = map(self._rows_before, (self._first_step, step, self._steps))
+                seconds_left = (self._clock() - self._first_time) / (now - first) * (end - now)
+            self._console.print(train_line(entry, self._steps, seconds_left))
+
+    def evaluation(self, entry: Mapping[str, int | float]) -> None:
+        """Prints an evaluation's metrics, `step` and EVAL_KEYS."""
+        if entry["step"] == self._steps or not self._quiet:
+            self._console.print(eval_line(entry, self._steps))
+
+    def say(self, line: str) -> None:
+        """Prints a line of another kind."""
+        self._console.print(printable(line))
+
+
+def train_line(entry: Entry, steps: int, seconds_left: float | None) -> str:
+    """Formats a step's metrics in columns that stay in place from step to step; of layers of experts, the worst."""
+    grad_norm, seconds = entry["grad_norm"], entry["step_time_seconds"]
+    columns = [
+        _step_column(entry, steps),
+        f"loss {_figure(entry['loss'], '7.4f')}",
+        f"grad {_figure(grad_norm, '7.3f' if grad_norm < 1000 else '7.1e')}",
+        f"lr {entry['learning_rate']:.2e}",
+        f"{seconds:6.2f} s" if seconds >= 0.1 else f"{1000 * seconds:5.1f} ms",
+        f"{entry['tokens_per_second']:>9,.0f} tok/s",
+    ]
+    if "expert_load_max" in entry:
+        columns.append(f"load {max(entry['expert_load_max']):.1f}x")
+        if any(entry["tokens_dropped"]):
+            columns.append(f"dropped {100 * max(entry['tokens_dropped']):.1f}%")
+    if "mfu" in entry:
+        columns.append(f"MFU {100 * entry['mfu']:4.1f}%")
+    if seconds_left is not None:
+        columns.append(f"ETA {duration(seconds_left)}")
+    return "  ".join(columns)
+
+
+def _figure(value: float, form: str) -> str:
+    return f"{'null':>7}" if math.isnan(value) else format(value, form)
+
+
+def eval_sets(entry: Mapping[str, int | float]) -> dict[str, dict[str, float]]:
+    """Groups the metrics of an evaluation by the name of their set; a set without a name has the name ""."""
+    sets: dict[str, dict[str, float]] = {}
+    for key, value in entry.items():
+        if key.startswith("eval_"):
+            metric, _, name = key.partition("/")
+            sets.setdefault(name, {})[metric] = value
+    return sets
+
+
+def eval_key(metric: str, name: str) -> str:
+    """Returns the key of a metric of the evaluation set `name`: `eval_loss/books`."""
+    return f"{metric}/{name}" if name else metric
+
+
+def eval_line(entry: Mapping[str, int | float], steps: int) -> str:
+    """Formats an evaluation's metrics, a line for each set, with losses in the column of training losses."""
+    lines = []
+    for name, metrics in eval_sets(entry).items():
+        extra = "".join(f"  {key.removeprefix('eval_')} {metrics[key]:.4f}" for key in metrics if key not in EVAL_KEYS)
+        loss = f"eval {metrics['eval_loss']:7.4f}  perplexity {metrics['eval_perplexity']:.3f}"
+        lines.append(f"{_step_column(entry, steps)}  {loss}{extra}{f'  {name}' if name else ''}")
+    return "\n".join(lines)
+
+
+def _step_column(entry: Mapping[str, int | float], steps: int) -> str:
+    return f"step {entry['step']:>{len(str(steps))}}/{steps}"
+
+
+def duration(seconds: float) -> str:
+    """Formats 2:05 (minutes and seconds), 3:02:05, or 4d 03:02 (days, hours and minutes)."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02}:{minute:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,0 +1,193 @@
+"""Records the metrics that steps return, in metrics.jsonl, TensorBoard, the console and report.html."""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from typing import NamedTuple, Self
+
+import jax
+from jax.sharding import Mesh
+
+from src.config.schema import Step
+from src.model.flops import FlopsPerToken
+from src.parallel.topology import run_peak
+from src.run.metrics import INTERNALS, TRAIN_KEYS, Entry, MetricsLog, StepPrinter, perplexity
+from src.step.optimizer import learning_rate
+from src.step.state import TrainState
+from src.step.train_step import Metrics
+from src.system.errors import UserError
+
+MAX_SKIPPED = 10  # consecutive updates; as batches differ, the weights must be the cause
+
+
+class Result(NamedTuple):
+    """Holds what a run ends with. If it was finished before, process 0 has the metrics from metrics.jsonl."""
+
+    state: TrainState  # after the last step
+    metrics: dict[str, float]  # of the last step
+    eval_metrics: dict[str, float]  # of the last evaluation
+    stopped_by: int  # the signal that ended the run early, SIGTERM or SIGINT; 0: none
+
+    @property
+    def exit_code(self) -> int:
+        """Returns the command's exit code: 143 if SIGTERM stopped the run tells schedulers to start it again."""
+        return 128 + self.stopped_by if self.stopped_by else 0
+
+
+class NonFiniteError(UserError):
+    """Reports that a run's losses, gradients or weights are not finite."""
+
+
+class Recorder:
+    """Records each of a run's `steps` while the next one runs, so that the devices never wait for the host.
+
+    Process 0 alone has a `log` and a `printer`. Each token takes so many `flops`.
+    """
+
+    def __init__(
+        self,
+        keys: Step,
+        steps: int,
+        log: MetricsLog | None,
+        printer: StepPrinter | None,
+        flops: FlopsPerToken,
+        mesh: Mesh,
+    ) -> None:
+        self.last: Entry = {}  # the metrics of the step recorded last
+        self.last_finite = 0  # the last step whose loss and gradient were finite: the weights before it are good
+        self.skipped = 0  # steps recorded since then
+        self._empty = 0  # the steps of this start, if none has had a token in the loss; else below 0
+        self.recorded = 0  # the last step all of whose lines are written
+        self._keys, self._steps, self._log, self._printer = keys, steps, log, printer
+        self._flops, self._devices = flops, mesh.size
+        self._peak = run_peak(mesh.devices.flat[0].device_kind, keys.dtype, keys.matmul_precision)
+        self._pending: tuple[int, Metrics, int, float] | None = None
+        self._data_wait = 0.0
+        self._ended = 0.0  # when the pending step was seen to be computed; 0: it was not yet
+        self._clock = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        if self._printer:
+            self._printer.__enter__()
+        self.start_clock()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._log and self._printer:
+            self._printer.__exit__(*error)
+            with contextlib.suppress(OSError if error[0] else ()):  # a full disk, which the first error reports
+                self._log.close()
+
+    def start_clock(self) -> None:
+        """Starts the time of the next step: what came before belongs to no step."""
+        self._clock = time.perf_counter()
+
+    @contextlib.contextmanager
+    def waits_for_data(self) -> Iterator[None]:
+        """Measures the body, which takes a batch, as the next step's `data_wait_seconds`."""
+        begin = time.perf_counter()
+        # A CPU may compute a small step while it is called: the next call is then no part of this step's time.
+        if self._pending and all(array.is_ready() for array in jax.tree.leaves(self._pending[1])):
+            self._ended = begin
+        yield
+        self._data_wait = time.perf_counter() - begin
+
+    def add(self, step: int, metrics: Metrics, tokens: int) -> None:
+        """Takes the metrics of update `step` (from 1), which may still be computed, and records those of the last one.
+
+        Its batch has so many `tokens`, rows x T. Raises NonFiniteError if the last update's loss or gradient is not
+        finite, and `on_nonfinite` is stop, or MAX_SKIPPED consecutive updates were skipped, or the run's last ones; or
+        the update made the weights unusable. Raises UserError if no token of the first steps counts in the loss.
+        """
+        self.flush()
+        self._pending = (step, metrics, tokens, self._data_wait)
+
+    def flush(self) -> None:
+        """Waits for the step that was added last and records it; raises as `add` does."""
+        if self._pending is None:
+            return
+        (step, arrays, tokens, data_wait), self._pending = self._pending, None
+        arrays = dict(arrays)
+        internals, user_metrics = arrays.pop("internals", {}), jax.device_get(arrays.pop("user_metrics", {}))
+        if taken := sorted(
+            name for name in user_metrics if name in TRAIN_KEYS or name.startswith(("eval_", *INTERNALS))
+        ):
+            raise UserError(
+                f"loss={self._keys.loss}: metrics must have names of their own, not {', '.join(taken)}: other figures "
+                f"of metrics.jsonl have these names, or begin with eval_, {', '.join(INTERNALS)}"
+            )
+        metrics = {name: value.tolist() for name, value in jax.device_get(arrays).items()}
+        now = self._ended or time.perf_counter()
+        seconds, self._clock, self._ended = now - self._clock, now, 0.0
+        is_empty = metrics["finite"] and math.isnan(metrics["loss"])  # no token of the batch counts in the loss
+        self._empty += 1 if is_empty else -self._steps
+        if metrics["finite"]:
+            self.last_finite, self.skipped = step, 0
+        else:
+            self.skipped += 1
+        self._check(step, metrics)
+        rate, flops, peak = tokens / seconds / self._devices, self._flops, self._peak  # rate: of one device
+        mfu = {} if peak is None else {"mfu": rate * flops.causal / peak, "mfu_palm": rate * flops.palm / peak}
+        self.last = {
+            "step": step,
+            "perplexity": perplexity(metrics["loss"]),
+            **{name: metrics[name] for name in TRAIN_KEYS if name in metrics},
+            "learning_rate": learning_rate(self._keys, self._steps, step - 1),
+            "step_time_seconds": seconds,
+            "data_wait_seconds": data_wait,
+            "tokens_per_second": tokens / seconds,
+            "tflops_per_device": rate * flops.causal / 1e12,
+            **mfu,  # docs/performance.md explains both
+            **{name: value.tolist() for name, value in user_metrics.items()},
+        }
+        if self._log and self._printer:
+            self._log.write(self.last)
+            if internals and step % self._keys.log_internals == 0:
+                norms = jax.device_get(internals)
+                self._log.write({"step": step, **{name: value.tolist() for name, value in norms.items()}})
+            self._printer.train(self.last)
+            if is_empty:
+                self._printer.say(f"step {step}: no update is made, for no token of the batch counts in the loss")
+            elif self.skipped:
+                self._printer.say(f"step {step}: the update is skipped, for it is not finite")
+            elif metrics.get("spike"):
+                self._printer.say(f"step {step}: the update is skipped, for its loss or gradient norm is a spike")
+        self.recorded = step
+
+    def _check(self, step: int, metrics: Entry) -> None:
+        advice, keys, loss = "", self._keys, metrics["loss"]
+        aborts = {math.isnan(loss): keys.abort_on_nan_loss, math.isinf(loss): keys.abort_on_inf_loss}
+        if not metrics["usable"]:
+            problem = f"step {step}: the update made weights so large that no layer can be computed with them."
+        elif self.skipped and keys.on_nonfinite == "stop" and aborts.get(True, True):  # the gradient's norm may be why
+            numbers = f"loss {loss:g} and gradient norm {metrics['grad_norm']:g}"
+            problem = f"step {step}: {numbers} are not both finite. The update was not made."
+            advice = ", or leave such updates out with on_nonfinite=skip"
+        elif self.skipped == MAX_SKIPPED or (self.skipped and step == self._steps):
+            problem = f"step {step}: the last {self.skipped} updates were skipped, for none was finite."
+        elif self._empty == MAX_SKIPPED or self._empty == step == self._steps:
+            raise UserError(
+                f"no token of the first {self._empty} steps counts in the loss, nothing is learned. With use_sft and "
+                "long_documents=truncate, a prompt longer than a row leaves no answer in it: raise max_target_length, "
+                "or use split. A batch_transform may set loss_mask to 0. src.inspect_data shows the rows."
+            )
+        else:
+            return
+        if self.skipped == step:
+            raise NonFiniteError(
+                f"{problem} No update was made before, so no learning rate can be why: look at the loss, at the data, "
+                "and at the weights that the run began with."
+            )
+        raise NonFiniteError(f"{problem} Try a smaller learning_rate or gradient_clipping_threshold{advice}.")
+
+    def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Records an evaluation after update `step`."""
+        if self._log and self._printer:
+            self._log.write({"step": step, **metrics})
+            self._printer.evaluation({"step": step, **metrics})
+
+    def sync(self) -> None:
+        """Puts every recorded line on disk."""
+        if self._log:
+            self._log.flush()

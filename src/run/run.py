@@ -1,0 +1,340 @@
+"""Surrounds the steps of a training run: its folder, its place in the data, records, evaluations and checkpoints."""
+
+import contextlib
+import json
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from src.checkpoint.checkpointer import Checkpointer
+from src.checkpoint.contents import compare_configs
+from src.checkpoint.resume import starting_state
+from src.checkpoint.run_folder import RunFolder, dated_name, describe_latest, in_run_folder, latest_step
+from src.config import load as configuration
+from src.config.schema import Config
+from src.data.fingerprint import EVALUATION, data_fingerprint
+from src.data.host_arrays import check_same, host_rows, to_global
+from src.data.loader import HostBatch, train_batches
+from src.data.types import EvalSet, InputSpec, RowArrays, TrainData
+from src.model.flops import flops_per_token
+from src.parallel.slices import check_hardware, count_slices
+from src.run.diagnostics import Profile, Watchdog
+from src.run.environment import environment, read_environment
+from src.run.evaluator import Evaluator
+from src.run.metrics import MetricsLog, StepPrinter, eval_key, eval_sets
+from src.run.preemption import Preemption
+from src.run.recorder import Recorder, Result
+from src.run.saver import Saver
+from src.run.summary import dates, ending, next_commands, print_header, run_header
+from src.step.build import build
+from src.step.compiler_flags import compiler_options
+from src.step.narrow_weights import NarrowWeights
+from src.step.plan import Batch
+from src.step.same_program import check_same_program
+from src.step.state import TrainState, batch_sharding
+from src.step.train_step import Metrics
+from src.system.errors import UserError, printable, say
+from src.system.extras import optional
+
+
+class Run:
+    """Surrounds the steps of a run; all processes make the same calls, in this order:
+
+        run = Run(config, exits)  # its folder's name, its step traced; nothing is written
+        run.open(inputs, data, eval_sets)  # its folder is locked, its state restored or made
+        run.announce()
+        with run:
+            for step in run.steps():
+                batch = run.next_batch()
+                state, metrics = run.built.train(run.state, run.to_devices(batch), hparams)
+                run.record(state, metrics, batch)
+                if run.saves():
+                    run.save()
+                if run.evaluates():
+                    run.evaluate()
+        run.conclude()
+
+    If an error ends the `with` block between two steps, the state is saved (`Saver.after`).
+    """
+
+    def __init__(
+        self, config: Config, exits: contextlib.ExitStack, fields: Mapping[str, jax.ShapeDtypeStruct] = {}
+    ) -> None:
+        """`exits` close what the run opens. Batches have `fields` too, which `prepare` adds to this host's rows."""
+        self.config, self._exits = config, exits
+        self.prepare: Callable[[RowArrays], RowArrays] = lambda rows: rows
+        self.folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
+        exits.callback(self.folder.close)
+        self._is_writer, self._tracking, self._report = jax.process_index() == 0, None, None
+        if self._is_writer and config.report_to:
+            from src.extras.trackers import Tracking
+
+            self._tracking = exits.enter_context(Tracking(config.report_to))
+        if self._is_writer and (pages := optional("pages.live")):
+            self._report = exits.enter_context(contextlib.closing(pages.LiveReport(self.folder)))
+        check_hardware(config.run.hardware)
+        options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
+        self.built = build(config, jax.devices(), options, fields)
+        check_same_program(self.built, config.steps)
+        self.plan, self.schedule = self.built.plan, self.built.schedule
+        self._place = batch_sharding(self.plan.layout, self.plan.fields)
+        self.rows = host_rows(self._place["tokens"], (self.built.rows, config.max_target_length))
+        self.evaluators: Sequence[Evaluator] = ()
+        self.generated: Any = None  # `DecodeMetrics`
+        self.eval_metrics: dict[str, float] = {}  # of the last evaluation
+        self._has_begun = False
+        self.stopped_by = 0  # the signal that ended the run early; 0: none
+
+    # ---- Before the first step
+
+    def open(self, inputs: InputSpec, data: TrainData, eval_sets: Sequence[EvalSet], **facts: Any) -> None:
+        """Locks the run's folder; finds its state and its place in the data of this fingerprint and `facts`.
+
+        Raises UserError as `starting_state`, if the folder can't be written, or if another process trains in it.
+        """
+        config, folder = self.config, self.folder
+        self.inputs, self.data, self.eval_sets = inputs, data, eval_sets
+        self._fingerprint = (
+            data_fingerprint(inputs, data, self.built.rows, eval_sets) | self.schedule.fingerprint() | facts
+        )
+        check_same(self._fingerprint, "data or code", "the same files, functions, tokenizer and keys")
+        self._exits.enter_context(in_run_folder(folder.path))
+        folder.check_writable()
+        folder.lock()  # before anything of it is read that another process may change
+        checkpoints, keep = folder.path / "checkpoints", config.max_num_checkpoints_to_keep
+        self._checkpointer = Checkpointer(checkpoints, max_to_keep=keep, async_save=config.async_checkpointing)
+        self._exits.callback(self._checkpointer.close)
+        changes = compare_configs(config, folder)
+        accepted = (*config.accept_changes, *[EVALUATION] * (not config.target_eval_loss))
+        place = self._checkpointer, self._fingerprint, inputs.tokenizer
+        start = starting_state(config.checkpoint, config.data, accepted, self.plan, self.built.state, *place)
+        self.start, self.state, self.done = start, start.state, int(start.state.step)
+        if self.done > config.steps or (self.done == config.steps and not start.resumed):
+            begun = "the run" if start.resumed else "the checkpoint of load_full_state_path"
+            raise UserError(f"steps={config.steps} is already reached: {begun} is at step {self.done}. Raise steps.")
+        if start.resumed:
+            with contextlib.suppress(UserError):  # environment.json is malformed, and is written again
+                old, new = read_environment(folder.path), environment()
+                other = [f"{name} {old[name]} -> {new[name]}" for name in new if old.get(name, new[name]) != new[name]]
+                if other:
+                    note = f"changed since the run's last start: {', '.join(other)}"
+                    changes.append(f"{note}: losses may differ in the last bits")
+            start.messages[:0] = changes
+        self.finished = ending(config, self.done, start.eval_loss)
+
+    def is_over(self) -> bool:
+        """Returns whether nothing is left to do, as in a restart loop, or after a kill at the end."""
+        return bool(self.finished) and not self.start.evaluation_due
+
+    def announce(self, **replaced: str) -> None:
+        """Prints the header, in which some names have other values than `run_header` gives them."""
+        self._header = []
+        if self._is_writer:
+            data = self.inputs, self.data, self.eval_sets
+            header = run_header(self.config, self.built, *data, self.folder, self.done, environment())
+            self._header = [(name, replaced.get(name, value)) for name, value in header]
+        if not self.config.quiet:
+            print_header(self._header)
+        say(self.start.messages)
+
+    def evaluate_by(self, eval_step: jax.stages.Wrapped) -> None:
+        """Has each evaluation set evaluated by `eval_step`."""
+        settings, positions = (self.config.evaluation, self.inputs, self.plan, eval_step), self.start.eval_position
+        self.evaluators = [
+            Evaluator(*settings, each, positions.get(each.name), self.prepare) for each in self.eval_sets
+        ]
+
+    def __enter__(self) -> Self:
+        config, start, built, self._has_begun = self.config, self.start, self.built, True
+        streams = self.schedule.streams()[self.rows]
+        places, self._rows_taken, rows_before, saved = start.position
+        position = self._rows_taken, None if places is None else places[streams], rows_before, saved
+        sizes = self.schedule, self.done
+        batches = train_batches(self.inputs, self.data, streams, built.rows, *position, *sizes)
+        self._exits.callback(batches.close)  # not before the report, as it waits for rows that are being made
+        self._batches = batches
+        self.recorder = self._open_log()
+        sources = [each.source for each in self.evaluators]
+        known = self._checkpointer, start, self.recorder, self._fingerprint, self.inputs.tokenizer, self.data, sources
+        self._saver = Saver(config, self.folder, built, self.rows, *known)
+        self._narrow = NarrowWeights(self.plan, self.state, self.done + config.log_period)
+        say(self._narrow.messages)
+        if self._tracking:
+            self._tracking.start(self.folder, self.done if start.resumed else None)
+        if config.use_sft:
+            self._count_cut = jax.jit(lambda cuts: jnp.sum(cuts[:, 1]), out_shardings=self.plan.layout.sharding(()))
+        with contextlib.ExitStack() as observers:
+            observers.enter_context(self.recorder)
+            profile = Profile(config.diagnostics, self.done, config.steps, self.folder.local)
+            self._profile = observers.enter_context(contextlib.closing(profile))
+            self._preemption = observers.enter_context(contextlib.closing(Preemption(self.folder.path)))
+            self._preemption.save = self._saver.save_now
+            observers.push(self._saver.after)
+            watchdog = Watchdog(config.diagnostics, self.folder, streams, self.data.names)
+            self._watchdog = observers.enter_context(watchdog)
+            self._observers = observers.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if error[1]:
+            self._observers.__exit__(*error)
+            return
+        with self._observers:
+            self._watchdog.pause()
+            self._saver.finish()  # while signals are still caught
+
+    def _open_log(self) -> Recorder:
+        """Writes config.yml and environment.json; returns what records steps, and in process 0 prints them.
+
+        Metrics of an earlier start, of which no checkpoint is left, are set aside.
+        """
+        config, folder, due = self.config, self.folder, self.start.evaluation_due
+        if not self.start.resumed and (aside := folder.set_aside("metrics.jsonl")):
+            say([f"no checkpoint of an earlier start is here to go on from; its metrics are in {aside}"])
+        folder.write_text("config.yml", configuration.to_yaml(config))
+        log = printer = None
+        if self._is_writer:
+            facts = dates(folder, self.done) | dict(self._header[2:-1]) | environment()
+            folder.write_text("environment.json", json.dumps(facts))
+            step = self.done if self.start.resumed else None
+            log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", step, due)
+            printer = StepPrinter(config.steps, self.done, config.log_period, config.quiet, self.schedule.rows_before)
+        flops = flops_per_token(self.plan.spec, config.max_target_length)
+        return Recorder(config.step, config.steps, log, printer, flops, self.plan.layout.mesh)
+
+    # ---- Steps
+
+    def steps(self) -> Iterator[int]:
+        """Yields the number of updates made before each step; a step is recorded while the next one runs."""
+        if self.start.evaluation_due and self.evaluators:
+            self.evaluate()
+        self.recorder.start_clock()
+        while not (self.finished or self.stopped_by):
+            self._is_paused = False
+            yield self.done
+            if self._is_paused:
+                if self._report:
+                    self._report.update()
+                self.recorder.start_clock()
+                self._watchdog.resume()
+
+    def next_batch(self) -> HostBatch:
+        """Waits for the next batch of this host."""
+        with self.recorder.waits_for_data(), self._preemption.waits_for_data():
+            batch = next(self._batches)
+        if self.schedule.changes_at(self.done):
+            self.recorder.flush()  # the step is compiled again, in its own time and not in that of the last one
+            self._watchdog.pause()
+        self._in_step = self._profile.step(self.done, self.state)
+        self._in_step.__enter__()
+        return batch
+
+    def to_devices(self, batch: HostBatch) -> Batch:
+        """Returns the global batch that has this host's rows."""
+        return to_global(self.prepare(batch.arrays), self._place, batch.rows, self.schedule.size(self.done))
+
+    def record(self, state: TrainState, metrics: Metrics, batch: HostBatch) -> None:
+        """Takes a step's results, which may still be computed; raises as `Recorder.add`, for the step before."""
+        size = self.schedule.size(self.done)
+        if self.config.use_sft:
+            cuts = to_global(batch.cuts, self.plan.layout.sharding(("batch", None)), batch.rows, size)
+            metrics["conversations_cut"] = self._count_cut(cuts)
+        self._in_step.__exit__(None, None, None)
+        self.state, self.done, self._rows_taken = state, self.done + 1, self._rows_taken + size
+        done, config = self.done, self.config
+        self._evaluation_due = bool(self.evaluators) and (done % config.eval_interval == 0 or done == config.steps)
+        self._saver.reached(done, state, batch, rows_taken=self._rows_taken, evaluation_due=self._evaluation_due)
+        self.recorder.add(done, metrics, self.built.tokens * size // self.built.rows)
+        say(self._narrow.after(done, state))
+        self._watchdog.step(done, self._rows_taken, batch.stream_positions)
+        if self._preemption.reached(done) and done < config.steps:  # else nothing is left to resume
+            self.stopped_by = self._preemption.signal or signal.SIGTERM  # 0: another process got it
+            if self._tracking:
+                self._tracking.stopped_by = self.stopped_by
+                self._tracking.lacks_evaluation = self._evaluation_due
+        self.finished = ending(config, done, None)
+
+    def saves(self) -> bool:
+        """Returns whether the state is to be saved: before an evaluation, as that may fail."""
+        return bool(self.done % self.config.checkpoint_period == 0 or self.stopped_by or self.done == self.config.steps)
+
+    def evaluates(self) -> bool:
+        """Returns whether the state is to be evaluated; a run that is asked to end leaves that to its next start."""
+        return self._evaluation_due and not self.stopped_by
+
+    def save(self) -> None:
+        """Saves the state; raises UserError as `Saver.save`."""
+        self._pause()
+        self._saver.save()
+
+    def evaluate(self) -> None:
+        """Evaluates the state. If its losses are low enough, the run is finished, and the state is saved."""
+        self._pause()
+        metrics: dict[str, float] = {}
+        for each in self.evaluators:
+            metrics |= each.run(self.state)
+        if self.generated:
+            scores = self.generated.run(self.plan, self.state.weights).items()
+            metrics |= {eval_key(f"eval_{name}", self.evaluators[0].name): value for name, value in scores}
+        self.recorder.add_evaluation(self.done, metrics)
+        self.eval_metrics = metrics
+        losses = [each["eval_loss"] for each in eval_sets(metrics).values()]
+        loss = max(losses) if np.isfinite(losses).all() else None
+        rolls = self.config.eval_mode == "rolling"
+        self._saver.evaluated(loss, {each.name: each.batches.position() for each in self.evaluators} if rolls else None)
+        self.finished = ending(self.config, self.done, loss)
+        if self.finished:
+            self._saver.save()
+
+    def _pause(self) -> None:
+        """Records the last step, and stops its clock."""
+        self.recorder.flush()
+        self._watchdog.pause()
+        self._is_paused = True
+
+    # ---- After the last step
+
+    def conclude(self, config: Config | None = None) -> Result:
+        """Says how the run ended, and writes the report; of a finished run, also a sample, and commands for its model.
+
+        Those are of `config`, if it is another one. Returns the result; of a run that was over before, with the metrics
+        that a process with a report knows.
+        """
+        config, folder, tokenizer = config or self.config, self.folder, self.inputs.tokenizer
+        if not self._has_begun:
+            folder.fetch("metrics.jsonl")
+            say([*self.start.messages, f"finished: {self.finished}."])
+        elif self.stopped_by:
+            note = describe_latest(folder.path)
+            if latest_step(folder.path) is not None:
+                note += f"; the same command, run_name={folder.name}, goes on from it"
+            name = "Ctrl-C" if self.stopped_by == signal.SIGINT else "SIGTERM"
+            say([f"stopped by {name} after step {self.done}; {note}"])
+        elif self.done < config.steps or not self.recorder.last:  # by target_eval_loss, or in an earlier start
+            say([f"finished: {self.finished}."])
+        if config.sample_length and tokenizer and not self.stopped_by:
+            self._write_sample(config)
+        folder.sync()
+        if self._report:
+            say([f"report: {self._report.finish()}"])
+        if config.enable_checkpointing and not (self.stopped_by or config.quiet):
+            say(next_commands(folder.path, tokenizer, config))
+        metrics, eval_metrics = self.recorder.last if self._has_begun else {}, self.eval_metrics
+        if self._report and not metrics:  # made in an earlier start
+            metrics, last_eval = dict(self._report.history.last_train), self._report.history.last_eval
+            eval_metrics = {key: last_eval[key] for key in last_eval if key != "step"}
+        return Result(self.state, metrics, eval_metrics, self.stopped_by)
+
+    def _write_sample(self, config: Config) -> None:
+        completion = optional("generation.completion")
+        if completion is None:
+            say(["no sample is made: src/extras/generation is not here"])
+            return
+        settings = config.decoding, config.max_target_length, self.plan, self.state.weights, self.inputs.tokenizer
+        text = printable(completion.sample(*settings))
+        say(["sample:", *(f"  {line}" for line in text.splitlines())])
+        self.folder.write_text("sample.txt", f"after step {self.done}\n{text}\n")

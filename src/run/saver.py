@@ -1,0 +1,146 @@
+"""Saves the state of a run, also after an error between two steps."""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from src.checkpoint.checkpointer import Checkpointer
+from src.checkpoint.contents import checkpoint_entries, saved_meta
+from src.checkpoint.restore import EVALUATIONS, read_evaluations
+from src.checkpoint.resume import ResumePoint
+from src.checkpoint.run_folder import RunFolder, describe_latest, latest_step
+from src.config.schema import Config
+from src.data.fingerprint import check_unchanged
+from src.data.host_arrays import gather_json
+from src.data.loader import HostBatch
+from src.data.types import RowSource, Source, Tokenizer, TrainData
+from src.run.recorder import NonFiniteError, Recorder
+from src.step.build import TracedStep
+from src.step.state import TrainState
+from src.system import rendezvous
+from src.system.errors import UserError, say
+
+KEPT_EVALUATIONS = 10  # so that a run which falls back to an older checkpoint need not repeat its evaluation
+
+
+class Saver:
+    """Saves the state after the last step; all processes make the same calls."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        built: TracedStep,
+        rows: np.ndarray,
+        checkpointer: Checkpointer,
+        start: ResumePoint,
+        recorder: Recorder,
+        fingerprint: Mapping[str, Any],
+        tokenizer: Tokenizer | None,
+        data: TrainData,
+        eval_sources: list[Source | RowSource],
+    ) -> None:
+        """Takes which `rows` of a global batch are this host's, and the `fingerprint` of the data."""
+        self._config, self._folder, self._built, self._rows = config, folder, built, rows
+        self._checkpointer, self._recorder = checkpointer, recorder
+        self.meta = saved_meta(built.plan, config.checkpoint, fingerprint, tokenizer)  # of every checkpoint
+        self.meta |= {"eval_position": start.eval_position, "rows_before": start.position.rows_before}
+        self.meta["mixture"] = {"names": data.names, "weights": data.weights}
+        self._checked = [*data.sources, *eval_sources * bool(config.target_eval_loss)], eval_sources
+        self._done, self._state = int(start.state.step), start.state
+        self._saved = self._done if start.resumed else -1
+        self._evaluated: dict[str, Any] = {}  # what came of the evaluation of this state
+
+    def reached(self, done: int, state: TrainState, batch: HostBatch, **meta: Any) -> None:
+        """Takes the state after a step, its batch, and what else its checkpoint says."""
+        self._done, self._state, self._batch, self._evaluated = done, state, batch, {}
+        self.meta |= meta
+
+    def save(self) -> None:
+        """Saves the state, once; not while updates are skipped because they are not finite.
+
+        Raises UserError instead if the data changed, from which the last steps may have learned.
+        """
+        if self._saved == self._done or self._recorder.skipped or not self._config.enable_checkpointing:
+            return
+        try:
+            say(check_unchanged(*self._checked))
+        except UserError as error:
+            self._checkpointer.wait()
+            error.kept_checkpoint = describe_latest(self._folder.path)
+            raise
+        self._sync()
+        if self._batch.saved:
+            self.meta["streams"] = gather_json(self._batch.saved)
+        positions, plan, schedule = self._batch.stream_positions, self._built.plan, self._built.schedule
+        entries = checkpoint_entries(plan, self._state, positions, self._rows, schedule)
+        say(self._checkpointer.save(self._done, entries, self.meta | self._evaluated))
+        self._saved = self._done
+
+    def save_now(self) -> None:
+        """Saves the state after the last step, and waits until it is saved."""
+        self._recorder.flush()
+        self.save()
+        self.finish()
+
+    def finish(self) -> None:
+        """Waits until what was saved is on disk."""
+        say(self._checkpointer.finish())
+
+    def evaluated(self, loss: float | None, position: Mapping[str, Any] | None) -> None:
+        """Takes the loss of this state, and where rolling sets go on; notes them beside its checkpoint if it has one.
+
+        A run that is killed before that makes the evaluation again when it is resumed.
+        """
+        if position is not None:
+            self.meta["eval_position"] = position
+        self._evaluated = {"eval_loss": loss, "eval_position": self.meta["eval_position"]}
+        if self._saved == self._done:
+            self._sync()
+            known = read_evaluations(self._folder.path / "checkpoints")
+            known[str(self._checkpointer.checksum)] = self._evaluated
+            newest = dict(list(known.items())[-KEPT_EVALUATIONS:])
+            self._folder.write_text(f"checkpoints/{EVALUATIONS}", json.dumps(newest))
+
+    def _sync(self) -> None:
+        """Puts all metrics on disk, or on the store, before a checkpoint or an evaluation says that they are there."""
+        self._recorder.sync()
+        self._folder.sync()
+
+    def after(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Answers an error that ended the steps, as `__exit__` would: saves the state if that is good.
+
+        After a NonFiniteError the checkpoints whose weights have not given a finite loss are renamed.
+        """
+        if isinstance(error, NonFiniteError):
+            names = self._checkpointer.set_aside(self._recorder.last_finite)
+            aside = f" The newest one, which led to this, is kept as {', '.join(names)}." if names else ""
+            note, has_one = describe_latest(self._folder.path), latest_step(self._folder.path) is not None
+            goes_on = ", and the run goes on from it." if has_one else "."
+            raise UserError(f"{error} {note[0].upper()}{note[1:]}{goes_on}{aside}") from None
+        if isinstance(error, Exception) and trace:
+            with contextlib.suppress(Exception):  # the error that came first is reported
+                self._save_after(error, f"{self._done} {trace.tb_lineno}")
+
+    def _save_after(self, error: Exception, place: str) -> None:
+        """Saves the state, if it is good and all processes of the job have failed at this place; has the error say so.
+
+        A process that waits for the others in a step or in an evaluation can't save.
+        """
+        if self._saved != self._done:
+            self._recorder.flush()
+            gone = any(x.is_deleted() for x in jax.tree.leaves(self._state))
+            job, alone = rendezvous.current_job, jax.process_count() == 1
+            agreed = alone or (job is not None and job.all_failed(place))
+            if gone or self._recorder.recorded != self._done or not agreed:
+                return
+            self.save()
+        self.finish()
+        if self._saved == self._done:
+            at = f"step {self._done} is saved in {self._folder.path}"
+            error.kept_checkpoint = f"the state after {at}: the same command, run_name={self._folder.name}, goes on"

@@ -1,0 +1,231 @@
+"""Says in words what was chosen for a run, before its first step, and which commands use its model, after its last."""
+
+import datetime
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from src.checkpoint.run_folder import RunFolder
+from src.config import load as configuration
+from src.config.schema import KEYS, Config
+from src.config.source_spec import SourceSpec, train_specs
+from src.data.document_stream import DocumentStream, rows_per_epoch
+from src.data.streams import StreamSource
+from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData
+from src.model.flops import count_params, flops_per_token
+from src.parallel.slices import describe_mesh
+from src.parallel.topology import memory_of
+from src.run.environment import read_environment
+from src.run.whole_arrays import whole_lines
+from src.step.build import TracedStep
+from src.step.optimizer_rules import describe_rules
+from src.system.errors import UserError, counted, from_here, show
+
+_CONVERSATIONS_LOOKED_AT = 256  # of each source
+_DOCUMENTS_LOOKED_AT = 8  # of each source
+_FEW_OF_ROW, _MANY_STEPS = 3, 100  # documents that a row reads in a run; a short trial mixes few anyway
+_FEW = 0.03  # of a source's documents: if no more are cut, the header does not mention it
+
+
+def print_header(rows: Iterable[tuple[str, str]]) -> None:
+    """Prints names and values in two columns, aligning a value's further lines under its first."""
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, value in rows:
+        show(f"{name:<{width}}  {value.replace(chr(10), chr(10) + ' ' * (width + 2))}")
+
+
+def run_header(
+    config: Config,
+    built: TracedStep,
+    inputs: InputSpec,
+    data: TrainData,
+    eval_sets: Sequence[EvalSet],
+    folder: RunFolder,
+    first_step: int,
+    software: Mapping[str, str],
+) -> list[tuple[str, str]]:
+    """Returns everything that was chosen for this run, by name, so that a user need not guess."""
+    plan, tokenizer = built.plan, inputs.tokenizer
+    flops = flops_per_token(plan.spec, config.max_target_length)
+    weights = plan.split(plan.shapes)
+    trained = f"{sum(leaf.size for leaf in jax.tree.leaves(weights.trainable)):,} parameters"
+    trained += f", with adapters of rank {plan.step.lora_rank}" if plan.step.lora_rank else ""
+    by_rule = describe_rules(plan.step, plan.rules, weights.trainable)
+    packed = "packed, none cut that fits a row" if config.use_sft else "packed"
+    in_order = all(isinstance(source, StreamSource) and not source.shuffles for source in data.sources)
+    order = "as the stream has them" if in_order else f"shuffled by seed {config.data_shuffle_seed}"
+    order += f", {packed if config.packing else 'a document per row'}"
+    loss = [config.loss, "in evaluations next_token_loss"] if config.loss else []
+    loss += [f"in {tiles} tiles (num_vocab_tiling)"] if (tiles := plan.step.num_vocab_tiling) > 1 else []
+    compiled = "compiled by this run" + (f" by the profile {config.pgle_profile}" if config.pgle_profile else "")
+    compiled = f"loaded from {file}" if (file := config.compiled_trainstep_file) else compiled
+    ramp = built.schedule.ramp
+    whole = whole_lines(plan, built.state, memory_of(plan.layout.mesh.devices.flat[0].device_kind))
+    about_data = describe_data(train_specs(config.data), data) + few_documents(inputs, data, built.rows, config.steps)
+    rows = [
+        ("run", f"{folder.path} (run_name={folder.name} resumes it)"),
+        ("software", ", ".join(f"{name} {software[name]}" for name in ("MinText", "jax", "Python"))),
+        ("devices", f"{software['devices']}, processes: {software['processes']}"),
+        ("mesh", describe_mesh(plan.layout.mesh.shape)),
+        ("whole", "\n".join(whole)),
+        ("pipeline", schedule.describe() if (schedule := plan.execution.schedule) else ""),
+        ("model", f"{count_params(plan.spec):,} parameters, {counted(len(plan.spec.layers), 'layer')}"),
+        ("optimizer", by_rule),
+        ("trained", trained if weights.frozen else "all parameters"),
+        ("step", f"{counted(built.rows, 'row')} x {config.max_target_length} = {built.tokens:,} tokens"),
+        ("batch ramp", built.schedule.describe(config.steps) if ramp else ""),
+        ("FLOPs per token", f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)"),
+        ("precision", f"weights {config.weight_dtype}, compute {config.dtype}, matmul {config.matmul_precision}"),
+        ("8 bits", plan.quantization.description),
+        ("attention", f"{plan.kernel} ({plain})" if (plain := plan.why_not_fused) else plan.kernel),
+        ("layers", f"{'scanned' if plan.execution.scan_layers else 'unrolled'} (scan_layers={config.scan_layers})"),
+        ("loss", ", ".join(loss)),
+        ("recomputed", f"remat_policy {config.remat_policy}"),
+        ("train step", compiled + ", that of each smaller batch when it comes" * bool(ramp)),
+        ("data", "\n".join(about_data)),
+        ("evaluation", "\n".join(map(describe_eval_set, eval_sets))),
+        ("tokenizer", describe_tokenizer(config.tokenizer_type, tokenizer)),
+        ("vocabulary", f"{config.vocab_size:,}"),
+        ("order", order),
+        ("conversations", describe_conversations(inputs, data) if config.use_sft else ""),
+        ("steps", f"{first_step} to {config.steps}"),
+        ("TensorBoard", f"tensorboard --logdir {folder.path / 'tensorboard'} (after pip install tensorboard)"),
+        ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def dates(folder: RunFolder, first_step: int) -> dict[str, str]:
+    """Returns when the run was started first and last, for the report."""
+    now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    try:
+        before = read_environment(folder.path) if first_step else {}
+        return {"started": str(before["started"]), "started again": now}
+    except (UserError, KeyError):  # it is written anew
+        return {"started": now}
+
+
+# ---- The data, in words
+
+
+def describe_tokenizer(kind: str, tokenizer: Tokenizer | None) -> str:
+    """Returns the kind of a tokenizer, its size, and why its ids may not be transformers'."""
+    if not tokenizer:
+        return "none"
+    return f"{kind}, {'; '.join(filter(None, [f'{tokenizer.vocab_size:,} ids', tokenizer.caveat]))}"
+
+
+def describe_data(specs: Sequence[SourceSpec], data: TrainData) -> list[str]:
+    """Returns a line for each source: its type, where it is from, how much it has, and its share of the rows."""
+    lines = []
+    for spec, source, weight in zip(specs, data.sources, data.weights, strict=True):
+        place = " ".join(filter(None, (spec.dataset_name, spec.dataset_path, spec.dataset_factory)))
+        if spec.dataset_type == "text" and not place:
+            place = "the Python standard library's source"
+        line = ", ".join(filter(None, (place, amount(source))))
+        share = f", {weight / sum(data.weights):.4g} of the rows" if spec.name else ""
+        lines.append(f"{spec.name}: " * bool(spec.name) + f"{spec.dataset_type}: {line}{share}")
+    return lines
+
+
+def describe_eval_set(data: EvalSet) -> str:
+    """Returns a line for an evaluation set: what it is, and how much of it an evaluation takes."""
+    facts = data.source.fingerprint()
+    part = f"{facts['part']}: " if "part" in facts else f"{facts['type']}: "
+    taken = "one epoch" if data.steps == -1 else f"{data.steps:,} batches"
+    return f"{data.name}: " * bool(data.name) + f"{part}{amount(data.source)}, {taken} per evaluation"
+
+
+def amount(source: Source | RowSource) -> str:
+    """Returns how much data a source has, in words, and how many of its documents are cut, if they are not few."""
+    if isinstance(source, StreamSource):
+        order = "shuffled in windows" if source.shuffles else "in its own order"
+        return f"a stream for each host, {order}: a run goes on with {counted(jax.process_count(), 'host')} alone"
+    if isinstance(source, RowSource):
+        return f"{counted(source.row_count, 'row')} per epoch" if source.row_count else "random tokens"
+    count, cut = len(source), 0.0
+    if (keys := source.document_keys()) is not None:  # equal for the pieces of a document, which follow each other
+        pieces = np.diff(np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1], [True]])))
+        count, cut = len(pieces), float((pieces > 1).mean())
+    share = f"{cut:.0%} of them " * (cut < 1)
+    cuts = f", {share}cut into pieces by max_document_bytes" * (cut > _FEW)
+    return counted(count, "conversation" if isinstance(source[0], Conversation) else "document") + cuts
+
+
+def few_documents(inputs: InputSpec, data: TrainData, rows: int, steps: int) -> list[str]:
+    """Says which sources have fewer documents than rows, or so long ones that a row reads few in the whole run."""
+    lines, tokens, spreads = [], steps * inputs.batch.max_target_length, inputs.rules > 1 and not inputs.data.use_sft
+    for name, source, weight in zip(data.names, data.sources, data.weights, strict=True):
+        if rows_per_epoch(inputs, source) is not None:  # each row is an item of its own
+            continue
+        count, stream, of = len(source), DocumentStream(inputs, source, name), f"{name}: " * bool(name)
+        if count < rows:
+            where = ": rows that share one begin at different places of it" * spreads
+            lines.append(f"{of}{counted(count, 'document')} for {rows:,} rows{where}")
+        looked_at = [stream.documents(ordinal) for ordinal in range(min(count, _DOCUMENTS_LOOKED_AT))]
+        size = max(np.mean([sum(len(each.ids) - 1 for each in documents) for documents in looked_at]), 1)
+        if 0 < (of_row := tokens * weight / sum(data.weights) / size) < _FEW_OF_ROW and steps >= _MANY_STEPS:
+            lines.append(
+                f"{of}a row reads {of_row:.2g} documents of about {size:,.0f} tokens in the whole run: batches vary "
+                "little. Shorter documents mix better: max_document_bytes cuts texts, src.tokenize_dataset cuts all"
+            )
+    return lines
+
+
+def describe_conversations(inputs: InputSpec, data: TrainData) -> str:
+    """Says how many conversations are cut and what counts in the loss, judging by the first ones of each source."""
+    looked_at = cut = rewritten = endless = 0
+    stops = list(inputs.tokenizer.stop_ids)
+    for name, source in zip(data.names, data.sources, strict=True):
+        stream = DocumentStream(inputs, source, name)
+        for ordinal in range(min(len(source), _CONVERSATIONS_LOOKED_AT)):
+            documents = stream.documents(ordinal)
+            looked_at += 1
+            rewritten += len(documents) > 1
+            cut += any(len(document.ids) - 1 > inputs.batch.max_target_length for document in documents)
+            counts = (np.isin(each.ids, stops) & (each.loss_mask is None or each.loss_mask) for each in documents)
+            endless += not any(map(np.any, counts))
+    longer = f"{cut:,} of {looked_at:,} looked at are longer than a row of {inputs.batch.max_target_length:,} and cut"
+    end = f"; {endless:,} have no end token, so that the model does not learn to stop" * bool(endless)
+    if not inputs.data.sft_train_on_completion_only:
+        return f"{longer}; all tokens count{end}"
+    turns = f", in {rewritten:,} each turn in an example of its own: the template rewrites earlier turns"
+    return f"{longer}; what the assistant says counts{turns if rewritten else ''}{end}"
+
+
+# ---- What to do with its model
+
+
+def ending(config: Config, step: int, eval_loss: float | None) -> str:
+    """Returns why a run is finished at this step, by its evaluation there if there was one; empty where it is not."""
+    if eval_loss is not None and eval_loss <= config.target_eval_loss:
+        target = f"target_eval_loss={config.target_eval_loss:g}"
+        return f"eval_loss {eval_loss:.4f} after step {step} reached {target}. To go on, set that to less, or to 0"
+    return f"this run has made its {config.steps} steps. To go on, raise steps" if step == config.steps else ""
+
+
+def next_commands(folder: os.PathLike[str], tokenizer: Tokenizer | None, config: Config) -> list[str]:
+    """Returns a line for each command that would work with a run: to ask the model, to measure it, to export it."""
+    if jax.process_count() > 1:  # a mesh of several hosts may not fit one
+        return []
+    run, python = from_here(folder), from_here(sys.executable)
+    devices = jax.config.jax_num_cpu_devices  # virtual devices, which the run's mesh consists of
+    environment = f"JAX_NUM_CPU_DEVICES={devices} " if devices > 1 else ""
+    commands = {}
+    if tokenizer:
+        chats = config.use_sft and tokenizer.chat_template
+        # What a model of other data than Python's source begins with is for the user to say.
+        own_data = config.dataset_path or config.datasets or config.dataset_type != "text"
+        asks = chats or (own_data and config.prompt == KEYS["prompt"].default)
+        arguments = ["interactive=true"] if asks else [f"prompt={config.prompt}"]
+        commands["ask it"] = ["src.decode", run, *arguments, *["use_chat_template=true"] * bool(chats)]
+    if config.eval_interval > 0:  # otherwise nothing was held out, and the model was trained on all of the data
+        commands["measure it"] = ["src.evaluate", run]
+    if "://" not in run:
+        commands["export it"] = ["src.convert", "to-hf", run, os.path.join(run, f"hf-{config.steps}")]
+    return [f"{what + ':':12}{environment}{shlex.join([python, '-m', *words])}" for what, words in commands.items()]

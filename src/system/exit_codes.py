@@ -1,0 +1,138 @@
+"""Runs commands and ends them: the last line that is printed, the exit code, and where a traceback goes."""
+
+import contextlib
+import faulthandler
+import os
+import select
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from src.system import rendezvous
+from src.system.errors import BROKEN_PIPE, FAULT, INTERRUPTED, MISTAKE, TRY_AGAIN, TransientError, UserError, show
+from src.system.storage_errors import Failure, failure_of
+
+
+def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = False) -> None:
+    """Runs `main(argv)` as a command of its own, and ends the process with an exit code where all did not go well.
+
+    A `UserError` prints one line and exits with 2, a `TransientError` with 75, Ctrl-C with 130, a closed output, as of
+    `| head`, silently with 141. A full disk exits with 2, a disk or store that may work again with 75, and anything
+    else with 1: these three also write the traceback to a file, in the run's folder if there is one
+    (`checkpoint.run_folder.in_run_folder`). An int that `main` returns, or the `exit_code` that it has, is the exit
+    code. However this process ends, it tells the other processes of its job, which end too. `may_exit`: `main` may
+    raise SystemExit, as argparse does.
+    """
+    _open_streams()
+    if not faulthandler.is_enabled():  # a fatal signal, as of a mapped file that is cut off, names its place
+        faulthandler.enable(2, all_threads=False)
+    try:
+        result = main(sys.argv[1:])
+        code = getattr(result, "exit_code", result)
+        sys.stdout.flush()
+    except (UserError, TransientError) as error:
+        end(MISTAKE if isinstance(error, UserError) else TRY_AGAIN, f"error: {error}{_kept_checkpoint(error)}")
+    except KeyboardInterrupt as error:
+        end(INTERRUPTED, f"interrupted{_kept_checkpoint(error)}")
+    except BaseException as error:
+        if isinstance(error, SystemExit) and may_exit:
+            raise
+        if isinstance(error, BrokenPipeError) and _output_is_closed():
+            end(BROKEN_PIPE, "")
+        if rendezvous.current_job:
+            # This error may only follow from another process's end, whose message explains more.
+            rendezvous.current_job.await_news()
+        code, message = _code_and_message(error)
+        end(code, f"error: {message}. {_write_traceback(error)}{_kept_checkpoint(error)}")
+    if type(code) is int and code:
+        sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Opens standard streams that are closed, whose descriptors other files would get; has any text be printed."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # characters that it lacks, as ASCII does; as Python has stderr do
+
+
+def end(code: int, message: str, *, at_once: bool = False) -> NoReturn:
+    """Prints the message, ends the process, and tells the other processes of its job to end.
+
+    With `at_once`, and always in a job of several processes, nothing waits for exit handlers, which would wait for
+    those other processes; then it may be called from any thread.
+    """
+    if job := rendezvous.current_job:
+        job.tell(code, message)
+    # After a failed save, threads of Orbax may wait for minutes for others of them.
+    of_orbax = [thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")]
+    if at_once or job or any(thread.join(1) or thread.is_alive() for thread in of_orbax):
+        end_now(code, message)
+    _print(message)
+    sys.exit(code)
+
+
+def end_now(code: int, message: str) -> NoReturn:
+    """Prints the message and ends the process from any thread, without exit handlers and without telling its job."""
+    _print(message)
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        if sys.stdout.isatty():
+            sys.stdout.write("\x1b[?25h")  # shows the cursor, which a progress bar hides
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def _print(message: str) -> None:
+    if message and sys.stderr:
+        with contextlib.suppress(OSError):
+            show(message, sys.stderr)
+
+
+def _kept_checkpoint(error: BaseException) -> str:
+    return f"; {error.kept_checkpoint}" if getattr(error, "kept_checkpoint", "") else ""
+
+
+def _code_and_message(error: BaseException) -> tuple[int, str]:
+    text = str(error).strip().partition("\n")[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    summary = f"{type(error).__name__}{': ' if text else ''}{text[:300]}{where}"
+    # A broken pipe to a process is no failure of a store.
+    failure = Failure.OTHER if isinstance(error, BrokenPipeError) else failure_of(error)
+    if failure is Failure.FULL:
+        where = f" to write to {folder}" if (folder := getattr(error, "run_folder", None)) else ""
+        return MISTAKE, f"no space is left{where}: make room. It was {summary}"
+    if failure is Failure.TRANSIENT:
+        return TRY_AGAIN, f"a disk or a store failed, maybe for a time: try again. It was {summary}"
+    return FAULT, f"unexpected {summary}"
+
+
+def _write_traceback(error: BaseException) -> str:
+    """Writes the traceback to the run's folder, or else to a temporary one; returns a sentence that says where."""
+    text = "".join(traceback.format_exception(error))
+    process = rendezvous.current_job.process if rendezvous.current_job else 0
+    name = time.strftime(f"traceback-%Y-%m-%d-%H-%M-%S-process-{process}.txt")
+    for folder_of in (lambda: error.run_folder, lambda: Path(tempfile.mkdtemp(prefix="mintext-"))):
+        with contextlib.suppress(Exception):  # no folder, or not writable, for which each store's client has own types
+            file = folder_of() / name
+            file.write_text(text)
+            return f"The traceback is in {file}"
+    return f"The traceback, which could not be written to a file:\n{text}"
+
+
+def _output_is_closed() -> bool:
+    """Returns whether the output's reader has closed it; if so, later writes to it are discarded."""
+    closed = False
+    for descriptor in (1, 2):
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        if any(event & select.POLLERR for _, event in poll.poll(0)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+            closed = True
+    return closed

@@ -1,0 +1,346 @@
+"""Brings the processes of a job together before JAX does, and tells them at once how one of them ended.
+
+Process 0 listens at the coordinator's address. When all have come and agree it leaves the port to JAX's own service,
+but the connections stay open: the operating system closes those of a killed process, and TCP's keep-alive probes find a
+lost machine. A process that is stopped keeps its connections: so each says now and then that it is there, by Python,
+before JAX's own heartbeats, which abort a process. A process that ends tells process 0, which tells all. A message is a
+JSON object on a line; after joining, a process sends at most two beside those: where it failed, and how it ended or
+that it finished.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from src.system.errors import MISTAKE, TRY_AGAIN, TransientError, UserError, first_few
+from src.system.json_text import parse_json
+
+Facts = Mapping[str, str]
+
+SAY_EVERY = 30.0  # seconds between two lines about who is missing
+NEWS_SECONDS = 3.0  # in which one learns of another's end after an error that may only follow from it
+AGREE_SECONDS = 10.0  # for which a process that failed waits for the others to say the same
+HELLO_SECONDS = 5.0  # in which a process that connects says who it is
+LEAVE_SECONDS = 2.0  # for which process 0 waits for those that it told of its end
+GREETING = "MinText"
+MAX_MESSAGE_BYTES = 2**24
+AGAIN = "Give all processes the same command again"
+HOW_LONG = "jax_distributed_initialization_timeout is how long processes wait"
+
+
+# ---- Joining
+
+
+@dataclass
+class Meeting:
+    """The processes of a job before they begin."""
+
+    address: str  # host:port of process 0
+    count: int
+    facts: Facts  # have to be the same in all processes
+    timeout: int  # seconds that process 0 waits for the others, and they for it
+    silence: int  # seconds after which a machine that does not answer counts as lost
+    disagree: str  # the message before a list of facts that differ
+    say: Callable[[str], object]  # gets a line each `SAY_EVERY` seconds about who is missing
+
+    def join(self, process: int) -> dict[int, "Peer"]:
+        """Waits for all processes of the job as the one of this number; returns its connections, by process.
+
+        Raises TransientError: a process is missing, or process 0's port is in use. Raises UserError: the facts of the
+        processes differ, two have the same number, or process 0 cannot listen.
+        """
+        self._begin = self._last_line = time.monotonic()
+        return {0: self._connect(process)} if process else self._receive()
+
+    def _is_over(self, waiting: str) -> bool:
+        """Returns whether the time is over, and says now and then what this process is waiting for."""
+        now = time.monotonic()
+        if now - self._last_line >= SAY_EVERY:
+            self._last_line = now
+            self.say(f"{waiting} (since {now - self._begin:.0f} s, for {self.timeout} s at most)")
+        return now > self._begin + self.timeout
+
+    def _receive(self) -> dict[int, "Peer"]:
+        """Waits, as process 0, for the others at the port, which is free again afterwards."""
+        address, count = self.address, self.count
+        peers: dict[int, Peer] = {}
+        facts_of: dict[int, Facts] = {0: self.facts}
+        newcomers: dict[Peer, float] = {}  # until when each has to say who it is
+        with _listen(address, count) as listener:
+            listener.settimeout(0.2)
+            while len(peers) < count - 1:
+                missing = first_few(str(number) for number in range(1, count) if number not in peers)
+                missing = f"process {missing} of {count}"
+                if self._is_over(f"waiting for {missing} at {address}"):
+                    message = f"{missing} did not come to {address} within {self.timeout} s: its log says why, or it "
+                    _end_all(peers.values(), TRY_AGAIN, f"{message}does not reach this address. {HOW_LONG}")
+                with contextlib.suppress(TimeoutError):
+                    newcomers[Peer(listener.accept()[0], self.silence)] = time.monotonic() + HELLO_SECONDS
+                for peer, deadline in list(newcomers.items()):
+                    if (hello := peer.poll()) or time.monotonic() > deadline:
+                        del newcomers[peer]
+                        self._admit(peer, hello or {}, peers, facts_of)
+                peers = {number: peer for number, peer in peers.items() if not peer.is_gone()}
+        if lines := _differences([facts_of[number] for number in range(count)]):
+            _end_all(peers.values(), MISTAKE, "\n".join([self.disagree, *lines]))
+        for peer in peers.values():
+            peer.send({"begin": True})
+        return peers
+
+    def _admit(
+        self, peer: "Peer", hello: Mapping[str, Any], peers: dict[int, "Peer"], facts_of: dict[int, Facts]
+    ) -> None:
+        """Adds a connection to `peers` by its process, and the facts to `facts_of`, if it is one of the job's."""
+        kinds = {"process": int, "count": int, "facts": dict}
+        strange = hello.get("greeting") != GREETING or any(type(hello.get(name)) is not kinds[name] for name in kinds)
+        if strange or not all(isinstance(value, str) for value in hello["facts"].values()):
+            peer.close()
+            return
+        number, count = hello["process"], self.count
+        taken = not 0 < number < count or (number in peers and not peers[number].is_gone())
+        if taken or hello["count"] != count:
+            _end_all(
+                [*peers.values(), peer],
+                MISTAKE,
+                f"a process came to {self.address} with process_id={number} num_processes={hello['count']}, and "
+                f"process 0 has num_processes={count}{f'; that is process {number} already' if taken else ''}"
+                f": expected the same num_processes everywhere, and each process_id from 0 to {count - 1} once",
+            )
+        peer.send({"greeting": GREETING})
+        peers[number] = peer
+        # Equal facts of thousands of processes are kept once.
+        facts_of[number] = self.facts if hello["facts"] == self.facts else hello["facts"]
+
+    def _connect(self, process: int) -> "Peer":
+        host, _, port = self.address.rpartition(":")
+        hello = {"greeting": GREETING, "process": process, "count": self.count, "facts": dict(self.facts)}
+        while True:
+            try:
+                peer = Peer(socket.create_connection((host.strip("[]"), int(port)), timeout=5), self.silence)
+            except OSError as error:  # TimeoutError and gaierror too
+                reason = error.strerror or str(error)
+            else:
+                peer.send(hello)
+                reply = peer.read(HELLO_SECONDS)
+                if reply.get("greeting") == GREETING:
+                    reply = peer.read()  # process 0 knows how long to wait for the others
+                if reply.get("begin"):
+                    return peer
+                peer.close()
+                if reply.keys() >= {"code", "message"}:
+                    _end_all([], reply["code"], str(reply["message"]))
+                reason = reply.get("lost", "another program answers there")
+            if self._is_over(f"process 0 does not answer at {self.address} ({reason})"):
+                raise TransientError(
+                    f"process 0 of {self.count} did not answer at {self.address} within {self.timeout} s ({reason}): "
+                    f"its log says why, or this is not its address. {HOW_LONG}"
+                )
+            time.sleep(0.2)
+
+
+def _listen(address: str, count: int) -> socket.socket:
+    """Listens at the port, on all of this machine's addresses or the one that the environment gives JAX."""
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    host, _, port = (bind or address).rpartition(":")
+    host = host.strip("[]") if bind else ""
+    dual_stack = host in ("", "::") and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual_stack or ":" in host else socket.AF_INET
+    place = ("" if dual_stack else host, int(port))
+    try:
+        return socket.create_server(place, family=family, backlog=max(count, 128), dualstack_ipv6=dual_stack)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise TransientError(
+                f"port {port}, of {address}, is in use by another program on this machine, perhaps by an earlier run "
+                "that has not ended: wait for it, end it, or give all processes another port"
+            ) from None
+        raise UserError(f"process 0 cannot listen at {address}: {error.strerror}") from None
+
+
+def _end_all(peers: Iterable["Peer"], code: int, message: str) -> NoReturn:
+    for peer in peers:
+        peer.send({"code": code, "message": message})
+    raise (UserError if code == MISTAKE else TransientError)(message)
+
+
+def _differences(facts: list[Facts]) -> list[str]:
+    """Returns a line for each fact that differs: `  key: 0.01 in process 0; 0.02 in process 1, 2`."""
+    lines = []
+    for name in dict.fromkeys(name for each in facts for name in each):
+        processes: dict[str, list[str]] = {}
+        for process, each in enumerate(facts):
+            processes.setdefault(each.get(name, "nothing"), []).append(str(process))
+        if len(processes) > 1:
+            listed = "; ".join(f"{value} in process {first_few(numbers)}" for value, numbers in processes.items())
+            lines.append(f"  {name}: {listed}")
+    return lines
+
+
+# ---- After joining
+
+
+class Job:
+    """Watches the other processes of a job, and tells them how this one ends.
+
+    `peers`: process 0 has a connection to each other one, the others have one to process 0. `end` is called with an
+    exit code and a message, from a thread, when another process ended and this one has to.
+    """
+
+    def __init__(self, process: int, peers: Mapping[int, "Peer"], end: Callable[[int, str], object]) -> None:
+        self.process, self._peers, self._end = process, dict(peers), end
+        self._has_told, self._has_left, self._news = False, False, threading.Event()
+        self._failed, self._failures = dict[int, str](), threading.Condition()
+        self._watcher = threading.Thread(target=self._watch, name="job", daemon=True)
+        self._watcher.start()
+
+    def tell(self, code: int, message: str) -> None:
+        """Tells the others that this process ends, and how; process 0 waits a moment for them to end."""
+        self._tell_all({"code": code, "message": f"process {self.process} of this job ended: {message or code}"})
+
+    def all_failed(self, place: str) -> bool:
+        """Returns whether all processes have failed at the same place, for which it waits a moment."""
+        with self._failures:
+            for peer in self._peers.values() if self.process else ():
+                peer.send({"failed": place})
+            agreed = self._failures.wait_for(lambda: {*map(self._failed.get, self._peers)} == {place}, AGREE_SECONDS)
+            for peer in self._peers.values() if agreed and not self.process else ():
+                peer.send({"failed": place})
+        return agreed
+
+    def leave(self) -> None:
+        """Tells the others that this process has finished without an error, and expects nothing of them any more."""
+        self._has_left = True
+        for peer in self._peers.values():
+            peer.send({"leaves": True})
+
+    def await_news(self) -> None:
+        """Returns after a moment, unless another process has ended: then this one is about to end too."""
+        if self._news.wait(NEWS_SECONDS):
+            self._watcher.join()
+
+    def _tell_all(self, message: Mapping[str, Any]) -> None:
+        if self._has_told:
+            return
+        self._has_told = True
+        for peer in self._peers.values():
+            peer.send(message)
+        if self.process == 0:  # JAX aborts in processes whose coordinator is gone
+            deadline = time.monotonic() + LEAVE_SECONDS
+            for peer in self._peers.values():
+                while not peer.is_gone() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+
+    def _watch(self) -> None:
+        poll, silence = select.poll(), min(peer.silence for peer in self._peers.values())
+        watched = {peer.fileno(): number for number, peer in self._peers.items()}
+        heard, beat, next_beat = dict.fromkeys(watched, time.monotonic()), silence / 6, 0.0
+        for descriptor in watched:
+            poll.register(descriptor, select.POLLIN)
+        while watched:
+            before = time.monotonic()
+            if before >= next_beat:
+                next_beat = before + beat
+                for number in watched.values():
+                    self._peers[number].send({"alive": True})
+            ready, now = poll.poll(1000 * (next_beat - before)), time.monotonic()
+            if now - before > 2 * beat:  # this process was stopped itself, and what the others said is still to be read
+                heard = dict.fromkeys(watched, now)
+            for descriptor, _ in ready:
+                number = watched[descriptor]
+                while descriptor in watched and (message := self._peers[number].poll()):
+                    heard[descriptor] = now
+                    if self._has_told or self._ends_by(number, message):
+                        return
+                    if message.get("leaves"):
+                        poll.unregister(descriptor)
+                        del watched[descriptor]
+            for descriptor, number in watched.items():
+                if now - heard[descriptor] > silence and not self._has_left:
+                    problem = f"process {number} of this job has not answered for {silence} s"
+                    message = f"{problem}: it or its machine is stopped. {AGAIN}"
+                    self._ends_by(number, {"code": TRY_AGAIN, "message": message})
+                    return
+
+    def _ends_by(self, number: int, message: Mapping[str, Any]) -> bool:
+        if "failed" in message:
+            with self._failures:
+                self._failed[number] = message["failed"]
+                self._failures.notify()
+        if not message.keys() & {"code", "lost"}:
+            return False
+        self._news.set()
+        if "code" not in message:
+            lost = f"process {number} of this job was killed, or its machine is lost ({message['lost']})"
+            message = {"code": TRY_AGAIN, "message": f"{lost}. {AGAIN}"}
+        self._tell_all(message)
+        self._end(int(message["code"]), str(message["message"]))
+        return True
+
+
+current_job: Job | None = None  # set once this process has joined a job of several
+
+
+class Peer:
+    """Exchanges messages with another process; after `silence` seconds without an answer its machine is lost."""
+
+    def __init__(self, connection: socket.socket, silence: int) -> None:
+        self._socket, self._received, self._lost, self.silence = connection, b"", "", silence
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        options = {"TCP_KEEPIDLE": max(silence // 3, 1), "TCP_KEEPINTVL": max(silence // 6, 1), "TCP_KEEPCNT": 4}
+        for name, value in {**options, "TCP_USER_TIMEOUT": 1000 * silence}.items():
+            if hasattr(socket, name):  # macOS lacks some
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self.fileno = connection.fileno
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends a message, unless the connection has ended."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def poll(self) -> dict[str, Any] | None:
+        """Returns the next message; None if none has come yet, and one whose `lost` says why if none will come."""
+        if not self.is_gone() and b"\n" not in self._received:
+            return None
+        line, end, self._received = self._received.partition(b"\n")
+        message = None
+        with contextlib.suppress(ValueError):
+            message = parse_json(line) if end else {"lost": self._lost}
+        return message if isinstance(message, dict) else {"lost": "what it said is no message of MinText's"}
+
+    def read(self, seconds: float | None = None) -> dict[str, Any]:
+        """Waits for the next message, as long as it takes or so many seconds; returns it as `poll` does."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while (message := self.poll()) is None:
+            if not poll.poll(None if seconds is None else 1000 * seconds):
+                return {"lost": "it says nothing"}
+        return message
+
+    def is_gone(self) -> bool:
+        """Reads what has come; returns whether nothing will come after that."""
+        while not self._lost:
+            try:
+                data = self._socket.recv(2**16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._lost = error.strerror or str(error)
+            else:
+                self._received += data
+                self._lost = "" if data else "the connection ended"
+            if len(self._received) > MAX_MESSAGE_BYTES:
+                self._lost = "what it said is no message of MinText's"
+        return bool(self._lost)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._socket.close()

@@ -117,7 +117,7 @@ STEPS = """[printer.train({{"step": step, "loss": 1.0, "grad_norm": 1.0, "learni
 @pytest.mark.parametrize("output", [LINES, STEPS])
 @pytest.mark.parametrize("lines", [1, 100_000])  # within the pipe's buffer, and beyond
 def test_an_output_that_nobody_reads_ends_the_command_quietly(output, lines):
-    imports = "from src.report import metrics\nfrom src.system.exit_codes import run_command"
+    imports = "from src.run import metrics\nfrom src.system.exit_codes import run_command"
     program = f"{imports}\nrun_command(lambda argv: {output.format(lines)})"
     process = subprocess.Popen(
         [sys.executable, "-c", f"import time; time.sleep(0.2)\n{program}"],
@@ -134,6 +134,7 @@ def test_a_command_can_end_before_anything_heavy_is_imported():
     program = f"import sys, src.system.exit_codes; print(*{ours})"
     loaded = subprocess.run([sys.executable, "-c", program], cwd=runs.ROOT, capture_output=True, text=True, check=True)
     expected = {
+        "src.system",
         "src.system.exit_codes",
         "src.system.errors",
         "src.system.json_text",

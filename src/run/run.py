@@ -160,7 +160,7 @@ class Run:
         self.recorder = self._open_log()
         sources = [each.source for each in self.evaluators]
         known = self._checkpointer, start, self.recorder, self._fingerprint, self.inputs.tokenizer, self.data, sources
-        self._saver = Saver(config, self.folder, built, self.rows, *known)
+        self._saver = Saver(config.checkpoint, config.evaluation, self.folder, built, self.rows, *known)
         self._narrow = NarrowWeights(self.plan, self.state, self.done + config.log_period)
         say(self._narrow.messages)
         if self._tracking:

@@ -14,7 +14,7 @@ from src.checkpoint.contents import checkpoint_entries, saved_meta
 from src.checkpoint.restore import EVALUATIONS, read_evaluations
 from src.checkpoint.resume import ResumePoint
 from src.checkpoint.run_folder import RunFolder, describe_latest, latest_step
-from src.config.schema import Config
+from src.config.schema import Checkpoint, Evaluation
 from src.data.fingerprint import check_unchanged
 from src.data.host_arrays import gather_json
 from src.data.loader import HostBatch
@@ -33,7 +33,8 @@ class Saver:
 
     def __init__(
         self,
-        config: Config,
+        checkpoint: Checkpoint,
+        evaluation: Evaluation,
         folder: RunFolder,
         built: TracedStep,
         rows: np.ndarray,
@@ -46,12 +47,12 @@ class Saver:
         eval_sources: list[Source | RowSource],
     ) -> None:
         """Takes which `rows` of a global batch are this host's, and the `fingerprint` of the data."""
-        self._config, self._folder, self._built, self._rows = config, folder, built, rows
+        self._enabled, self._folder, self._built, self._rows = checkpoint.enable_checkpointing, folder, built, rows
         self._checkpointer, self._recorder = checkpointer, recorder
-        self.meta = saved_meta(built.plan, config.checkpoint, fingerprint, tokenizer)  # of every checkpoint
+        self.meta = saved_meta(built.plan, checkpoint, fingerprint, tokenizer)  # of every checkpoint
         self.meta |= {"eval_position": start.eval_position, "rows_before": start.position.rows_before}
         self.meta["mixture"] = {"names": data.names, "weights": data.weights}
-        self._checked = [*data.sources, *eval_sources * bool(config.target_eval_loss)], eval_sources
+        self._checked = [*data.sources, *eval_sources * bool(evaluation.target_eval_loss)], eval_sources
         self._done, self._state = int(start.state.step), start.state
         self._saved = self._done if start.resumed else -1
         self._evaluated: dict[str, Any] = {}  # what came of the evaluation of this state
@@ -66,7 +67,7 @@ class Saver:
 
         Raises UserError instead if the data changed, from which the last steps may have learned.
         """
-        if self._saved == self._done or self._recorder.skipped or not self._config.enable_checkpointing:
+        if self._saved == self._done or self._recorder.skipped or not self._enabled:
             return
         try:
             say(check_unchanged(*self._checked))

@@ -246,7 +246,7 @@ def in_node(*script):
     """What the last line of a script evaluates to after charts.js."""
     if not (node := shutil.which("node")):
         pytest.skip("node is not installed")
-    code = (ROOT / "src" / "report" / "charts.js").read_text()
+    code = (ROOT / "src" / "extras" / "pages" / "charts.js").read_text()
     code += "".join(f"{line};\n" for line in script[:-1]) + f"console.log(JSON.stringify({script[-1]}))"
     return json.loads(subprocess.run([node, "-"], input=code, capture_output=True, text=True, check=True).stdout)
 

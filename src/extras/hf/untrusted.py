@@ -18,6 +18,7 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from src import FOLDER
 from src.system.errors import UserError
 from src.system.json_text import well_formed
 
@@ -30,7 +31,7 @@ MAX_CHARACTERS = 1 << 24
 TRIAL_SECONDS = 20  # for a vocabulary of a quarter of a million, which takes one or two
 TRIAL_MEMORY_BYTES = 8 << 30
 _SHOWN = 300  # characters of an error
-_ROOT = str(Path(__file__).parents[2])
+_ROOT = str(FOLDER.parent)
 _TEXTS = (
     "",
     "a b\n",

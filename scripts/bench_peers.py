@@ -143,7 +143,7 @@ def mintext(case: Case, root: Path, keys: list[str]) -> Callable[[int], None]:
     batch = random_batch(case)
     if (root / "src/step").exists():
         from src.run import resolve_config
-        from src.run.startup import configure_jax
+        from src.run.run_setup import configure_jax
         from src.step.build import build
         from src.step.optimizer import hparams_at
         from src.step.state import init_state

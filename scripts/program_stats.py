@@ -29,7 +29,7 @@ from src.extras.aot.devices import abstract_devices
 from src.extras.aot.hlo import RING_SHARE, Computation, Instruction, collectives, executed, parse, type_bytes
 from src.extras.aot.train_compile import USAGE
 from src.parallel.topology import parse_topology
-from src.run.startup import configured
+from src.run.run_setup import configured
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
 from src.system.exit_codes import run_command

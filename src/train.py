@@ -13,7 +13,7 @@ from src.data.types import InputSpec
 from src.run.diagnostics import advice_on_memory, stack_traces
 from src.run.recorder import Result
 from src.run.run import Run
-from src.run.startup import configured
+from src.run.run_setup import configured
 from src.step.optimizer import hparams_at
 from src.system.errors import say
 from src.system.exit_codes import run_command

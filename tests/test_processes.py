@@ -4,11 +4,13 @@ import jax
 import numpy as np
 import pytest
 
-from src.run.startup import Place, find_place, shared_facts
+from src.run.distributed import job_settings
+from src.run.run_setup import find_cluster
 from src.step import same_program as module
 from src.step.build import build
 from src.step.same_program import check_same_program
 from src.system.errors import UserError
+from src.system.job import ClusterEnv
 from tests.tiny import load
 
 SLURM = {
@@ -24,13 +26,13 @@ SLURM = {
 def test_where_there_is_no_cluster_the_process_is_alone(monkeypatch):
     for name in SLURM:
         monkeypatch.delenv(name, raising=False)
-    assert find_place(1) is None
+    assert find_cluster(1) is None
 
 
 def test_a_cluster_says_which_process_this_is(monkeypatch):
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    assert find_place(1) == Place("node007:61441", 4, 3)
+    assert find_cluster(1) == ClusterEnv("node007:61441", 4, 3)
 
 
 def test_a_cluster_that_contradicts_itself_is_no_single_process(monkeypatch):
@@ -38,17 +40,17 @@ def test_a_cluster_that_contradicts_itself_is_no_single_process(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_PROCID", "three")
     with pytest.raises(ValueError, match="three"):
-        find_place(1)
+        find_cluster(1)
 
 
 def test_an_address_alone_makes_no_job(monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234")
     with pytest.raises(UserError, match=r"JAX_COORDINATOR_ADDRESS=10\.0\.0\.1:1234 is set, and no cluster"):
-        find_place(1)
+        find_cluster(1)
 
 
 def test_what_processes_have_to_share_has_versions_and_each_file_of_the_code():
-    found = shared_facts(load())
+    found = job_settings(load())
     assert {
         "jax",
         "jaxlib",

@@ -11,8 +11,8 @@ import jax
 import pytest
 
 from end_to_end.documented import ELSEWHERE, PAGES, commands_of, files_of, write_other_forms
-from src.config.base_yml import help_for
 from src.config.schema import KEYS
+from src.config.usage import help_for
 from src.extras.datasets import inspect_data
 from src.extras.hf import convert, hub
 from src.extras.hf.convert import Agreement

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from src.run.startup import configure_jax
+from src.run.run_setup import configure_jax
 from tests.runs import ROOT
 from tests.tiny import load
 
@@ -52,7 +52,7 @@ import jax, numpy as np
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 from src.config.schema import Step
-from src.run.startup import configure_jax
+from src.run.run_setup import configure_jax
 configure_jax(Step())
 matrices = np.random.default_rng(0).normal(size=(4, 128, 128)).astype(np.float32)
 matrices += matrices.swapaxes(1, 2)

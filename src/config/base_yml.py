@@ -1,13 +1,14 @@
-"""Writes configs/base.yml (`python -m src.config.base_yml > configs/base.yml`), and answers `--help` by its lines."""
+"""Writes configs/base.yml (`python -m src.config.base_yml > configs/base.yml`), and the answers of `--help`."""
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from src.config.hints import hints
 from src.config.keys import Key
 from src.config.schema import KEYS
+from src.config.usage import Usage
 from src.config.yaml import Plain, dump
 from src.system.errors import UserError
 
@@ -60,36 +61,6 @@ def _spelled(default: Any) -> str:
 # ---- Help
 
 
-class Usage(NamedTuple):
-    """Says how a command is used."""
-
-    text: str  # what it does, and its command lines
-    groups: tuple[str, ...] = ()  # how the titles of base.yml begin whose keys are its own
-
-    @property
-    def command(self) -> str:
-        """Returns the command's name, such as src.train."""
-        return re.search(r"python -m (\S+)", self.text)[1]
-
-
-TRAIN = Usage(
-    """Trains a model.
-CONFIG is a YAML file, a Python file with get_config(), or the folder of a run, which then goes on (with another
-run_name: begins anew); with key=value alone it is configs/base.yml.
-
-python -m src.train CONFIG [key=value ...]        such as: python -m src.train configs/quickstart.yml steps=100"""
-)
-
-
-def help_for(argv: Sequence[str], usage: Usage = TRAIN) -> str | None:
-    """Returns what `--help` or `--help WORD` asks for in a command line of this usage; without `--help` None."""
-    for position, argument in enumerate(argv):
-        if argument in ("--help", "-h"):
-            topics = [topic for topic in argv[position + 1 :] if "=" not in topic]
-            return help_text(topics[0]) if topics else _overview(usage)
-    return None
-
-
 def help_text(word: str) -> str:
     """Returns base.yml's lines about a key, or about all keys with a word, those that have it in their names first.
 
@@ -107,7 +78,8 @@ def help_text(word: str) -> str:
     raise UserError(f"there is no key {word}.{hints().meant(word)} --help alone lists all keys.")
 
 
-def _overview(usage: Usage) -> str:
+def overview(usage: Usage) -> str:
+    """Returns a command's usage, the lines of its own keys, and the names of all others."""
     in_full, names_only = [], []
     for title, keys in keys_by_group().items():
         if title.startswith(usage.groups):

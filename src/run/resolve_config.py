@@ -8,10 +8,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from src.config import load as config_load
-from src.config.base_yml import TRAIN, Usage, help_for
 from src.config.hints import hints
 from src.config.schema import Config
 from src.config.sources import CONFIG, HUB, is_hf_folder, run_folder
+from src.config.usage import TRAIN, Usage, help_for
 from src.config.yaml import parse_keys, read_file
 from src.system.errors import UserError, clipped, show
 from src.system.storage_errors import Failure, failure_of

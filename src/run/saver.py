@@ -22,7 +22,7 @@ from src.data.types import RowSource, Source, Tokenizer, TrainData
 from src.run.recorder import NonFiniteError, Recorder
 from src.step.build import TracedStep
 from src.step.state import TrainState
-from src.system import rendezvous
+from src.system import job
 from src.system.errors import UserError, say
 
 KEPT_EVALUATIONS = 10  # so that a run which falls back to an older checkpoint need not repeat its evaluation
@@ -136,8 +136,8 @@ class Saver:
         if self._saved != self._done:
             self._recorder.flush()
             gone = any(x.is_deleted() for x in jax.tree.leaves(self._state))
-            job, alone = rendezvous.current_job, jax.process_count() == 1
-            agreed = alone or (job is not None and job.all_failed(place))
+            alone = jax.process_count() == 1
+            agreed = alone or (job.current is not None and job.current.all_failed(place))
             if gone or self._recorder.recorded != self._done or not agreed:
                 return
             self.save()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from src.system import rendezvous
+from src.system import job
 from src.system.errors import BROKEN_PIPE, FAULT, INTERRUPTED, MISTAKE, TRY_AGAIN, TransientError, UserError, show
 from src.system.storage_errors import Failure, failure_of
 
@@ -44,9 +44,9 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
             raise
         if isinstance(error, BrokenPipeError) and _output_is_closed():
             end(BROKEN_PIPE, "")
-        if rendezvous.current_job:
+        if job.current:
             # This error may only follow from another process's end, whose message explains more.
-            rendezvous.current_job.await_news()
+            job.current.await_news()
         code, message = _code_and_message(error)
         end(code, f"error: {message}. {_write_traceback(error)}{_kept_checkpoint(error)}")
     if type(code) is int and code:
@@ -68,11 +68,11 @@ def end(code: int, message: str, *, at_once: bool = False) -> NoReturn:
     With `at_once`, and always in a job of several processes, nothing waits for exit handlers, which would wait for
     those other processes; then it may be called from any thread.
     """
-    if job := rendezvous.current_job:
-        job.tell(code, message)
+    if job.current:
+        job.current.tell(code, message)
     # After a failed save, threads of Orbax may wait for minutes for others of them.
     of_orbax = [thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")]
-    if at_once or job or any(thread.join(1) or thread.is_alive() for thread in of_orbax):
+    if at_once or job.current or any(thread.join(1) or thread.is_alive() for thread in of_orbax):
         end_now(code, message)
     _print(message)
     sys.exit(code)
@@ -116,7 +116,7 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
 def _write_traceback(error: BaseException) -> str:
     """Writes the traceback to the run's folder, or else to a temporary one; returns a sentence that says where."""
     text = "".join(traceback.format_exception(error))
-    process = rendezvous.current_job.process if rendezvous.current_job else 0
+    process = job.current.process if job.current else 0
     name = time.strftime(f"traceback-%Y-%m-%d-%H-%M-%S-process-{process}.txt")
     for folder_of in (lambda: error.run_folder, lambda: Path(tempfile.mkdtemp(prefix="mintext-"))):
         with contextlib.suppress(Exception):  # no folder, or not writable, for which each store's client has own types

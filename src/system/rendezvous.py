@@ -285,9 +285,6 @@ class Job:
         return True
 
 
-current_job: Job | None = None  # set once this process has joined a job of several
-
-
 class Peer:
     """Exchanges messages with another process; after `silence` seconds without an answer its machine is lost."""
 

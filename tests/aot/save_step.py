@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 
 from src.extras.aot import program
-from src.run.startup import configured
+from src.run.run_setup import configured
 from src.step.build import build
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from src.run.resolve_config import load
-from src.run.startup import configure_jax
+from src.run.run_setup import configure_jax
 from src.step.build import build
 from tests import runs
 from tests.aot.save_step import save

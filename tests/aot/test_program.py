@@ -258,7 +258,7 @@ def test_what_is_compiled_in_may_not_change(file, overrides, line):
 
 
 def test_the_precision_of_products_is_compiled_in(file):
-    with jax.default_matmul_precision("high"):  # as src.run.startup sets it by the key
+    with jax.default_matmul_precision("high"):  # as src.run.run_setup sets it by the key
         said = refusal(file, build_step(matmul_precision="high"))
     assert "\n  matmul_precision: highest in the file, high here" in said
 

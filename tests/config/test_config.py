@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from src.config import schema
-from src.config.base_yml import Usage, base_yml, help_for, help_text
+from src.config.base_yml import base_yml, help_text
 from src.config.keys import fact
 from src.config.load import compare_runs, diff_from_base, from_yaml, to_yaml
+from src.config.usage import Usage, help_for
 from src.run.resolve_config import load
 from src.system.errors import UserError
 

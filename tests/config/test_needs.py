@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from src.config.base_yml import TRAIN
 from src.config.needs import NEEDS
 from src.config.schema import KEYS
+from src.config.usage import TRAIN
 from src.run.resolve_config import load
 from src.system.errors import UserError
 from tests.tiny import BASE

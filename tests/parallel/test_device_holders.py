@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from src.run import startup as module
-from src.run.startup import device_holders, named_device_holders
+from src.run import device_holders as module
+from src.run.device_holders import device_holders, in_use_error
 from src.system.errors import TransientError
 
 # As JAX 0.10 passes on what libtpu, the driver of v5e's chips, and XLA for GPUs in exclusive mode say.
@@ -37,9 +37,9 @@ def machine(tmp_path, monkeypatch):
 
 
 def message_for(error):
-    with pytest.raises(TransientError) as raised, named_device_holders():
-        raise RuntimeError(error)
-    return str(raised.value)
+    answer = in_use_error(RuntimeError(error))
+    assert isinstance(answer, TransientError)
+    return str(answer)
 
 
 def test_processes_with_a_chip_open_are_named_and_no_others(machine):
@@ -73,7 +73,4 @@ def test_where_nobody_is_seen_the_message_says_how_to_look(machine):
 
 def test_other_failures_stay_what_they_are(machine):
     machine(99, "python other.py", ["/dev/nvidia0"])
-    error = RuntimeError("Unable to initialize backend 'cuda': the driver is too old")
-    with pytest.raises(RuntimeError) as raised, named_device_holders():
-        raise error
-    assert raised.value is error
+    assert in_use_error(RuntimeError("Unable to initialize backend 'cuda': the driver is too old")) is None

@@ -15,13 +15,13 @@ import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
 import jax
 from ml_collections import ConfigDict
 
-from src.config.base_yml import Usage
 from src.config.schema import Config
+from src.config.usage import Usage
 from src.extras.aot import eight_bits, pgle, program, report
 from src.extras.aot.advice import changes
 from src.extras.aot.devices import abstract_devices
 from src.parallel.topology import Topology, parse_topology
-from src.run.startup import configured
+from src.run.run_setup import configured
 from src.run.summary import print_header
 from src.step.build import TracedStep, build
 from src.step.compiler_flags import check_environment, compiler_options

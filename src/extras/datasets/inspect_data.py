@@ -10,8 +10,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from src.checkpoint.data_position import run_rules
-from src.config.base_yml import Usage
 from src.config.source_spec import train_specs
+from src.config.usage import Usage
 from src.data.batch_schedule import BatchSchedule
 from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.loader import HostBatch, train_batches
@@ -20,7 +20,7 @@ from src.data.order import Mixture
 from src.data.streams import StreamSource
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, RowArrays, RowSource, Tokenizer, TrainData
-from src.run.startup import configured
+from src.run.run_setup import configured
 from src.run.summary import describe_conversations, describe_data, describe_tokenizer, few_documents, print_header
 from src.system.errors import UserError, printable, show
 

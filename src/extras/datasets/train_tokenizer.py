@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from src.config.base_yml import Usage
 from src.config.sources import HUB
+from src.config.usage import Usage
 from src.data import order
 from src.data.open import open_sources
 from src.data.tokenizer import SentencePieceTokenizer

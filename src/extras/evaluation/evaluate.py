@@ -14,9 +14,9 @@ from ml_collections import ConfigDict
 
 from src.checkpoint.data_position import run_rules
 from src.config import schema
-from src.config.base_yml import Usage
 from src.config.source_spec import names_eval_data, train_specs
 from src.config.sources import run_folder
+from src.config.usage import Usage
 from src.config.yaml import file_name
 from src.data.eval_batches import TextBytes
 from src.data.open import open_eval_sets
@@ -28,7 +28,7 @@ from src.extras.generation.loaded_model import load_model
 from src.run.evaluator import Evaluator, means
 from src.run.metrics import eval_key
 from src.run.resolve_config import load
-from src.run.startup import configured
+from src.run.run_setup import configured
 from src.step.eval_step import compile_eval_step
 from src.system.disk import check_outputs, write_output
 from src.system.errors import UserError, say

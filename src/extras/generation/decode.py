@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from src.config.base_yml import Usage
 from src.config.command_keys import Decoding
 from src.config.source_spec import eval_specs, names_eval_data, train_specs
+from src.config.usage import Usage
 from src.data.document_stream import encode
 from src.data.host_arrays import gather_json
 from src.data.open import open_source
@@ -27,7 +27,7 @@ from src.extras.generation.completion import Completion, Prompt, generate, lengt
 from src.extras.generation.generate import Generator, in_training, kept_in_int8, unrolled
 from src.extras.generation.loaded_model import load_model, model_facts
 from src.model.params import Weights
-from src.run.startup import configured
+from src.run.run_setup import configured
 from src.step.plan import StepPlan
 from src.system.disk import check_outputs, write_output
 from src.system.errors import UserError, changed_keys, first_few, printable, say

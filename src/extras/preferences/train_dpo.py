@@ -12,8 +12,8 @@ from ml_collections import ConfigDict
 
 from src.checkpoint.contents import kept_in
 from src.checkpoint.data_position import run_rules
-from src.config.base_yml import Usage
 from src.config.schema import KEYS, Config
+from src.config.usage import Usage
 from src.config.yaml import dump
 from src.data.host_arrays import gather_json
 from src.data.open import train_validation_split
@@ -27,7 +27,7 @@ from src.run.diagnostics import advice_on_memory, stack_traces
 from src.run.evaluator import Evaluator
 from src.run.recorder import Result
 from src.run.run import Run
-from src.run.startup import configured
+from src.run.run_setup import configured
 from src.step.eval_step import compile_eval_step
 from src.step.optimizer import hparams_at
 from src.system.errors import UserError, say

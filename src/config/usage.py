@@ -1,0 +1,37 @@
+"""Describes how a command is used, and answers `--help`."""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Usage(NamedTuple):
+    """Says how a command is used."""
+
+    text: str  # what it does, and its command lines
+    groups: tuple[str, ...] = ()  # how the titles of base.yml begin whose keys are its own
+
+    @property
+    def command(self) -> str:
+        """Returns the command's name, such as src.train."""
+        return re.search(r"python -m (\S+)", self.text)[1]
+
+
+TRAIN = Usage(
+    """Trains a model.
+CONFIG is a YAML file, a Python file with get_config(), or the folder of a run, which then goes on (with another
+run_name: begins anew); with key=value alone it is configs/base.yml.
+
+python -m src.train CONFIG [key=value ...]        such as: python -m src.train configs/quickstart.yml steps=100"""
+)
+
+
+def help_for(argv: Sequence[str], usage: Usage = TRAIN) -> str | None:
+    """Answers `--help` or `--help WORD` in a command line of this usage; None without `--help`."""
+    for position, argument in enumerate(argv):
+        if argument in ("--help", "-h"):
+            from src.config import base_yml
+
+            topics = [topic for topic in argv[position + 1 :] if "=" not in topic]
+            return base_yml.help_text(topics[0]) if topics else base_yml.overview(usage)
+    return None

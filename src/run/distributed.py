@@ -1,0 +1,52 @@
+"""Joins the processes of a job, once all of them are there and agree on its settings."""
+
+import atexit
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from src import FOLDER
+from src.config.schema import Mesh
+from src.config.yaml import dump
+from src.run.environment import version, versions
+from src.system import job, rendezvous
+from src.system.errors import show
+from src.system.exit_codes import end_now
+from src.system.job import ClusterEnv
+
+# Keys that may differ between the processes of a job: which one it is, and where a host keeps what all hosts have. The
+# fingerprint of training data and tokenizer shows whether they are the same (src/data/host_arrays.py).
+PER_PROCESS_KEYS = ("process_id", "coordinator_address", "jax_cache_dir", "dataset_path", "datasets", "tokenizer_path")
+
+
+def start_distributed(cluster: ClusterEnv, mesh: Mesh, settings: Mapping[str, str]) -> None:
+    """Joins a job of several processes.
+
+    Raises UserError if they differ in `settings` (`job_settings`), TransientError if not all of them came.
+    """
+    timeout, silence = mesh.jax_distributed_initialization_timeout, mesh.jax_distributed_heartbeat_timeout_seconds
+    print(f"waiting for {cluster.num_processes} processes at {cluster.coordinator_address}", flush=True)
+    disagree = (
+        "the processes of this job were started with different configurations, code or packages: give all of them the "
+        f"same, but for {', '.join(PER_PROCESS_KEYS)}"
+    )
+    meeting = rendezvous.Meeting(
+        cluster.coordinator_address, cluster.num_processes, settings, timeout, silence, disagree, show
+    )
+    job.current = rendezvous.Job(cluster.process_id, meeting.join(cluster.process_id), end_now)
+    # Registered after JAX's exit handler, which waits for the other processes, and therefore run before it.
+    atexit.register(job.current.leave)
+    # JAX's own heartbeats, sent at half of this, abort a process without a sentence: they are to be later than ours.
+    jax.distributed.initialize(*cluster, initialization_timeout=timeout, heartbeat_timeout_seconds=6 * silence)
+
+
+def job_settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """Lists what all processes of a job must share, by name: keys, versions, and a digest of each file of the code."""
+    code = {f"src/{path.relative_to(FOLDER).as_posix()}": path for path in sorted(FOLDER.rglob("*.py"))}
+    return {
+        **{key: dump(value) for key, value in config.items() if key not in PER_PROCESS_KEYS},
+        **{"MinText": version(), **versions()},
+        **{name: hashlib.sha256(path.read_bytes()).hexdigest()[:8] for name, path in code.items()},
+    }

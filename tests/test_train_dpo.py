@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from src import train
-from src.checkpoint.contents import kept_in
 from src.checkpoint.run_folder import RunFolder
 from src.config.load import load
 from src.config.yaml import dump
 from src.extras.generation import decode
 from src.extras.preferences import train_dpo
+from src.extras.preferences.reference import saved_reference
 from src.run.evaluator import Evaluator
 from src.system.errors import UserError
 from tests import runs
@@ -183,13 +183,13 @@ def test_a_reference_is_kept_for_its_own_facts_and_checked(tmp_path):
         computed.append(len(computed))
         return {"pair": [-1.5, computed[-1]]}
 
-    assert [kept_in(folder, facts, compute) for facts in ("a", "a", "b", "a")] == [
+    assert [saved_reference(folder, facts, compute) for facts in ("a", "a", "b", "a")] == [
         *({"pair": [-1.5, of]} for of in (0, 0, 1, 0))
     ]
     for file in (tmp_path / "run").glob("reference-*.json"):
         file.write_text(file.read_text().replace("-1.5", "-1.6"))
     with pytest.raises(UserError, match=r"reference-\w+.json is damaged: restore it"):
-        kept_in(folder, "a", compute)
+        saved_reference(folder, "a", compute)
 
 
 @pytest.mark.long

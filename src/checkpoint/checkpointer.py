@@ -16,8 +16,9 @@ import jax
 from etils import epath
 from jax.experimental import multihost_utils
 
+from src.checkpoint.agreement import of_process_0
 from src.checkpoint.digest import digests
-from src.checkpoint.restore import Restored, checksum_of, first_good, flatten, of_process_0, restore
+from src.checkpoint.format import Restored, checksum_of, flatten
 from src.checkpoint.run_folder import absolute, is_unfinished, steps_in, write_error
 from src.system.errors import TransientError, UserError
 from src.system.storage_errors import one_line, retried, tensorstore_errors
@@ -92,6 +93,8 @@ class Checkpointer:
         steps = of_process_0(lambda: steps_in(self._directory))
         if not steps:
             return None
+        from src.checkpoint.restore import first_good, restore
+
         _, (state, meta), problems = first_good(
             self._directory, steps, lambda at: restore(at, lambda *_: abstract_state)
         )

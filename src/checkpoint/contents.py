@@ -1,18 +1,12 @@
 """Says what a run's folder holds of a state, and what of it a later start may not change."""
 
-import contextlib
 import functools
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from src.checkpoint.data_position import TOKENIZER_KEYS, Facts
-from src.checkpoint.load_weights import identity
-from src.checkpoint.restore import checksum_of, of_process_0
 from src.checkpoint.run_folder import RunFolder, absolute
 from src.config.load import compare_runs, from_yaml
 from src.config.schema import Checkpoint, Config
@@ -21,13 +15,7 @@ from src.data.host_arrays import to_global
 from src.data.types import Tokenizer
 from src.step.plan import StepPlan
 from src.step.state import TrainState
-from src.system.errors import UserError, changed_keys
-from src.system.json_text import parse_json
-
-LogProbs = dict[str, list[float]]  # of both answers of a pair, by `src.extras.preferences.pairs.pair_keys`
-
-
-# ---- What is saved
+from src.system.errors import UserError
 
 
 def checkpoint_entries(
@@ -51,11 +39,15 @@ def saved_entries(plan: StepPlan, state: TrainState) -> dict[str, Any]:
     return {name: entry for name, entry in state.by_name().items() if not (plan.step.lora_rank and name == "frozen")}
 
 
-def saved_meta(plan: StepPlan, loading: Checkpoint, fingerprint: Facts, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def saved_meta(
+    plan: StepPlan, loading: Checkpoint, fingerprint: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> dict[str, Any]:
     """Returns what a checkpoint says about itself beside its arrays; `loading` says what the weights began with."""
     vocab_size, tokenizer_facts = plan.spec.vocab_size, tokenizer.fingerprint() if tokenizer else None
     meta = {"data": fingerprint, "vocab_size": vocab_size, "tokenizer": tokenizer_facts}
     if plan.step.lora_rank:
+        from src.checkpoint.load_weights import identity
+
         meta["lora"] = {
             "rank": plan.step.lora_rank,
             "alpha": plan.step.lora_alpha,
@@ -64,26 +56,6 @@ def saved_meta(plan: StepPlan, loading: Checkpoint, fingerprint: Facts, tokenize
             "base_ema": loading.load_ema,
         }
     return meta
-
-
-def kept_in(folder: RunFolder, facts: Any, compute: Callable[[], LogProbs]) -> LogProbs:
-    """Returns what `compute()` gave once, from a file whose name is a digest of `facts`: all that it depends on.
-
-    Raises UserError for a file that is damaged, and as `compute` does.
-    """
-    name = f"reference-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}.json"
-    if (saved := of_process_0(lambda: folder.read_text(name))) is None:
-        content = {"log_probs": compute()}
-        folder.write_text(name, json.dumps(content | {"checksum": checksum_of(content)}))
-        return content["log_probs"]
-    with contextlib.suppress(ValueError, KeyError, AttributeError):
-        content = parse_json(saved)
-        if content.pop("checksum") == checksum_of(content):
-            return content["log_probs"]
-    raise UserError(f"{folder.path / name} is damaged: restore it, or use another run_name")
-
-
-# ---- What may not change
 
 
 def compare_configs(config: Config, folder: RunFolder) -> list[str]:
@@ -107,26 +79,3 @@ def compare_configs(config: Config, folder: RunFolder) -> list[str]:
             f"are: accept_changes=[{', '.join(breaking)}]"
         )
     return [f"changed since the run's last start: {change}" for change in harmless.values()]
-
-
-def check_vocabulary(vocab_size: int, meta: Mapping[str, Any]) -> None:
-    """Raises UserError if a checkpoint has another vocabulary size, which padding would hide."""
-    if meta["vocab_size"] != vocab_size:
-        raise UserError(
-            f"the checkpoint's vocab_size is {meta['vocab_size']}, and this configuration's is {vocab_size}: "
-            "set vocab_size to the checkpoint's"
-        )
-
-
-def check_tokenizer(accept_changes: Sequence[str], meta: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
-    """Raises UserError for weights trained with another tokenizer, if on record, unless `accept_changes` allows it."""
-    old, new = meta.get("tokenizer"), tokenizer.fingerprint() if tokenizer else None
-    if not old or not new or set(accept_changes).intersection(TOKENIZER_KEYS):
-        return
-    if names := changed_keys(old, new):
-        listed = "\n".join(f"  {name}: {old.get(name)} -> {new.get(name)}" for name in names)
-        raise UserError(
-            f"The checkpoint was trained with another tokenizer (old -> new):\n{listed}\n"
-            "Set tokenizer_type and tokenizer_path to its own, or, where its ids mean the same in this one, accept it: "
-            "accept_changes=[tokenizer_path]"
-        )

@@ -1,26 +1,24 @@
 """Carries a checkpoint's position in the data over to the data that the config describes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from src.checkpoint.restore import newest_meta, of_process_0
-from src.checkpoint.run_folder import absolute, steps_in
-from src.config.schema import Checkpoint, Data, Run
+from src.checkpoint.format import DataPosition
+from src.config.schema import Data
 from src.config.source_spec import SETTINGS, all_specs, train_specs, train_weights
 from src.data.batch_schedule import RAMP_KEYS
 from src.data.best_fit import documents_consumed, remap_position
-from src.data.fingerprint import EVALUATION, LATER, Fact
+from src.data.fingerprint import EVALUATION, LATER, TOKENIZER_KEYS, Fact
 from src.data.order import Mixture
-from src.data.rules import PRESENT_RULES, RULES_FACT, describe_rules, rules_of
+from src.data.rules import RULES_FACT, describe_rules, rules_of
 from src.system.errors import UserError, changed_keys, first_few
 
 # The keys that alter an entry of the data's fingerprint: one of them in `accept_changes` accepts the change. The first
 # is recommended to a user whose configuration has not changed.
 SOURCE_KEYS = ("dataset_path", *(keys[0] for keys in SETTINGS.values()), "datasets", "use_sft")
-TOKENIZER_KEYS = ("tokenizer_path", "tokenizer_type", "dataset_type")
 HELD_OUT_KEYS = ("eval_interval", "eval_fraction", "eval_dataset_path", "eval_dataset_name", "eval_datasets")
 ACCEPTED_BY = {
     "global batch": ("per_device_batch_size", "gradient_accumulation_steps"),
@@ -47,31 +45,6 @@ Facts = Mapping[str, Any]  # a checkpoint's meta, or the data's fingerprint
 # What the config says of batches, whatever the data.
 _SIZES = ("global batch", "batch ramp", "max_target_length")
 BATCH_FACTS = {*_SIZES, "long_documents", "packing", "batch_transform", "data_shuffle_seed"}
-
-
-def run_rules(run: Run, loading: Checkpoint) -> int:
-    """Returns the version of the rules of data (src/data/rules.py) that a run keeps; every process calls it.
-
-    That is its newest checkpoint's, or `load_full_state_path`'s; a new run has the present ones. Raises UserError for
-    one that only a later MinText knows.
-    """
-    own = absolute(f"{run.base_output_directory}/{run.run_name}/checkpoints")
-    has_own = run.run_name and of_process_0(lambda: steps_in(own))
-    if not (path := own if has_own else loading.load_full_state_path) or "data_rules" in run.accept_changes:
-        return PRESENT_RULES
-    facts = newest_meta(path).get("data", {RULES_FACT: PRESENT_RULES})  # none: weights from elsewhere
-    if (version := rules_of(facts)) > PRESENT_RULES:
-        raise UserError(f"{path} has rules of data of version {version}: use the MinText that wrote it, or a later one")
-    return version
-
-
-class DataPosition(NamedTuple):
-    """Where a run goes on in its data."""
-
-    streams: np.ndarray | None = None  # int32 [B, S, 2], of each row's documents in each source; None: at their start
-    rows_taken: int = 0  # see `rows_consumed`
-    rows_before: Mapping[str, int] = {}
-    saved: Mapping[str, Any] = {}  # of this process, where each `StreamSource` goes on, by its name
 
 
 def data_position(

@@ -13,13 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from src.checkpoint.restore import Restored, checkpoint_identity, restore_any, restore_weights
+from src.checkpoint.format import Restored
+from src.checkpoint.restore import checkpoint_identity, restore_any, restore_weights
 from src.config.sources import HUB, is_hf_folder
+from src.data.fingerprint import TOKENIZER_KEYS
 from src.data.host_arrays import check_same
 from src.data.tokenizer import folder_tokenizer, has_tokenizer
+from src.data.types import Tokenizer
 from src.model import lora
 from src.model.params import Tree, by_path, dotted, join, nested
-from src.system.errors import UserError, counted, first_few
+from src.system.errors import UserError, changed_keys, counted, first_few
 
 TAIL_BYTES = 2**16  # read of each file: training changes the last bytes as it does all others
 
@@ -222,4 +225,27 @@ def check_base(adapters: Mapping[str, Any], path: str, ema: bool) -> None:
             f"the weights at {path} are not those on which these adapters were trained, at {adapters['base']}, or have "
             "changed since (a run's folder means its newest checkpoint): adapters mean nothing without them. Restore "
             "them there."
+        )
+
+
+def check_vocabulary(vocab_size: int, meta: Mapping[str, Any]) -> None:
+    """Raises UserError if a checkpoint has another vocabulary size, which padding would hide."""
+    if meta["vocab_size"] != vocab_size:
+        raise UserError(
+            f"the checkpoint's vocab_size is {meta['vocab_size']}, and this configuration's is {vocab_size}: "
+            "set vocab_size to the checkpoint's"
+        )
+
+
+def check_tokenizer(accept_changes: Sequence[str], meta: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
+    """Raises UserError for weights trained with another tokenizer, if on record, unless `accept_changes` allows it."""
+    old, new = meta.get("tokenizer"), tokenizer.fingerprint() if tokenizer else None
+    if not old or not new or set(accept_changes).intersection(TOKENIZER_KEYS):
+        return
+    if names := changed_keys(old, new):
+        listed = "\n".join(f"  {name}: {old.get(name)} -> {new.get(name)}" for name in names)
+        raise UserError(
+            f"The checkpoint was trained with another tokenizer (old -> new):\n{listed}\n"
+            "Set tokenizer_type and tokenizer_path to its own, or, where its ids mean the same in this one, accept it: "
+            "accept_changes=[tokenizer_path]"
         )

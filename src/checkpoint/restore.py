@@ -4,27 +4,25 @@ Orbax does not notice a flipped bit in a file, so the digest of every array is c
 docs/checkpoints.md says which failures are told apart.
 """
 
-import json
-import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import jax
 import numpy as np
 import tensorstore as ts
 from etils import epath
-from jax.experimental import multihost_utils
 
+from src.checkpoint.agreement import of_process_0, on_all_processes
 from src.checkpoint.digest import digests
+from src.checkpoint.format import HostArray, Restored, checksum_of, flatten, read_evaluations
 from src.checkpoint.run_folder import absolute, is_remote, is_unfinished, steps_in
 from src.data.host_arrays import check_same
 from src.model import params
-from src.system.errors import TransientError, UserError, first_few
+from src.system.errors import UserError, first_few
 from src.system.json_text import parse_json
-from src.system.storage_errors import DamagedError, Failure, failure_of, one_line, retried, tensorstore_result
+from src.system.storage_errors import DamagedError, tensorstore_result
 
 T = TypeVar("T")
 
@@ -34,24 +32,7 @@ AbstractOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 Wanted = Mapping[str, jax.ShapeDtypeStruct]  # arrays by dotted name
 Saved = Mapping[str, dict[str, Any]]  # the shape, dtype and digest of each array, by dotted name
 
-EVALUATIONS = "evaluations.json"  # beside the folders of steps
 ENTRIES = {False: params.ROLES, True: ("ema", *params.ROLES[1:])}  # of a checkpoint's weights, by `load_ema`
-
-
-class Restored(NamedTuple):
-    """Holds what was read from a checkpoint."""
-
-    state: dict[str, Any]  # arrays, in the structure that was asked for
-    meta: dict[str, Any]  # as it was saved
-    messages: list[str]  # for the user
-
-
-@dataclass(frozen=True)
-class HostArray:
-    """Stands for an array that is restored in whatever shape it was saved, as NumPy's, whole in every process."""
-
-    sharding: jax.sharding.Sharding  # a copy on every device
-    shape: tuple[int, ...] = ()
 
 
 def restore_weights(path: epath.PathLike, wanted_of: AbstractOf, ema: bool = False, some: str = "") -> Restored:
@@ -166,39 +147,6 @@ def restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str,
     return jax.tree.unflatten(jax.tree.structure(abstract_state), arrays.values()), meta
 
 
-def on_all_processes(read: Callable[[], T]) -> T:
-    """Returns `read()`, or raises the same error on every process if it failed on any, so that all do the same.
-
-    Raises DamagedError if the contents are not a checkpoint; TransientError if reading failed several times for
-    transient reasons; UserError if reading failed for another reason, which says nothing about the contents.
-    """
-    result, problem, failure, cause = None, "", Failure.NONE, None
-    try:
-        result = retried(read)
-    except Exception as error:
-        problem, failure, cause = one_line(error), failure_of(error), error
-    failures = multihost_utils.process_allgather(np.array(failure)).reshape(-1)
-    worst = failures.max()
-    if worst == Failure.NONE:
-        return result
-    problem = problem or f"process {np.flatnonzero(failures)[0]} failed"
-    if worst == Failure.DAMAGED:
-        raise DamagedError(f"it cannot be read: {problem}") from cause
-    kind = TransientError if worst == Failure.TRANSIENT else UserError
-    raise kind(f"a checkpoint could not be read: {problem}. Nothing was changed; try again.") from cause
-
-
-def of_process_0(read: Callable[[], Any]) -> Any:
-    """Returns what `read()` gives process 0, a JSON value, on every process; raises as `on_all_processes` does.
-
-    Processes may see a folder in different states, and replicas must not start from different checkpoints.
-    """
-    content = np.frombuffer(json.dumps(on_all_processes(read)).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.array(content.size)))
-    padded = np.concatenate([content, np.zeros(size, np.uint8)])[:size]
-    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
-
-
 def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], Saved]:
     def read() -> dict[str, Any]:
         if is_unfinished(step_folder):
@@ -215,19 +163,6 @@ def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], Saved]:
     # Of each array it has a digest, so that equal ones mean equal weights.
     check_same({"checksum of meta": checksum_of(content)}, f"contents in {step_folder}", "the same folder")
     return content["meta"], content["arrays"]
-
-
-def read_evaluations(checkpoints: epath.Path) -> dict[str, Any]:
-    """Returns what came of the evaluations after checkpoints, by checksum; {} without a readable file."""
-    try:
-        return dict(parse_json((checkpoints / EVALUATIONS).read_bytes()))
-    except (OSError, ValueError, TypeError):  # they are made again
-        return {}
-
-
-def checksum_of(content: Mapping[str, Any]) -> int:
-    """Returns a checksum of a JSON object, which reveals edits."""
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _read_arrays(step_folder: epath.Path, wanted: Wanted, saved: Saved) -> dict[str, jax.Array]:
@@ -293,12 +228,3 @@ def _check_shapes(step_folder: epath.Path, wanted: Wanted, saved: Saved) -> None
             + "\nExpected the model and optimizer it was saved with: give that run's folder as CONFIG, in place of a "
             "YAML file, or as model_name; or another run_name to start afresh."
         )
-
-
-def flatten(state: Any) -> dict[str, Any]:
-    """Returns the leaves by dotted name, so that the files do not depend on the types of optax's containers."""
-    return {_dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
-
-
-def _dotted(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")

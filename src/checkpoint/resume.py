@@ -5,16 +5,18 @@ from typing import Any, NamedTuple
 
 import jax
 
+from src.checkpoint.agreement import of_process_0
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.contents import check_tokenizer, check_vocabulary, saved_entries
-from src.checkpoint.data_position import DataPosition, Facts, data_position
-from src.checkpoint.load_weights import check_base, load_by_rules, load_weights
-from src.checkpoint.restore import HostArray, Restored, restore_any
-from src.config.schema import Checkpoint, Data
+from src.checkpoint.contents import saved_entries
+from src.checkpoint.format import DataPosition, HostArray, Restored
+from src.checkpoint.run_folder import absolute, steps_in
+from src.config.schema import Checkpoint, Data, Run
+from src.data.rules import PRESENT_RULES, RULES_FACT, rules_of
 from src.data.types import Tokenizer
 from src.model.params import Tree, by_path, join
 from src.step.plan import StepPlan
 from src.step.state import TrainState, init_state
+from src.system.errors import UserError
 
 
 class ResumePoint(NamedTuple):
@@ -47,6 +49,8 @@ def starting_state(
     wanted = {**saved_entries(plan, abstract), "data_position": HostArray(plan.layout.sharding(()))}
     if restored := checkpointer.restore_latest(wanted):
         if plan.step.lora_rank:  # a checkpoint of adapters leaves the weights under them out
+            from src.checkpoint.load_weights import check_base, load_weights
+
             check_base(restored.meta["lora"], loading.load_parameters_path, loading.load_ema)
             weights, _, _ = load_weights(loading.load_parameters_path, all_weights(abstract), loading.load_ema)
             restored.state["frozen"] = plan.split(weights).frozen
@@ -55,10 +59,17 @@ def starting_state(
         due = "eval_loss" not in restored.meta and restored.meta.get("evaluation_due", False)
         return point._replace(resumed=True, eval_loss=restored.meta.get("eval_loss"), evaluation_due=due)
     if path := loading.load_full_state_path:
+        from src.checkpoint.load_weights import check_vocabulary
+        from src.checkpoint.restore import restore_any
+
         # src/config/checks.py refuses adapters here: load_parameters_path, which says where their base is, is not set.
         restored = restore_any(path, lambda meta, saved: wanted, ", ".join(wanted))
         check_vocabulary(plan.spec.vocab_size, restored.meta)
         return _resume_point(restored, data, accept_changes, fingerprint)
+    if not (loading.load_parameters_path or loading.load_weights_rules):
+        return ResumePoint(new_state(plan, abstract), [])
+    from src.checkpoint.load_weights import check_tokenizer, check_vocabulary, load_by_rules, load_weights
+
     whole, ema = all_weights(abstract), loading.load_ema
     by_rules, metas, messages = load_by_rules(loading.load_weights_rules, whole, plan.axes, ema)
     weights = by_rules
@@ -71,11 +82,33 @@ def starting_state(
     return ResumePoint(new_state(plan, abstract, weights), messages)
 
 
-def _resume_point(restored: Restored, data: Data, accept_changes: Sequence[str], fingerprint: Facts) -> ResumePoint:
+def _resume_point(
+    restored: Restored, data: Data, accept_changes: Sequence[str], fingerprint: Mapping[str, Any]
+) -> ResumePoint:
+    from src.checkpoint.data_position import data_position
+
     entries, meta, messages = restored
     step, streams = int(entries["step"]), entries["data_position"]
     position, moved = data_position(step, streams, meta, data, accept_changes, fingerprint)
     return ResumePoint(TrainState.of(entries), [*messages, *moved], position, meta.get("eval_position", {}))
+
+
+def run_rules(run: Run, loading: Checkpoint) -> int:
+    """Returns the version of the rules of data (src/data/rules.py) that a run keeps; every process calls it.
+
+    That is its newest checkpoint's, or `load_full_state_path`'s; a new run has the present ones. Raises UserError for
+    one that only a later MinText knows.
+    """
+    own = absolute(f"{run.base_output_directory}/{run.run_name}/checkpoints")
+    has_own = run.run_name and of_process_0(lambda: steps_in(own))
+    if not (path := own if has_own else loading.load_full_state_path) or "data_rules" in run.accept_changes:
+        return PRESENT_RULES
+    from src.checkpoint.restore import newest_meta
+
+    facts = newest_meta(path).get("data", {RULES_FACT: PRESENT_RULES})  # none: weights from elsewhere
+    if (version := rules_of(facts)) > PRESENT_RULES:
+        raise UserError(f"{path} has rules of data of version {version}: use the MinText that wrote it, or a later one")
+    return version
 
 
 # ---- States

@@ -11,6 +11,7 @@ from src.system.errors import TransientError, UserError, changed_keys
 from src.system.user_code import code_digests
 
 EVALUATION = "evaluation"  # begins each entry on which evaluations depend, and training does not
+TOKENIZER_KEYS = ("tokenizer_path", "tokenizer_type", "dataset_type")  # they alter the entries of the tokenizer
 LATER = {"file", "contents", "lines", "code", EVALUATION}  # what entries that older fingerprints lack begin with
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.contents import checkpoint_entries, saved_meta
-from src.checkpoint.restore import EVALUATIONS, read_evaluations
+from src.checkpoint.format import EVALUATIONS, read_evaluations
 from src.checkpoint.resume import ResumePoint
 from src.checkpoint.run_folder import RunFolder, describe_latest, latest_step
 from src.config.schema import Checkpoint, Evaluation

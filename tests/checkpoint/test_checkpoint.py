@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.restore import HostArray
+from src.checkpoint.format import HostArray
 from src.model.params import ROLES
 from src.system.errors import UserError
 from tests import quick_compilation

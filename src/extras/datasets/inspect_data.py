@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from src.checkpoint.data_position import run_rules
+from src.checkpoint.resume import run_rules
 from src.config.source_spec import train_specs
 from src.config.usage import Usage
 from src.data.batch_schedule import BatchSchedule

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from src.checkpoint.data_position import run_rules
+from src.checkpoint.resume import run_rules
 from src.config import schema
 from src.config.source_spec import names_eval_data, train_specs
 from src.config.sources import run_folder

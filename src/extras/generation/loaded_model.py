@@ -2,8 +2,7 @@
 
 import jax
 
-from src.checkpoint.contents import check_tokenizer, check_vocabulary
-from src.checkpoint.load_weights import identity, load_weights
+from src.checkpoint.load_weights import check_tokenizer, check_vocabulary, identity, load_weights
 from src.checkpoint.resume import all_weights
 from src.config.schema import Config, keys_of
 from src.config.yaml import dump

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
 
-from src.checkpoint.contents import kept_in
-from src.checkpoint.data_position import run_rules
+from src.checkpoint.resume import run_rules
 from src.config.schema import KEYS, Config
 from src.config.usage import Usage
 from src.config.yaml import dump
@@ -22,6 +21,7 @@ from src.data.types import EvalSet, InputSpec, TrainData
 from src.extras.generation.loaded_model import model_facts
 from src.extras.preferences.dpo import LOSS, measure
 from src.extras.preferences.pairs import PairRows, PairSource, pair_batch, pair_fields, pair_keys
+from src.extras.preferences.reference import saved_reference
 from src.model.params import Weights
 from src.run.diagnostics import advice_on_memory, stack_traces
 from src.run.evaluator import Evaluator
@@ -98,7 +98,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     sources = [EvalSet(key, PairRows(inputs, file), -1) for key, file in files.items()]
     facts = [model, tokenizer.fingerprint(), tokenizer.chat_template, [file.fingerprint() for file in files.values()]]
     compute = functools.partial(log_probs, evaluator, sources, None if run.start.resumed else run.state.weights)
-    run.prepare = functools.partial(pair_batch, reference=kept_in(run.folder, facts, compute))
+    run.prepare = functools.partial(pair_batch, reference=saved_reference(run.folder, facts, compute))
     run.evaluate_by(eval_step)
 
     # ---- Steps

@@ -1,0 +1,46 @@
+"""Reads checkpoints so that all processes of a job get the same, or fail alike."""
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from jax.experimental import multihost_utils
+
+from src.system.errors import TransientError, UserError
+from src.system.storage_errors import DamagedError, Failure, failure_of, one_line, retried
+
+T = TypeVar("T")
+
+
+def on_all_processes(read: Callable[[], T]) -> T:
+    """Returns `read()`, or raises the same error on every process if it failed on any, so that all do the same.
+
+    Raises DamagedError if the contents are not a checkpoint; TransientError if reading failed several times for
+    transient reasons; UserError if reading failed for another reason, which says nothing about the contents.
+    """
+    result, problem, failure, cause = None, "", Failure.NONE, None
+    try:
+        result = retried(read)
+    except Exception as error:
+        problem, failure, cause = one_line(error), failure_of(error), error
+    failures = multihost_utils.process_allgather(np.array(failure)).reshape(-1)
+    worst = failures.max()
+    if worst == Failure.NONE:
+        return result
+    problem = problem or f"process {np.flatnonzero(failures)[0]} failed"
+    if worst == Failure.DAMAGED:
+        raise DamagedError(f"it cannot be read: {problem}") from cause
+    kind = TransientError if worst == Failure.TRANSIENT else UserError
+    raise kind(f"a checkpoint could not be read: {problem}. Nothing was changed; try again.") from cause
+
+
+def of_process_0(read: Callable[[], Any]) -> Any:
+    """Returns what `read()` gives process 0, a JSON value, on every process; raises as `on_all_processes` does.
+
+    Processes may see a folder in different states, and replicas must not start from different checkpoints.
+    """
+    content = np.frombuffer(json.dumps(on_all_processes(read)).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.array(content.size)))
+    padded = np.concatenate([content, np.zeros(size, np.uint8)])[:size]
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())

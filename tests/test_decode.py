@@ -22,7 +22,8 @@ from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
+from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
 from src.extras.generation import completion, decode
 from src.extras.generation.decode import Completion, generate

@@ -3,7 +3,8 @@ from transformers import AutoTokenizer
 
 from src.data.open import open_sources
 from src.data.readers.text import TextSource
-from src.data.tokenizer import SentencePieceTokenizer, make_tokenizer
+from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec
 from src.extras.datasets.train_tokenizer import main, train
 from src.run.resolve_config import load

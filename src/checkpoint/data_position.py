@@ -1,7 +1,7 @@
 """Carries a checkpoint's position in the data over to the data that the config describes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from src.config.schema import Data
 from src.config.source_spec import SETTINGS, all_specs, train_specs, train_weights
 from src.data.batch_schedule import RAMP_KEYS
 from src.data.best_fit import documents_consumed, remap_position
-from src.data.fingerprint import EVALUATION, LATER, TOKENIZER_KEYS, Fact
+from src.data.fingerprint import EVALUATION, TOKENIZER_KEYS
 from src.data.order import Mixture
 from src.data.rules import RULES_FACT, describe_rules, rules_of
 from src.system.errors import UserError, changed_keys, first_few
@@ -40,11 +40,35 @@ ACCEPTED_BY = {
     "sft_train_on_completion_only": ("sft_train_on_completion_only", "use_sft"),
     EVALUATION: (*HELD_OUT_KEYS[2:], "eval_metrics", "decode_metrics", EVALUATION),
 }
+LATER = {"file", "contents", "lines", "code", EVALUATION}  # what entries that older fingerprints lack begin with
 Facts = Mapping[str, Any]  # a checkpoint's meta, or the data's fingerprint
 
 # What the config says of batches, whatever the data.
 _SIZES = ("global batch", "batch ramp", "max_target_length")
 BATCH_FACTS = {*_SIZES, "long_documents", "packing", "batch_transform", "data_shuffle_seed"}
+
+
+class Fact(NamedTuple):
+    """Says what an entry of `data_fingerprint` is about."""
+
+    source: str | None  # the source's name, "" for the only one; None where the entry is about the run
+    name: str  # the fact, as the source's own fingerprint has it; the entry itself where it is about the run
+
+    @classmethod
+    def of(cls, entry: str, sources: Sequence[str]) -> Self:
+        """Reads an entry of a run with these sources."""
+        entry = entry.removeprefix(f"{EVALUATION} ")
+        for source in sorted(filter(None, sources), key=len, reverse=True):
+            if entry.startswith(prefix := f"source {source} "):
+                return cls(source, entry.removeprefix(prefix))
+        if entry.startswith("source ") and entry != "source weights":
+            return cls("", entry.removeprefix("source "))
+        return cls(None, entry)
+
+    @property
+    def is_file(self) -> bool:
+        """Says whether it is one file's size, which fingerprints list only where files are few."""
+        return self.source is not None and self.name.startswith("file ")
 
 
 def data_position(

@@ -15,10 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from src.checkpoint.format import Restored
 from src.checkpoint.restore import checkpoint_identity, restore_any, restore_weights
-from src.config.sources import HUB, is_hf_folder
+from src.config.sources import HUB, has_tokenizer, is_hf_folder
 from src.data.fingerprint import TOKENIZER_KEYS
 from src.data.host_arrays import check_same
-from src.data.tokenizer import folder_tokenizer, has_tokenizer
 from src.data.types import Tokenizer
 from src.model import lora
 from src.model.params import Tree, by_path, dotted, join, nested
@@ -167,6 +166,7 @@ def _undotted(name: str) -> tuple[str | int, ...]:
 
 
 def _load_hf_weights(path: str, tree: Tree) -> Restored:
+    from src.extras.hf.folder_tokenizer import folder_tokenizer
     from src.extras.hf.load import load_weights as load_folder
     from src.extras.hf.model_keys import read_model_keys
 

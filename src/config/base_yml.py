@@ -8,7 +8,6 @@ from typing import Any
 from src.config.hints import hints
 from src.config.keys import Key
 from src.config.schema import KEYS
-from src.config.usage import Usage
 from src.config.yaml import Plain, dump
 from src.system.errors import UserError
 
@@ -78,18 +77,18 @@ def help_text(word: str) -> str:
     raise UserError(f"there is no key {word}.{hints().meant(word)} --help alone lists all keys.")
 
 
-def overview(usage: Usage) -> str:
+def overview(text: str, command: str, groups: tuple[str, ...]) -> str:
     """Returns a command's usage, the lines of its own keys, and the names of all others."""
     in_full, names_only = [], []
     for title, keys in keys_by_group().items():
-        if title.startswith(usage.groups):
+        if title.startswith(groups):
             in_full += [f"\n{title}", *map(key_lines, keys)]
         else:
             names = textwrap.fill("  ".join(key.name for key in keys), 118)
             names_only.append(f"\n{title}\n{textwrap.indent(names, '  ')}")
     heading = "\nAll other keys" if in_full else "\nKeys, with their defaults in configs/base.yml"
-    topic = f"{f'python -m {usage.command} --help WORD':49} what the key of this name does, or all keys with this word"
-    return "\n".join([usage.text, topic, *in_full, heading, *names_only])
+    topic = f"{f'python -m {command} --help WORD':49} what the key of this name does, or all keys with this word"
+    return "\n".join([text, topic, *in_full, heading, *names_only])
 
 
 if __name__ == "__main__":

@@ -28,6 +28,11 @@ def is_hf_folder(path: str | os.PathLike[str]) -> bool:
     return folder.is_dir() and ((folder / "config.json").is_file() or any(folder.glob("*.safetensors")))
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Returns whether a Hugging Face model folder has a tokenizer."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+
+
 def read_python(path: Path) -> dict[str, Any]:
     """Returns the keys of the ConfigDict that a file's `get_config()` returns; raises UserError where it does not."""
     try:

@@ -33,5 +33,7 @@ def help_for(argv: Sequence[str], usage: Usage = TRAIN) -> str | None:
             from src.config import base_yml
 
             topics = [topic for topic in argv[position + 1 :] if "=" not in topic]
-            return base_yml.help_text(topics[0]) if topics else base_yml.overview(usage)
+            return (
+                base_yml.help_text(topics[0]) if topics else base_yml.overview(usage.text, usage.command, usage.groups)
+            )
     return None

@@ -23,8 +23,8 @@ def size_keys(ramped: bool) -> tuple[str, ...]:
     return ("per_device_batch_size", *(RAMP_KEYS[1:3] if ramped else ()))
 
 
-class Fill(NamedTuple):
-    """Says what a row of a host's batch is filled with."""
+class RowAssignment(NamedTuple):
+    """Assigns a row of a host's batch to a packing stream."""
 
     number: int  # of the row in the run
     row: int  # of the host's batch
@@ -91,14 +91,14 @@ class BatchSchedule:
         numbers = numbers[np.argsort(numbers % self.shards, kind="stable")]
         return numbers, numbers % self.rows
 
-    def on_host(self, first: int, size: int, streams: Sequence[int]) -> tuple[np.ndarray, list[Fill]]:
+    def on_host(self, first: int, size: int, streams: Sequence[int]) -> tuple[np.ndarray, list[RowAssignment]]:
         """Returns which rows of that batch a host with these streams has, int [rows], and what it fills them with."""
         places = np.full(self.rows, -1)
         places[streams] = np.arange(len(streams))
         numbers, filled_by = self.batch(first, size)
         rows = np.flatnonzero(places[filled_by] >= 0)
         by_row = zip(numbers[rows].tolist(), range(len(rows)), places[filled_by[rows]].tolist(), strict=True)
-        return rows, sorted(map(Fill._make, by_row))
+        return rows, sorted(map(RowAssignment._make, by_row))
 
     def streams(self) -> np.ndarray:
         """Returns which packing streams fill the rows of a full batch, int [B], in the order that devices have."""

@@ -1,22 +1,19 @@
-"""Makes the batches of evaluations, and counts the bytes of text that their ids stand for, for bits per byte."""
+"""Makes the batches of evaluations."""
 
-import hashlib
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from src.data.batch_schedule import BatchSchedule
-from src.data.best_fit import documents_consumed, remap_position
-from src.data.document_stream import DocumentStream, RowFiller, layout_of, rows_per_epoch
-from src.data.host_arrays import gather_json, max_over_hosts
-from src.data.loader import BatchMaker, count_targets
+from src.data.document_stream import DocumentStream, layout_of, rows_per_epoch
+from src.data.host_arrays import max_over_hosts
+from src.data.loader import HostBatchLoader, count_targets
 from src.data.order import Mixture
 from src.data.packing import RowLayout
-from src.data.streams import StreamSource
-from src.data.types import END, Document, EvalSet, InputSpec, RowArrays, Tokenizer
+from src.data.source_packer import SourceStart, source_packer
+from src.data.types import EvalSet, InputSpec, RowArrays, is_stream
 from src.system.errors import UserError
 
 
@@ -49,7 +46,7 @@ class EvalBatches:
             )
         if not count_targets(inputs, data.source, 1):
             raise UserError(f"the evaluation data{of} have no text: give other data with eval_dataset_path=PATH")
-        if rolls and isinstance(data.source, StreamSource):
+        if rolls and is_stream(data.source):
             raise UserError(f"the evaluation data{of} are a stream, which begins anew each time: set eval_mode=reset")
         self._inputs, self._source, self._rows, self._global_batch = inputs, data.source, rows, global_batch
         self._rolls, self._steps = rolls, None if row_count is None else math.ceil(row_count / global_batch)
@@ -62,8 +59,8 @@ class EvalBatches:
         count, before = self.steps(), self._rows_taken
         self._rows_taken += count * self._global_batch
         schedule = BatchSchedule(self._global_batch)
-        maker = BatchMaker(self._inputs, [self._filler], Mixture([1]), self._rows, schedule)
-        return (batch.arrays for batch in maker.batches(before, count=count))
+        loader = HostBatchLoader(self._inputs, [self._packer], Mixture([1]), self._rows, schedule)
+        return (batch.arrays for batch in loader.batches(before, count=count))
 
     def steps(self) -> int:
         """Counts the batches of an evaluation. The first call, also by `iter`, waits for that of other hosts."""
@@ -82,7 +79,7 @@ class EvalBatches:
         Every process calls it, after an evaluation's last batch was taken.
         """
         positions = np.full((self._global_batch, 2), np.iinfo(np.int32).min, np.int32)  # less than other hosts have
-        positions[list(self._rows)] = [self._filler.position(row) for row in range(len(self._rows))]
+        positions[list(self._rows)] = [self._packer.position(row) for row in range(len(self._rows))]
         # "lanes" is what checkpoints call packing streams.
         return {"rows_taken": self._rows_taken, "lanes": max_over_hosts(positions).tolist()}
 
@@ -90,6 +87,8 @@ class EvalBatches:
         """Returns how many times the batches taken so far have read the data; every process calls it, as `position`."""
         if (rows := rows_per_epoch(self._inputs, self._source)) is not None:
             return self._rows_taken / rows
+        from src.data.best_fit import documents_consumed
+
         return float(documents_consumed(np.array(self.position()["lanes"], np.int32)).sum()) / len(self._source)
 
     def _start(self, position: Mapping[str, Any] | None) -> None:
@@ -97,10 +96,18 @@ class EvalBatches:
         if position is not None:
             self._rows_taken, positions = position["rows_taken"], np.array(position["lanes"], np.int32)
             if len(positions) != self._global_batch:
+                from src.data.best_fit import remap_position
+
                 positions = remap_position(positions, self._global_batch)
             positions = positions[list(self._rows)]
-        place = (self._rows, self._global_batch)
-        self._filler = RowFiller(self._inputs, self._source, *place, positions=positions, one_epoch=self._one_epoch)
+        self._packer = source_packer(
+            self._inputs,
+            self._source,
+            self._rows,
+            self._global_batch,
+            start=SourceStart(positions=positions),
+            one_epoch=self._one_epoch,
+        )
 
 
 def rows_needed(items: Iterable[Sequence[int]], length: int, layout: RowLayout) -> int:
@@ -112,45 +119,3 @@ def rows_needed(items: Iterable[Sequence[int]], length: int, layout: RowLayout) 
         if not segments:
             return rows
         rows += 1
-
-
-class TextBytes:
-    """Tokenizes texts with the bytes of each id, and remembers which of them the tokenizer does not give back."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._example = tokenizer, ""
-        self._changed: set[str] = set()  # by digest: a text may be read again, and by several processes
-
-    def document(self, text: str) -> Document:
-        """Returns the text's ids with their `text_bytes`, which add up to those of the whole text.
-
-        Of a character in several tokens the first one has the bytes, and what the tokenizer leaves out belongs to the
-        token after it, or to the last one. A text of which it leaves nothing (SentencePiece, of spaces) has no bytes.
-        """
-        ids, ends = self._tokenizer.encode(text), np.maximum.accumulate(self._tokenizer.byte_ends(text))
-        begin = 1 if len(ends) == len(ids) - 2 else len(self._tokenizer.encode_prompt(text)) - len(ends)
-        of_text = slice(begin, begin + len(ends))
-        ends[-1:] = len(text.encode())
-        if self._tokenizer.decode_spelled(ids[of_text]) != text:
-            self._changed.add(hashlib.sha256(text.encode()).hexdigest()[:16])
-            self._example = text
-        parts = [END] * begin, np.diff(ends, prepend=0), [END] * (len(ids) - of_text.stop)
-        return Document(ids, text_bytes=np.concatenate(parts).astype(np.int32))
-
-    def notes(self) -> list[str]:
-        """Returns a line for the user where the tokenizer changes texts: their bytes are then not what it costs.
-
-        It is of the texts of all processes, each of which calls this.
-        """
-        text, decoded = self._example, self._tokenizer.decode_spelled(self._tokenizer.encode_text(self._example))
-        at = len(os.path.commonprefix([text, decoded]))  # noqa: RUF071  # characters are to be compared
-        excerpts = [each[max(at - 10, 0) : at + 10] for each in (text, decoded)]
-        changed = [each for each in gather_json([sorted(self._changed), excerpts]) if each[0]]
-        if not changed:
-            return []
-        before, after = changed[0][1]
-        count = len(set().union(*(texts for texts, _ in changed)))
-        return [
-            f"the tokenizer changes {count} of the texts, such as {before!r} to {after!r}: bits per byte count the "
-            "bytes as they were, though nothing predicts what is lost"
-        ]

@@ -1,41 +1,15 @@
 """Names the facts on which training batches and evaluations depend, so that a run sees what changed."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Sequence
 
 from src.config.source_spec import names_eval_data
 from src.data.rules import RULES_FACT
 from src.data.types import EvalSet, Fingerprint, InputSpec, RowSource, Source, TrainData
-from src.system.errors import TransientError, UserError, changed_keys
-from src.system.user_code import code_digests
+from src.system.errors import TransientError, UserError
 
 EVALUATION = "evaluation"  # begins each entry on which evaluations depend, and training does not
 TOKENIZER_KEYS = ("tokenizer_path", "tokenizer_type", "dataset_type")  # they alter the entries of the tokenizer
-LATER = {"file", "contents", "lines", "code", EVALUATION}  # what entries that older fingerprints lack begin with
-
-
-class Fact(NamedTuple):
-    """Says what an entry of `data_fingerprint` is about."""
-
-    source: str | None  # the source's name, "" for the only one; None where the entry is about the run
-    name: str  # the fact, as the source's own fingerprint has it; the entry itself where it is about the run
-
-    @classmethod
-    def of(cls, entry: str, sources: Sequence[str]) -> Self:
-        """Reads an entry of a run with these sources."""
-        entry = entry.removeprefix(f"{EVALUATION} ")
-        for source in sorted(filter(None, sources), key=len, reverse=True):
-            if entry.startswith(prefix := f"source {source} "):
-                return cls(source, entry.removeprefix(prefix))
-        if entry.startswith("source ") and entry != "source weights":
-            return cls("", entry.removeprefix("source "))
-        return cls(None, entry)
-
-    @property
-    def is_file(self) -> bool:
-        """Says whether it is one file's size, which fingerprints list only where files are few."""
-        return self.source is not None and self.name.startswith("file ")
 
 
 def data_fingerprint(inputs: InputSpec, data: TrainData, rows: int, eval_sets: Sequence[EvalSet] = ()) -> Fingerprint:
@@ -68,6 +42,8 @@ def data_fingerprint(inputs: InputSpec, data: TrainData, rows: int, eval_sets: S
         facts["batch_transform"] = inputs.batch.batch_transform
     for key in ("batch_transform", "loss", "eval_metrics", "decode_metrics"):
         if name := inputs.config[key]:
+            from src.system.user_code import code_digests
+
             entry = f"{EVALUATION} code {key}" if "metrics" in key else f"code {key}"
             facts |= {f"{entry} {module}": digest for module, digest in code_digests(name, key).items()}
     return facts | {
@@ -100,15 +76,3 @@ def check_unchanged(deciding: Sequence[Source | RowSource], others: Sequence[Sou
                 )
             lines += [line] * bool(line)
     return lines
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], of: str = "") -> list[str]:
-    """Lists how two fingerprints differ, fact by fact, each name preceded by `of`."""
-    changes = []
-    for name in changed_keys(old, new):
-        before, after = old.get(name), new.get(name)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            changes += differences(before, after, f"{of}{name} ")
-        else:
-            changes.append(f"{of}{name} {before!r} there, {after!r} here")
-    return changes

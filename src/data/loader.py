@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from src.data.batch_schedule import BatchSchedule, Fill
-from src.data.batch_transform import added_fields, apply_transform
-from src.data.document_stream import RowFiller, encode
+from src.data.batch_schedule import BatchSchedule, RowAssignment
+from src.data.document_stream import encode
 from src.data.order import Mixture
 from src.data.packing import empty_batch
-from src.data.streams import StreamSource
-from src.data.types import InputSpec, RowArrays, RowSource, Source, TrainData
+from src.data.source_packer import SourcePacker, SourceStart, source_packer
+from src.data.types import InputSpec, RowArrays, RowSource, Source, TrainData, is_stream
 from src.system.errors import UserError
-from src.system.user_code import load_function
 
 _BATCHES_AHEAD = 6  # so many, so that threads need not keep step
 
@@ -33,7 +31,7 @@ class HostBatch(NamedTuple):
     arrays: RowArrays
     rows: np.ndarray  # int [rows], ascending: which of the global batch's they are
     stream_positions: np.ndarray  # int32 [streams, S, 2], where each of this host's packing streams resumes after it
-    cuts: np.ndarray  # int32 [rows, 2], `packing.Cuts` of each row
+    cuts: np.ndarray  # int32 [rows, 2], `packing.Truncation` of each row
     saved: dict[str, Any]  # where each `StreamSource`, by its name, goes on after it
 
 
@@ -57,7 +55,7 @@ def train_batches(
     None at the start of every source, and `saved` is what that had. Of sources of rows, `rows_before` (by name) came
     before `rows_taken` was counted. Raises UserError if a source has less text than one row.
     """
-    fillers = []
+    packers = []
     for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
         length, of = inputs.batch.max_target_length, f" of {name}" if name else ""
         if (targets := count_targets(inputs, source, length)) < length:
@@ -65,29 +63,39 @@ def train_batches(
                 f"the training data{of} have {targets} tokens, fewer than one row of max_target_length={length}: set "
                 "max_target_length to less, or give a dataset_path with more text"
             )
-        before, at = (rows_before or {}).get(name, 0), None if position is None else position[:, index]
-        place, stream = (inputs, source, streams, global_batch), (saved or {}).get(name)
-        fillers.append(RowFiller(*place, name=name, rows_before=before, positions=at, saved=stream))
+        start = SourceStart(
+            rows=(rows_before or {}).get(name, 0),
+            positions=None if position is None else position[:, index],
+            saved=(saved or {}).get(name),
+        )
+        packers.append(source_packer(inputs, source, streams, global_batch, name, start))
     schedule = schedule or BatchSchedule(global_batch)
-    return BatchMaker(inputs, fillers, Mixture(data.weights), streams, schedule).batches(rows_taken, first_step)
+    return HostBatchLoader(inputs, packers, Mixture(data.weights), streams, schedule).batches(rows_taken, first_step)
 
 
-class BatchMaker:
-    """Makes this host's rows of batches, those of `streams`, from the mixture's sources, which have a filler each.
+class HostBatchLoader:
+    """Makes this host's rows of batches, those of `streams`, from the mixture's sources, which have a packer each.
 
     `data_threads` threads have a share of the streams each. Rows differ in how long they take: a thread waits for the
     others only when it is some batches ahead of them.
     """
 
     def __init__(
-        self, inputs: InputSpec, fillers: list[RowFiller], mixture: Mixture, streams: np.ndarray, sizes: BatchSchedule
+        self,
+        inputs: InputSpec,
+        packers: list[SourcePacker],
+        mixture: Mixture,
+        streams: np.ndarray,
+        sizes: BatchSchedule,
     ) -> None:
-        self._inputs, self._fillers, self._mixture = inputs, fillers, mixture
+        self._inputs, self._packers, self._mixture = inputs, packers, mixture
         self._streams, self._schedule = streams, sizes
         self._closing = threading.Event()  # once it is set, threads begin no further row
-        name = inputs.batch.batch_transform
-        self._transform = load_function(name, "batch_transform") if name else None
-        self._fields = added_fields(inputs.batch, inputs.vocab_size)
+        self._transform = None
+        if inputs.batch.batch_transform:
+            from src.data.user_transform import UserTransform
+
+            self._transform = UserTransform(inputs.batch, inputs.vocab_size)
 
     def batches(self, rows_taken: int, first_step: int = 0, count: int | None = None) -> Iterator[HostBatch]:
         """Yields the batches after so many rows of the run, `count` or without end, while threads make the next ones.
@@ -95,7 +103,7 @@ class BatchMaker:
         An error there is raised here at its batch. The threads end with the iterator (its `close`, or being collected),
         which waits for no more than the rows that are being made.
         """
-        workers = 1 if any(filler.saved() for filler in self._fillers) else self._inputs.data.data_threads
+        workers = 1 if any(packer.saved() for packer in self._packers) else self._inputs.data.data_threads
         threads = [ThreadPoolExecutor(1, thread_name_prefix="rows") for _ in range(workers)]
         finisher = ThreadPoolExecutor(1, thread_name_prefix="data")
         try:
@@ -109,19 +117,20 @@ class BatchMaker:
         finally:
             self._closing.set()
             for thread in (*threads, finisher):
-                for filler in self._fillers:  # each time, because a row that is being made may ask for more
-                    filler.close()
+                for packer in self._packers:  # each time, because a row that is being made may ask for more
+                    packer.close()
                 thread.shutdown(cancel_futures=True)
 
     def _begin(self, threads: list[ThreadPoolExecutor], first: int, size: int) -> tuple[HostBatch, list[Future[None]]]:
         """Hands out the batch of `size` rows from `first` on: thread n of N has the host's streams n, n + N, ..."""
-        rows, fills = self._schedule.on_host(first, size, self._streams)
+        rows, assigned = self._schedule.on_host(first, size, self._streams)
         count, length = len(self._streams), self._inputs.batch.max_target_length
         arrays = empty_batch(len(rows), length, self._inputs.count_bytes is not None)
-        positions = np.empty((count, len(self._fillers), 2), np.int32)
+        positions = np.empty((count, len(self._packers), 2), np.int32)
         batch = HostBatch(arrays, rows, positions, np.empty((len(rows), 2), np.int32), {})
         return batch, [
-            thread.submit(self._fill, batch, fills, range(n, count, len(threads))) for n, thread in enumerate(threads)
+            thread.submit(self._fill, batch, assigned, range(n, count, len(threads)))
+            for n, thread in enumerate(threads)
         ]
 
     def _finish(self, batch: HostBatch, shares: list[Future[None]]) -> HostBatch:
@@ -129,25 +138,24 @@ class BatchMaker:
             share.result()
         if not self._transform:
             return batch
-        arrays = apply_transform(self._transform, self._inputs.vocab_size, batch.arrays, self._fields)
-        return batch._replace(arrays=arrays)
+        return batch._replace(arrays=self._transform(batch.arrays))
 
-    def _fill(self, batch: HostBatch, fills: Sequence[Fill], places: range) -> None:
+    def _fill(self, batch: HostBatch, rows: Sequence[RowAssignment], places: range) -> None:
         full, seed = self._schedule.rows, self._inputs.data.data_shuffle_seed
-        for number, row, place in fills:
+        for number, row, place in rows:
             if self._closing.is_set():
                 raise CancelledError
             if place in places:
                 source, ordinal = self._mixture.assign(number, full, seed)
-                batch.cuts[row] = self._fillers[source].fill(batch.arrays, row, ordinal, place)
+                batch.cuts[row] = self._packers[source].fill(batch.arrays, row, ordinal, place)
         for place in places:
-            batch.stream_positions[place] = [filler.position(place) for filler in self._fillers]
-        batch.saved.update({filler.name: saved for filler in self._fillers if (saved := filler.saved())})
+            batch.stream_positions[place] = [packer.position(place) for packer in self._packers]
+        batch.saved.update({packer.name: saved for packer in self._packers if (saved := packer.saved())})
 
 
 def count_targets(inputs: InputSpec, source: Source | RowSource, enough: int) -> int:
     """Counts the targets of a source until there are `enough`, which mostly takes a few reads."""
-    if isinstance(source, RowSource | StreamSource):
+    if isinstance(source, RowSource) or is_stream(source):
         return enough  # a row is never empty
     targets = 0
     for i in range(len(source)):

@@ -7,8 +7,7 @@ import numpy as np
 from src.config.schema import Evaluation
 from src.config.source_spec import SourceSpec, eval_specs, names_eval_data, train_specs, train_weights
 from src.data import order
-from src.data.streams import StreamSource
-from src.data.types import Document, EvalSet, Fingerprint, InputSpec, Item, RowSource, Source, TrainData
+from src.data.types import Document, EvalSet, Fingerprint, InputSpec, Item, RowSource, Source, TrainData, is_stream
 from src.system.errors import UserError
 
 AnySource = Source | RowSource
@@ -61,7 +60,7 @@ def open_source(spec: SourceSpec, inputs: InputSpec) -> AnySource:
         extra = "streams" if spec.dataset_type == "hf" else "data"
         missing = f"{spec.setting('dataset_type')}: {error.name} is not installed"
         raise UserError(f"{missing}. bash setup.sh {extra} installs it") from error
-    if isinstance(source, StreamSource):
+    if is_stream(source):
         source.check_hosts_differ()
     return source
 

@@ -44,11 +44,11 @@ class Segment(NamedTuple):
 RowLayout = Callable[[Sizes, Position, int], tuple[list[Segment], Position]]
 
 
-class Cuts(NamedTuple):
-    """Says whether a row's first document began in an earlier row, and whether its last goes on in a later one."""
+class Truncation(NamedTuple):
+    """Tells at which ends a row's documents are cut."""
 
-    begins_cut: bool
-    ends_cut: bool
+    start: bool  # the first began in an earlier row
+    end: bool  # the last continues in a later one
 
 
 def empty_batch(rows: int, length: int, counts_bytes: bool = False) -> RowArrays:
@@ -57,10 +57,10 @@ def empty_batch(rows: int, length: int, counts_bytes: bool = False) -> RowArrays
     return {name: np.zeros((rows, length), dtype) for name, dtype in BATCH_ARRAYS.items()} | counted
 
 
-def fill_row(batch: RowArrays, row: int, parts: Iterable[tuple[Document, int, int]]) -> Cuts:
+def fill_row(batch: RowArrays, row: int, parts: Iterable[tuple[Document, int, int]]) -> Truncation:
     """Writes parts of documents, (document, first target, targets), into a row of padding; what exceeds it is cut."""
-    filled, begins_cut, ends_cut = 0, False, False
-    for segment_id, (document, first, length) in enumerate(parts, start=1):
+    filled, start, end = 0, False, False
+    for segment_id, (document, first, length) in enumerate(parts, 1):
         length = min(length, batch["tokens"].shape[1] - filled)
         # Targets `first` to `first + length` of a document are its ids from `first + 1` on, their inputs those before.
         columns, targets = (row, slice(filled, filled + length)), slice(first + 1, first + 1 + length)
@@ -72,9 +72,9 @@ def fill_row(batch: RowArrays, row: int, parts: Iterable[tuple[Document, int, in
         if document.text_bytes is not None:
             batch["text_bytes"][columns] = document.text_bytes[targets]
         filled += length
-        begins_cut |= first > 0
-        ends_cut |= first + length < len(document.ids) - 1
-    return Cuts(begins_cut, ends_cut)
+        start |= first > 0
+        end |= first + length < len(document.ids) - 1
+    return Truncation(start, end)
 
 
 def concatenate(
@@ -125,7 +125,7 @@ class PackingStream:
         self._empty_items = 0  # in succession
         self.position: Position = (int(position[0]), int(position[1]))
 
-    def fill(self, batch: RowArrays, row: int) -> Cuts:
+    def fill(self, batch: RowArrays, row: int) -> Truncation:
         """Writes the stream's next row into row `row` of `batch`, which is still padding."""
         self._empty_items = 0
         segments, self.position = self._layout(self._sizes, self.position, batch["tokens"].shape[1])

@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 import jax
 from absl import flags
 
+from src.data.document_stream import encode, layout_of
 from src.data.host_arrays import gather_json
 from src.data.order import permute
-from src.data.types import Fingerprint, Item, Source
+from src.data.packing import PackingStream, Truncation
+from src.data.source_packer import SourcePacker
+from src.data.types import Fingerprint, InputSpec, Item, RowArrays, Source
 from src.system.errors import UserError, say
 from src.system.user_code import call
 
@@ -28,6 +31,8 @@ class StreamSource(Source):
     Either its iterators have get_state and set_state, as Grain's have, or it has state_dict and load_state_dict itself.
     `read(i, item)` makes a document of its item i. With `shuffles` the documents of a window come in a random order.
     """
+
+    is_stream = True
 
     def __init__(
         self, name: str, iterable: Any, read: Callable[[int, Any], Item], facts: Fingerprint, shuffles: bool = False
@@ -153,3 +158,22 @@ class StreamReader:
             items = [items[permute(i, count, self._seed, key, window.epoch)] for i in range(count)]
         self._windows.append(window)
         self._first, self._items = window.first, items
+
+
+class StreamPacker(SourcePacker):
+    """Fills all rows of a host from its stream, in their order, by one thread."""
+
+    def __init__(
+        self, inputs: InputSpec, source: StreamSource, rows: int, global_batch: int, saved: Mapping[str, Any] | None
+    ) -> None:
+        source.check_rows(rows, global_batch)
+        self._reader = reader = StreamReader(source, inputs.data.data_shuffle_seed, saved)
+        position = saved["position"] if saved else (0, 0)
+        self._stream = PackingStream(lambda number: encode(inputs, reader(number)), 0, 1, layout_of(inputs), position)
+
+    def fill(self, batch: RowArrays, row: int, ordinal: int, place: int) -> Truncation:
+        return self._stream.fill(batch, row)
+
+    def saved(self) -> dict[str, Any]:
+        position = self._stream.position
+        return {**self._reader.saved(position[0]), "position": position}

@@ -1,7 +1,4 @@
-"""Translates text to token ids and back: bytes, and SentencePiece models. Opens the tokenizer of a config."""
-
-import hashlib
-from pathlib import Path
+"""Opens the tokenizer of a config. Bytes as tokens are defined here."""
 
 import numpy as np
 
@@ -36,44 +33,6 @@ class ByteTokenizer(Tokenizer):
         return {"type": "byte", "vocab_size": self.vocab_size}
 
 
-class SentencePieceTokenizer(Tokenizer):
-    """Reads a SentencePiece model; one without bos, such as T5's, begins with eos. Raises UserError if it is unfit."""
-
-    def __init__(self, path: str) -> None:
-        import sentencepiece  # only runs that use it pay for the import
-
-        if not Path(path).is_file():
-            raise UserError(
-                f"tokenizer_path={path}: there is no such file (python -m src.train_tokenizer trains a tokenizer)"
-            )
-        self.model = Path(path).read_bytes()
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self.model)
-        except RuntimeError:
-            raise UserError(f"tokenizer_path={path} is not a SentencePiece model") from None
-        self.vocab_size: int = self._processor.vocab_size()
-        self.eos: int = self._processor.eos_id()
-        if self.eos < 0:
-            raise UserError(f"tokenizer_path={path}: the model has no eos token, so documents can't be told apart")
-        self.bos: int = self._processor.bos_id() if self._processor.bos_id() >= 0 else self.eos
-        self.stop_ids = frozenset({self.eos})
-        self._digest = hashlib.sha256(self.model).hexdigest()[:16]
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array([self.bos, *self._processor.encode(text), self.eos], np.int32)
-
-    def byte_ends(self, text: str) -> np.ndarray:
-        spans = self._processor.encode(text, return_type="offset_mapping", return_bytes=True)["offsets"]
-        return np.array(spans, np.int64).reshape(-1, 2)[:, 1]
-
-    def decode(self, ids: np.ndarray) -> str:
-        ids = np.asarray(ids)
-        return self._processor.decode(ids[ids < self.vocab_size].tolist())
-
-    def fingerprint(self) -> Fingerprint:
-        return {"type": "sentencepiece", "vocab_size": self.vocab_size, "digest": self._digest}
-
-
 def make_tokenizer(data: Data, vocab_size: int, needed_by: str = "") -> Tokenizer | None:
     """Opens the keys' tokenizer, None for synthetic data, unless a thing needs one.
 
@@ -87,37 +46,16 @@ def make_tokenizer(data: Data, vocab_size: int, needed_by: str = "") -> Tokenize
         case "byte":
             tokenizer = ByteTokenizer()
         case "sentencepiece":
+            from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
+
             tokenizer = SentencePieceTokenizer(data.tokenizer_path)
         case _:
-            from src.extras.hf.hub import local_folder
+            from src.extras.hf.folder_tokenizer import open_tokenizer
 
-            folder = local_folder(data.tokenizer_path, weights=False)
-            tokenizer = folder_tokenizer(Path(folder).expanduser(), vocab_size)
+            tokenizer = open_tokenizer(data.tokenizer_path, vocab_size)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"vocab_size={vocab_size} is less than the {tokenizer.vocab_size} ids of the "
             f"{data.tokenizer_type} tokenizer: set vocab_size={tokenizer.vocab_size} or more"
         )
     return tokenizer
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Says whether a Hugging Face model folder has a tokenizer that `folder_tokenizer` reads."""
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-
-
-def folder_tokenizer(path: Path, model_vocab_size: int) -> Tokenizer:
-    """Opens a Hugging Face folder's tokenizer (old: a SentencePiece model) or tokenizer.json, or raises UserError."""
-    from src.extras.hf.huggingface_tokenizer import HuggingFaceTokenizer  # only runs that use it pay for its imports
-
-    for file in (path / "tokenizer.json", path):
-        if file.is_file():
-            return HuggingFaceTokenizer(file, model_vocab_size)
-    if (path / "tokenizer.model").is_file():
-        return SentencePieceTokenizer(str(path / "tokenizer.model"))
-    if path.is_dir():
-        raise UserError(f"tokenizer_path={path} has neither tokenizer.json nor tokenizer.model: expected one of them")
-    raise UserError(
-        f"tokenizer_path={path}: there is no such file or folder. tokenizer_type=huggingface reads a tokenizer.json, "
-        "or a model's folder with one in it, once it is downloaded"
-    )

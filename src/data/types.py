@@ -50,6 +50,7 @@ class Source(Protocol):
     """Numbers documents from 0; they are read in any order and from several threads at a time."""
 
     is_remote = False  # reading a document is a request to a store
+    is_stream = False  # documents come one after the other, without numbers: a `streams.StreamSource`
     listings: Sequence[Any] = ()  # of the files that are read (`readers.files.Listing`)
 
     def __len__(self) -> int:
@@ -85,6 +86,11 @@ class RowSource(Protocol):
 
     def fingerprint(self) -> Fingerprint:
         """Returns facts that are equal for sources with the same rows, wherever they are stored."""
+
+
+def is_stream(source: Source | RowSource) -> bool:
+    """Tells a `streams.StreamSource` from sources whose documents or rows are numbered."""
+    return getattr(source, "is_stream", False)
 
 
 class TrainData(NamedTuple):

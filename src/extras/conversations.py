@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from src.data.readers import files
-from src.data.readers.text import DocumentFiles, is_jsonl
+from src.data.readers.files import is_jsonl
+from src.data.readers.text import DocumentFiles
 from src.data.types import Conversation, Document, Fingerprint, InputSpec, Message, Shown, Source, Tokenizer
 from src.system.errors import UserError, printable, say
 from src.system.json_text import parse_json, well_formed

@@ -42,11 +42,11 @@ def start_distributed(cluster: ClusterEnv, mesh: Mesh, settings: Mapping[str, st
     jax.distributed.initialize(*cluster, initialization_timeout=timeout, heartbeat_timeout_seconds=6 * silence)
 
 
-def job_settings(config: Mapping[str, Any]) -> dict[str, str]:
+def job_settings(keys: Mapping[str, Any]) -> dict[str, str]:
     """Lists what all processes of a job must share, by name: keys, versions, and a digest of each file of the code."""
     code = {f"src/{path.relative_to(FOLDER).as_posix()}": path for path in sorted(FOLDER.rglob("*.py"))}
     return {
-        **{key: dump(value) for key, value in config.items() if key not in PER_PROCESS_KEYS},
+        **{key: dump(value) for key, value in keys.items() if key not in PER_PROCESS_KEYS},
         **{"MinText": version(), **versions()},
         **{name: hashlib.sha256(path.read_bytes()).hexdigest()[:8] for name, path in code.items()},
     }

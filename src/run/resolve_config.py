@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from src.config import load as config_load
 from src.config.hints import hints
 from src.config.schema import Config
-from src.config.sources import CONFIG, HUB, is_hf_folder, run_folder
+from src.config.sources import CONFIG, HUB, has_tokenizer, is_hf_folder, run_folder
 from src.config.usage import TRAIN, Usage, help_for
 from src.config.yaml import parse_keys, read_file
 from src.system.errors import UserError, clipped, show
@@ -28,8 +28,6 @@ def read_folder(folder: str, tokenizer_only: bool) -> dict[str, Any] | None:
         if name.startswith(HUB):
             raise UserError("this repository has no config.json")
         return None
-    from src.data.tokenizer import has_tokenizer
-
     keys: dict[str, Any] = {}
     if not tokenizer_only:
         from src.extras.hf.model_keys import model_yaml, read_model_keys

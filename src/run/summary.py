@@ -14,8 +14,7 @@ from src.config import load as configuration
 from src.config.schema import KEYS, Config
 from src.config.source_spec import SourceSpec, train_specs
 from src.data.document_stream import DocumentStream, rows_per_epoch
-from src.data.streams import StreamSource
-from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData
+from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData, is_stream
 from src.model.flops import count_params, flops_per_token
 from src.parallel.slices import describe_mesh
 from src.parallel.topology import memory_of
@@ -57,7 +56,7 @@ def run_header(
     trained += f", with adapters of rank {plan.step.lora_rank}" if plan.step.lora_rank else ""
     by_rule = describe_rules(plan.step, plan.rules, weights.trainable)
     packed = "packed, none cut that fits a row" if config.use_sft else "packed"
-    in_order = all(isinstance(source, StreamSource) and not source.shuffles for source in data.sources)
+    in_order = all(is_stream(source) and not source.shuffles for source in data.sources)
     order = "as the stream has them" if in_order else f"shuffled by seed {config.data_shuffle_seed}"
     order += f", {packed if config.packing else 'a document per row'}"
     loss = [config.loss, "in evaluations next_token_loss"] if config.loss else []
@@ -143,7 +142,7 @@ def describe_eval_set(data: EvalSet) -> str:
 
 def amount(source: Source | RowSource) -> str:
     """Returns how much data a source has, in words, and how many of its documents are cut, if they are not few."""
-    if isinstance(source, StreamSource):
+    if is_stream(source):
         order = "shuffled in windows" if source.shuffles else "in its own order"
         return f"a stream for each host, {order}: a run goes on with {counted(jax.process_count(), 'host')} alone"
     if isinstance(source, RowSource):

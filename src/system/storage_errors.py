@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from src.system.errors import TransientError, show
+from src.system.errors import TransientError, UserError, show
 
 T = TypeVar("T")
 
@@ -121,6 +121,23 @@ def retried(attempt: Callable[[], T]) -> T:
                 show(f"a disk or store failed, and is asked again ({one_line(error)})")
             time.sleep(seconds)
     return attempt()
+
+
+def attempted(what: str, use: Callable[[], T], otherwise: str = "can't be read") -> T:
+    """Returns `use()`, which reads from a disk or a store; several attempts are made where failures may pass.
+
+    Raises TransientError where such a failure stayed, and UserError for anything else, which stores and libraries each
+    have errors of their own for. Messages begin with `what`; `otherwise` is what to say of it.
+    """
+    try:
+        return retried(use)
+    except (UserError, TransientError, ImportError):
+        raise
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        if failure_of(error) is Failure.TRANSIENT:
+            raise TransientError(f"{what} can't be read, after several attempts: {reason}") from error
+        raise UserError(f"{what} {otherwise}: {reason}") from error
 
 
 def one_line(error: BaseException) -> str:

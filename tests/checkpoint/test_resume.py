@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from src.checkpoint.data_position import accepted_by, rows_consumed
+from src.checkpoint.data_position import Fact, accepted_by, rows_consumed
 from src.checkpoint.load_weights import check_tokenizer
-from src.data.fingerprint import Fact
 from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec

@@ -8,11 +8,11 @@ import pytest
 
 from src.config.load import load
 from src.config.source_spec import eval_specs, train_specs
-from src.data.batch_transform import apply_transform
 from src.data.open import open_source
 from src.data.packing import empty_batch
 from src.data.readers import custom
 from src.data.types import InputSpec
+from src.data.user_transform import apply_transform
 from src.system.errors import TransientError, UserError
 from src.system.user_code import load_function
 from tests import runs

@@ -18,8 +18,9 @@ import pytest
 
 from src.config.source_spec import train_specs
 from src.data.open import open_source
-from src.data.readers import files, text
-from src.data.readers.text import HEAD_BYTES, TextSource, other_format
+from src.data.readers import files, find_files
+from src.data.readers.text import TextSource
+from src.data.readers.text_files import HEAD_BYTES, list_text_files, other_format
 from src.data.types import InputSpec
 from src.system.errors import UserError
 from tests.data.every_source import write_records
@@ -199,7 +200,7 @@ def test_code_and_pages_are_text(root):
 
 def test_this_projects_pages_are_a_folder_of_text(capsys):
     source = TextSource(str(ROOT / "docs"), 1 << 22)
-    listing = text.list_text_files(str(ROOT / "docs"), "dataset_path")
+    listing = list_text_files(str(ROOT / "docs"), "dataset_path")
     assert len(source) == len(listing.sizes) > 30
     assert {Path(name).suffix for name in listing.sizes} == {".md", ".yml"}
     assert f"dataset_path={ROOT / 'docs'}: " in (said := capsys.readouterr().out)
@@ -326,12 +327,12 @@ def test_a_glob_takes_what_it_took_before_where_nothing_is_linked(tmp_path):
     wanted += ["*/a.txt", "[be]/*/a.txt", "b**/*.txt", ".h/**", "x[[]1]/**", "**/?.md"]
     found = {}
     for pattern in wanted:
-        now, before = (files.list_files(f"{tmp_path}/{pattern}", "k", rules) for rules in (2, 1))
+        now, before = (find_files.list_files(f"{tmp_path}/{pattern}", "k", rules) for rules in (2, 1))
         found[pattern] = list(now.sizes)
         assert now == before, pattern
     assert found["**/c/*.txt"] == ["b/c/a.txt", "e/c/a.txt"]
     with pytest.raises(UserError, match="no file that matches"):
-        files.list_files(f"{tmp_path}/none/**", "k")
+        find_files.list_files(f"{tmp_path}/none/**", "k")
 
 
 def test_a_run_of_older_rules_reads_what_it_read(linked):

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from src.data.eval_batches import TextBytes
-from src.data.tokenizer import SentencePieceTokenizer, make_tokenizer
+from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec
 from src.extras.datasets.train_tokenizer import train
+from src.extras.evaluation.text_bytes import TextBytes
 from src.extras.hf import untrusted
 from src.system.errors import UserError
 

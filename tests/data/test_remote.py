@@ -14,7 +14,7 @@ import pytest
 
 from src.config.source_spec import train_specs
 from src.data.open import open_source
-from src.data.readers import files
+from src.data.readers import files, find_files
 from src.data.readers.text import TextSource
 from src.data.types import InputSpec
 from src.extras.conversations import ConversationSource
@@ -100,7 +100,7 @@ FILES = {"b.txt": "B", "a/z.md": "Z é", "a/y/x": "X", ".hidden": "no", ".git/co
 def test_a_folder_a_glob_and_a_file_are_the_same_on_every_kind_of_path(put):
     path = put(FILES)
     for place in (path, f"{path}/", f"{path}/**"):
-        listing = files.list_files(place, "dataset_path")
+        listing = find_files.list_files(place, "dataset_path")
         assert list(listing.sizes.items()) == [("a/y/x", 1), ("a/z.md", 4), ("b.txt", 1), ("c.py", 1), ("empty", 0)]
         for file, size in zip(listing.paths, listing.sizes.values(), strict=True):
             assert len(files.read(file, 0, size + bool(size))) == size
@@ -226,7 +226,7 @@ def test_remote_lines_are_found_by_reading_each_file_once(bucket, monkeypatch):
 
 def test_an_object_that_stands_for_a_folder_is_no_file(bucket):
     bucket.fill({"d/": b"", "d/e/": b"", "d/e/a.txt": b"A"})
-    assert files.list_files("gs://data/d", "dataset_path") == files.Listing("gs://data/d", {"e/a.txt": 1})
+    assert find_files.list_files("gs://data/d", "dataset_path") == files.Listing("gs://data/d", {"e/a.txt": 1})
 
 
 def test_files_that_are_new_are_found(bucket):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from src.config.source_spec import train_specs
 from src.data.open import train_validation_split
-from src.data.readers import files, text
+from src.data.readers import fields, files, find_files, text
 from src.data.readers.synthetic import SyntheticSource
 from src.run.summary import amount, describe_data
 from src.system.errors import UserError
@@ -106,7 +106,7 @@ def test_no_path_is_the_standard_library():
     root = Path(sysconfig.get_path("stdlib"))
     assert len(source) > 500
     assert (root / "this.py").read_text() in texts(source)
-    assert not [name for name in text.list_text_files("", "dataset_path").sizes if "site-packages" in name]
+    assert not [name for name in text.standard_library().sizes if "site-packages" in name]
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def test_a_long_line_is_parsed_once_and_not_once_a_piece(tmp_path, monkeypatch):
     lines = [{"text": "short"}, {"text": "".join(f"line {n}\n" for n in range(4000))}]
     path = write_files(tmp_path, {"a.jsonl": "\n".join(map(json.dumps, lines))})
     source, parsed = text.TextSource(path, 256), []
-    from_json = text.from_json
-    monkeypatch.setattr(text, "from_json", lambda *given: parsed.append(given) or from_json(*given))
+    from_json = fields.from_json
+    monkeypatch.setattr(fields, "from_json", lambda *given: parsed.append(given) or from_json(*given))
     assert "".join(texts(source)) == lines[0]["text"] + lines[1]["text"]
     assert len(source) > 100
     assert len(parsed) <= 2
@@ -238,7 +238,7 @@ def test_of_large_files_the_fingerprint_reads_a_bounded_sample(tmp_path, monkeyp
     (tmp_path / "small.txt").write_bytes(b"s" * 100)
     with open(tmp_path / "wide.txt", "wb") as file:
         file.truncate(100 << 20)  # a hole, which takes no space
-    listing = files.list_files(str(tmp_path), "dataset_path")
+    listing = find_files.list_files(str(tmp_path), "dataset_path")
     read_bytes, read = [], files.read
 
     def counted(*arguments):
@@ -252,7 +252,7 @@ def test_of_large_files_the_fingerprint_reads_a_bounded_sample(tmp_path, monkeyp
         with open(tmp_path / ("small.txt" if place == 50 else "wide.txt"), "r+b") as file:
             file.seek(place)
             file.write(b"X")
-        after = files.list_files(str(tmp_path), "dataset_path").fingerprint["contents"]
+        after = find_files.list_files(str(tmp_path), "dataset_path").fingerprint["contents"]
         assert after != before
         before = after
 

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, make_tokenizer
+from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from src.data.tokenizer import ByteTokenizer, make_tokenizer
 from src.extras.datasets.train_tokenizer import train
 from src.system.errors import UserError
 

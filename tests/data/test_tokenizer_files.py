@@ -11,9 +11,9 @@ import pytest
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from src.data.tokenizer import folder_tokenizer
 from src.extras.hf import huggingface_tokenizer, untrusted
 from src.extras.hf.convert import compare_ids
+from src.extras.hf.folder_tokenizer import folder_tokenizer
 from src.extras.hf.huggingface_tokenizer import BUILT_BY_CLASS
 from src.system.errors import UserError
 
@@ -186,7 +186,7 @@ def test_ids_of_another_type_are_refused(tmp_path, eos):
 def test_a_process_is_limited_below_a_limit_of_its_user():
     """Only root may raise a hard limit, and so nothing may try to."""
     command = (
-        "import resource; from src.data import untrusted\n"
+        "import resource; from src.extras.hf import untrusted\n"
         "resource.setrlimit(resource.RLIMIT_CPU, (900, 1000)); untrusted._limit(5, 1 << 40)\n"
         "soft, hard = resource.getrlimit(resource.RLIMIT_CPU); assert soft < 900 and hard == 1000, (soft, hard)"
     )

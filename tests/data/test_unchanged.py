@@ -9,7 +9,7 @@ import pytest
 from src.config.source_spec import train_specs
 from src.data.fingerprint import check_unchanged
 from src.data.open import open_source, train_validation_split
-from src.data.readers import files
+from src.data.readers import files, find_files
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
 from src.extras.preferences.pairs import PairRows, PairSource
@@ -104,7 +104,7 @@ def test_a_store_s_file_that_is_written_to_is_noticed():
     for name in ("a", "b"):
         store.pipe_file(f"/watched/{name}.txt", b"some text")
     try:
-        listing = files.list_files("memory://watched", "dataset_path")
+        listing = find_files.list_files("memory://watched", "dataset_path")
         assert listing.fingerprint["files"] == 2
         assert listing.written_since() == ("", False)
         store.pipe_file("/watched/a.txt", b"some text")
@@ -122,7 +122,7 @@ def test_of_many_files_some_are_watched_that_lie_evenly(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_WATCHED", 10)
     for number in range(95):
         (tmp_path / f"{number:02}.txt").write_text("text")
-    listing = files.list_files(str(tmp_path), "dataset_path")
+    listing = find_files.list_files(str(tmp_path), "dataset_path")
     assert listing.fingerprint["files"] == 95
     looked_at = []
     stat = os.stat

@@ -14,12 +14,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from src.config.schema import Config
-from src.data.eval_batches import TextBytes
 from src.data.host_arrays import host_rows, to_global
 from src.data.readers.synthetic import SyntheticSource
 from src.data.readers.text import TextSource
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import TrainData
+from src.extras.evaluation.text_bytes import TextBytes
 from tests.data.one_source import alone, eval_batches, held_out, train_batches
 
 B = 16

@@ -10,7 +10,8 @@ import transformers
 
 from src.checkpoint.checkpointer import Checkpointer
 from src.config.load import to_yaml
-from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, make_tokenizer
+from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from src.data.tokenizer import ByteTokenizer, make_tokenizer
 from src.extras.datasets.train_tokenizer import train
 from src.extras.hf import convert
 from src.extras.hf.tokenizer_json import save_tokenizer

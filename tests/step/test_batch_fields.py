@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from src.config.schema import BatchKeys
-from src.data.batch_transform import added_fields, apply_transform
+from src.data.batch_transform import added_fields
 from src.data.packing import empty_batch
+from src.data.user_transform import apply_transform
 from src.system.errors import UserError
 from src.system.user_code import load_function
 from tests import runs

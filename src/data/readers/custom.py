@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from src.config.source_spec import SourceSpec
-from src.data.readers.records import Nulls, as_document, from_fields
+from src.data.readers.fields import as_document, from_fields
+from src.data.readers.records import Nulls
 from src.data.streams import StreamSource
 from src.data.types import Fingerprint, InputSpec, Source
 from src.system.errors import UserError

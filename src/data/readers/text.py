@@ -4,12 +4,7 @@ A long text is cut into pieces, so that none fills a row of the batch for thousa
 module takes a piece for a document.
 """
 
-import csv
 import functools
-import io
-import itertools
-import os
-import re
 import sysconfig
 import time
 from collections.abc import Callable
@@ -20,7 +15,8 @@ import numpy as np
 from src.config.source_spec import SourceSpec
 from src.data import order
 from src.data.readers import files
-from src.data.readers.records import Index, Nulls, from_json
+from src.data.readers.files import is_jsonl
+from src.data.readers.records import Index, Nulls
 from src.data.rules import PRESENT_RULES
 from src.data.types import Fingerprint, InputSpec, Source
 from src.system.errors import UserError, say
@@ -29,35 +25,6 @@ _CUT_WINDOW = 1 / 8  # of a piece: a cut is made at a line end if there is one i
 _KEPT_LINES = 4
 _CHECKED_SECONDS, _BLOCK_BYTES = 5.0, 1 << 18  # at the start: for how long, and how much at once
 _SOME_FILES = "expected text files, or .jsonl files, that are not empty"
-_EXPECTED = (
-    "dataset_type=text reads UTF-8, and each line of a .jsonl file as an object with a text; a glob leaves other files "
-    "out, as in dataset_path='FOLDER/**/*.txt'"
-)
-# What lies beside the text in a folder: pictures, changes, and single JSON objects, such as settings and notebooks.
-_BESIDE_TEXT = re.compile(r".*\.(svg|png|jpe?g|gif|webp|ico|diff|patch|json|ipynb)", re.IGNORECASE)
-HEAD_BYTES = 1 << 16  # of a file, by which other formats are recognised
-JSON_LINES = "has JSON lines: rename it to end with .jsonl"
-JSON_OBJECT = "is a JSON object, which is read as a line of a file whose name ends with .jsonl"
-_COMPRESSED, _UTF_16 = "is compressed: unpack it first", "is UTF-16: convert it by iconv -f UTF-16 -t UTF-8"
-_TABLE = "is a table: docs/data.md has a command that writes its rows as a .jsonl file"
-_OTHER_TYPES = re.compile(r"\.(array_?record|parquet|tfrecord)")  # in names
-# First bytes, and the rest of a sentence about a file that has them.
-_MAGIC = {
-    b"PAR1\x15": "is Parquet: set dataset_type=parquet",
-    b"ARROW1\0": "is Arrow: write it as Parquet, and set dataset_type=parquet",
-    b"SQLite format 3": "is an SQLite database: docs/data.md has a dataset_factory that reads one",
-    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), _UTF_16),
-    **dict.fromkeys((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"7z\xbc\xaf"), _COMPRESSED),
-}
-_STRING = r'"(?:[^"\\]|\\.)*"'
-# An object, maybe after nulls; strings in brackets; numbers, if there are eight or more brackets than in "[1, 2] have
-# shown".
-_JSON = re.compile(
-    rf"[\[\s]*(?:null\s*,\s*)*\{{\s*(?:{_STRING}\s*:|\}})|\[[\[\s]*{_STRING}\s*[],]"
-    r"|\[\s*(?:-?\d[\d.]*\s*,\s*){8}|\[\s*\[\s*\d"
-)
-_HEADING = re.compile(r"[^\W\d][\w .()/-]{0,40}(?<! )")  # of a column
-_ROWS = 10  # of a table that are looked at
 
 
 class DocumentFiles:
@@ -70,7 +37,12 @@ class DocumentFiles:
     """
 
     def __init__(self, path: str, key: str, expected: str = _SOME_FILES, rules: int = PRESENT_RULES) -> None:
-        self.listing = list_text_files(path, key, rules)
+        if path:
+            from src.data.readers.text_files import list_text_files
+
+            self.listing = list_text_files(path, key, rules)
+        else:
+            self.listing = standard_library()
         self.paths, self.sizes = self.listing.paths, list(self.listing.sizes.values())
         extents = list(map(_extents, self.paths, self.sizes))
         # int [documents], the number of each one's file; int64 [documents, 2], at which bytes it begins and ends there.
@@ -117,6 +89,7 @@ class TextSource(Source):
     ) -> None:
         self._column, self._max_bytes, self._rules = column, max_document_bytes, rules
         self._files = DocumentFiles(path, key, rules=rules)
+        self._is_library = not path
         self.listings = [self._files.listing]
         # Each piece of a line takes parsing all of it: the documents of some lines are kept.
         self._line = functools.lru_cache(maxsize=_KEPT_LINES)(self._read_line)
@@ -176,8 +149,11 @@ class TextSource(Source):
     def _read_text(self, file: str, piece: int, size: int, max_bytes: int) -> str:
         data = _piece(piece, size, max_bytes, functools.partial(files.read, file))
         is_beginning = piece == 0 and self._rules > 1
-        if flaw := (is_beginning and other_format(file, data[:HEAD_BYTES])) or _flaw(data):
-            raise UserError(f"{file} {flaw}. {_EXPECTED}")
+        if not self._is_library:
+            from src.data.readers.text_files import EXPECTED, HEAD_BYTES, other_format
+
+            if flaw := (is_beginning and other_format(file, data[:HEAD_BYTES])) or _flaw(data):
+                raise UserError(f"{file} {flaw}. {EXPECTED}")
         return data.decode("utf-8-sig" if is_beginning else "utf-8")
 
     def _read_line(self, file: str, start: int, stop: int) -> bytes | np.ndarray:
@@ -185,6 +161,8 @@ class TextSource(Source):
         return self._parse_line(files.read(file, start, stop), file, start)
 
     def _parse_line(self, line: bytes, file: str, start: int) -> bytes | np.ndarray:
+        from src.data.readers.fields import from_json
+
         try:
             document = self._nulls(from_json(line, self._column))
         except ValueError as error:
@@ -195,43 +173,7 @@ class TextSource(Source):
         return document.encode() if isinstance(document, str) else document
 
 
-def list_text_files(path: str, key: str, rules: int = PRESENT_RULES) -> files.Listing:
-    """Lists the files of a path, of Python's library if it is empty; raises UserError for data of another type."""
-    if not path:
-        return _standard_library()
-    listing, setting = files.list_files(path, key, rules), f"{key}={path}"
-    for name in listing.sizes:
-        folder, file = os.path.split(name)
-        if file == "dataset_info.json" and os.path.join(folder, "features.json") in listing.sizes:
-            place = os.path.join(listing.folder, folder).rstrip("/")
-            raise UserError(
-                f"{setting}: {place} is a TFDS dataset (dataset_info.json, features.json): data of type tfds, "
-                f"not text. {_EXPECTED}"
-            )
-    return _only_text(listing) if rules > 1 else listing
-
-
-def _only_text(listing: files.Listing) -> files.Listing:
-    """Passes over the files of a folder that by their names are not text; raises UserError for data that are not."""
-    listing = listing.only(lambda name: True)  # but for those that no reader reads
-    about_data, beside = (set(filter(names.fullmatch, listing.sizes)) for names in (files.ABOUT_DATA, _BESIDE_TEXT))
-    is_mixed = listing.is_whole and listing.sizes.keys() > about_data | beside
-    is_remote = files.is_remote(listing.folder)  # then each head is a request, and others are looked at when they come
-    for name, file in zip(listing.sizes, listing.paths, strict=True):
-        head = files.read(file, 0, HEAD_BYTES) if not is_remote or name.endswith(".json") else b""
-        fits = ["", *[JSON_LINES, JSON_OBJECT] * is_jsonl(name), *[JSON_OBJECT] * (is_mixed and name in beside)]
-        if (answer := other_format(file, head)) not in fits:
-            raise UserError(f"{listing.setting}: {file} {answer}. {_EXPECTED}")
-    passed = beside | about_data if any(map(is_jsonl, listing.sizes)) else beside
-    return listing.only(lambda name: name not in passed)
-
-
-def is_jsonl(file: str) -> bool:
-    """Says whether each line of the file is a document."""
-    return file.endswith(".jsonl")
-
-
-def _standard_library() -> files.Listing:
+def standard_library() -> files.Listing:
     """Lists the standard library's .py files, but for those that are not UTF-8 (tests of source encodings)."""
     folder = sysconfig.get_path("stdlib")
     sizes = {}
@@ -294,35 +236,6 @@ def _flaw(data: bytes) -> str:
     except UnicodeDecodeError as error:
         return f"is not a text file: it is not UTF-8 ({error.reason}: {data[error.start :][:20]!r})"
     return ""
-
-
-# ---- Other formats
-
-
-def other_format(file: str, data: bytes) -> str:
-    """Says which other format a file is in, by its name and by `data` at its beginning, and what to do; "" for text."""
-    if kind := _OTHER_TYPES.search(os.path.basename(file)):
-        return f"is data of type {kind[1]}, not text"
-    if magic := next(filter(data.startswith, _MAGIC), None):
-        return _MAGIC[magic]
-    text = data.decode("utf-8-sig", errors="ignore").lstrip()
-    if _JSON.match(text):
-        if text[0] == "[":
-            return "is a JSON array: docs/data.md has a command that writes its elements as a .jsonl file"
-        return JSON_LINES if "\n{" in text else JSON_OBJECT
-    heading = text.partition("\n")[0]
-    is_table = any(delimiter in heading and _is_table(text, delimiter) for delimiter in ",\t;")
-    return _TABLE if is_table or file.lower().endswith((".csv", ".tsv")) else ""
-
-
-def _is_table(text: str, delimiter: str) -> bool:
-    """Says whether the first rows have equally many fields, two or more, under a row of different column names."""
-    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-    heading, *rows = [*itertools.islice(lines, _ROWS)] or [[]]
-    complete = rows[:-1] or rows  # the bytes at hand may end within the last one
-    named = heading[1:] if heading[:1] == [""] else heading  # pandas leaves out the name of its index
-    is_heading = len(set(heading)) == len(heading) > 1 and all(map(_HEADING.fullmatch, named))
-    return is_heading and bool(rows) and all(len(row) == len(heading) for row in complete)
 
 
 def open_source(spec: SourceSpec, inputs: InputSpec) -> TextSource:

@@ -30,11 +30,19 @@ from src.config.schema import Config, Data
 from src.config.source_spec import SETTINGS, train_specs
 from src.config.usage import Usage
 from src.data.document_stream import encode
-from src.data.fingerprint import differences
 from src.data.open import open_source
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec
-from src.extras.readers.tokens import FORMAT, IDS_FILE, INDEX_FILE, SUMMARY, UNFINISHED, ShardFacts, missing_files
+from src.extras.readers.tokens import (
+    FORMAT,
+    IDS_FILE,
+    INDEX_FILE,
+    SUMMARY,
+    UNFINISHED,
+    ShardFacts,
+    differences,
+    missing_files,
+)
 from src.run import resolve_config
 from src.system.disk import lock, new_file
 from src.system.errors import UserError, first_few, show

@@ -14,7 +14,7 @@ from src.config.sources import HUB
 from src.config.usage import Usage
 from src.data import order
 from src.data.open import open_sources
-from src.data.tokenizer import SentencePieceTokenizer
+from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.data.types import InputSpec, Source
 from src.extras.hf.tokenizer_json import save_tokenizer
 from src.run import resolve_config

@@ -18,12 +18,12 @@ from src.config.source_spec import names_eval_data, train_specs
 from src.config.sources import run_folder
 from src.config.usage import Usage
 from src.config.yaml import file_name
-from src.data.eval_batches import TextBytes
 from src.data.open import open_eval_sets
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, missing_template
 from src.extras.evaluation.answers import Answers
 from src.extras.evaluation.scoring import score_texts, write_logits
+from src.extras.evaluation.text_bytes import TextBytes
 from src.extras.generation.loaded_model import load_model
 from src.run.evaluator import Evaluator, means
 from src.run.metrics import eval_key

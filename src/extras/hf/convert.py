@@ -34,12 +34,16 @@ from src.checkpoint.resume import all_weights
 from src.config.load import from_yaml
 from src.config.schema import KEYS, BatchKeys, Data, Model, Step, section_of
 from src.config.source_spec import all_synthetic
+from src.config.sources import has_tokenizer
 from src.config.yaml import BASE, file_name
-from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, folder_tokenizer, has_tokenizer
+from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from src.data.tokenizer import ByteTokenizer
+from src.data.types import Tokenizer
 from src.extras.evaluation.scoring import compute_logits
 from src.extras.generation.loaded_model import inference_plan
 from src.extras.hf.family import Family, Json
 from src.extras.hf.folder import open_folder
+from src.extras.hf.folder_tokenizer import folder_tokenizer
 from src.extras.hf.hub import COMPANIONS, local_folder
 from src.extras.hf.load import match_tensors
 from src.extras.hf.model_keys import find_family, folder_model, model_yaml, read_model_keys

@@ -7,7 +7,8 @@ import tokenizers
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
+from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from src.data.tokenizer import ByteTokenizer
 from src.system.errors import UserError
 
 _SPACE = "▁"  # SentencePiece's sign for a space

@@ -19,11 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from src.config.source_spec import SourceSpec
-from src.data.readers import files
-from src.data.readers.records import Index, Nulls, read_record
+from src.data.readers import files, find_files
+from src.data.readers.records import Index, Nulls
 from src.data.rules import PRESENT_RULES
 from src.data.types import Fingerprint, InputSpec, Source
+from src.extras.readers import remote_files
+from src.extras.readers.record_formats import read_record
 from src.system.errors import UserError
+from src.system.storage_errors import attempted
 
 _NAME = re.compile(r"array_?record", re.IGNORECASE)
 
@@ -70,7 +73,7 @@ class RecordSource(Source):
         self.is_remote = files.is_remote(listing.folder)
         places: dict[str, str] = {}  # of copies, by the files' names
         if self.is_remote and sum(listing.sizes.values()) <= COPIED_BYTES:
-            self._copies, self.is_remote = files.LocalCopies(), False
+            self._copies, self.is_remote = remote_files.LocalCopies(), False
             copied = files.in_threads(self._copies.path, listing.paths, listing.sizes.values())
             places = dict(zip(listing.paths, copied, strict=True))
         self._facts = {**facts, "records": len(self), "column": self._column}
@@ -86,7 +89,7 @@ class RecordSource(Source):
         number = first + offset
         reader, damaged = self._reader(file), "can't be read, the file is damaged"
         # A range is found at once; of a list of numbers the package goes through all the chunks of the file.
-        (record,) = files.attempted(f"{file}, record {number}", lambda: reader.read(number, number + 1), damaged)
+        (record,) = attempted(f"{file}, record {number}", lambda: reader.read(number, number + 1), damaged)
         try:
             return self._nulls(read_record(record, self._format, self._column))
         except ValueError as error:
@@ -106,7 +109,7 @@ class ArrayRecordSource(RecordSource):
 
     def __init__(self, spec: SourceSpec, rules: int = PRESENT_RULES) -> None:
         check_store(spec)
-        listing = files.list_files(spec.dataset_path, spec.key("dataset_path"), rules)
+        listing = find_files.list_files(spec.dataset_path, spec.key("dataset_path"), rules)
         setting, none = spec.setting("dataset_path"), "has no ArrayRecord file: none with array_record in its name"
         if listing.is_whole and any(Path(name).name == "dataset_info.json" for name in listing.sizes):
             raise UserError(
@@ -143,7 +146,7 @@ def open_reader(file: str, place: str) -> Any:
             reader.close()  # which says what is wrong
         return reader
 
-    return files.attempted(file, opened, "is no whole ArrayRecord file: restore it, or leave it out")
+    return attempted(file, opened, "is no whole ArrayRecord file: restore it, or leave it out")
 
 
 def count_records(file: str, end: int) -> int:

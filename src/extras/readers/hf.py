@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import jax
 
 from src.config.source_spec import SourceSpec
-from src.data.readers import files
+from src.data.readers import files, find_files
 from src.data.readers.custom import document_of
 from src.data.readers.records import Nulls
 from src.data.streams import StreamSource
@@ -32,7 +32,7 @@ def open_source(spec: SourceSpec, inputs: InputSpec) -> StreamSource:
     facts: Fingerprint = {"type": "hf", "dataset": spec.dataset_path, "split": spec.split}
     facts["column"] = spec.dataset_column
     if os.path.isdir(path):
-        listings = [files.list_files(path, spec.key("dataset_path"), inputs.rules)]
+        listings = [find_files.list_files(path, spec.key("dataset_path"), inputs.rules)]
         facts |= {"dataset": "", **listings[0].fingerprint}
     elif match := re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?", path):
         path, revision = match.groups()

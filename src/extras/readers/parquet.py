@@ -8,11 +8,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from src.config.source_spec import SourceSpec
-from src.data.readers import files
-from src.data.readers.records import Index, Nulls, as_ids
+from src.data.readers import files, find_files
+from src.data.readers.fields import as_ids
+from src.data.readers.records import Index, Nulls
 from src.data.rules import PRESENT_RULES
 from src.data.types import Fingerprint, InputSpec, Source
+from src.extras.readers import remote_files
 from src.system.errors import UserError, first_few
+from src.system.storage_errors import attempted
 
 _CACHE_BYTES = 512 << 20
 
@@ -29,7 +32,7 @@ class ParquetSource(Source):
     def __init__(self, spec: SourceSpec, rules: int = PRESENT_RULES) -> None:
         self._column, self._column_setting = spec.dataset_column, spec.setting("dataset_column")
         self._nulls = Nulls(self._column_setting)
-        listing = files.list_files(spec.dataset_path, spec.key("dataset_path"), rules)
+        listing = find_files.list_files(spec.dataset_path, spec.key("dataset_path"), rules)
         self.listings = [listing := listing.only(lambda name: not files.ABOUT_DATA.fullmatch(name))]
         self._files = list(zip(listing.paths, listing.sizes.values(), strict=True))
         rows = files.in_threads(self._count_rows, listing.paths, listing.sizes.values())
@@ -74,7 +77,7 @@ class ParquetSource(Source):
                 groups = range(opened.metadata.num_row_groups)
                 return opened.schema_arrow, [opened.metadata.row_group(number).num_rows for number in groups]
 
-        schema, rows = files.attempted(file, read_footer, "can't be read as Parquet, or is damaged")
+        schema, rows = attempted(file, read_footer, "can't be read as Parquet, or is damaged")
         kind = _type(schema, self._column)
         if kind is None:
             columns = first_few(schema.names, near=self._column)
@@ -108,7 +111,7 @@ class ParquetSource(Source):
             with _open(*self._files[file]) as opened:
                 return opened.read_row_group(number, columns=[self._column], use_threads=False)
 
-        table = files.attempted(self._name(group), read_column, "can't be read, the file is damaged")
+        table = attempted(self._name(group), read_column, "can't be read, the file is damaged")
         column = table.column(0)
         while pa.types.is_struct(column.type):
             (column,) = column.flatten()
@@ -120,7 +123,7 @@ class ParquetSource(Source):
 
 
 def _open(file: str, size: int) -> pq.ParquetFile:
-    place = files.open_remote(file, size) if files.is_remote(file) else file
+    place = remote_files.open_remote(file, size) if files.is_remote(file) else file
     return pq.ParquetFile(place, page_checksum_verification=True)
 
 

@@ -15,11 +15,12 @@ import numpy as np
 from etils import epath
 
 from src.config.source_spec import SourceSpec
-from src.data.readers import files
+from src.data.readers import files, find_files
 from src.data.types import InputSpec
 from src.extras.readers.array_record import RecordRange, RecordSource, check_store, count_records, open_reader
 from src.extras.readers.tfrecord import TfRecordReader, indices
 from src.system.errors import UserError, first_few
+from src.system.storage_errors import attempted
 
 if TYPE_CHECKING:
     from tensorflow_datasets.core import DatasetInfo
@@ -42,7 +43,7 @@ class TfdsSource(RecordSource):
 
     def __init__(self, spec: SourceSpec) -> None:
         check_store(spec)
-        folder = files.attempted(spec.setting("dataset_path"), lambda: _find(spec))
+        folder = attempted(spec.setting("dataset_path"), lambda: _find(spec))
         info = _read_info(spec, folder)
         _check_feature(spec, info.features)
         slices = _file_slices(spec, info)
@@ -139,9 +140,9 @@ def _check_files(
     expected = {each.filename: each.examples_in_shard for each in slices}
     names, folder = list(expected), str(info.data_dir)
     if files.is_remote(folder):
-        sizes_of = files.list_files(folder, spec.key("dataset_path")).sizes
+        sizes_of = find_files.list_files(folder, spec.key("dataset_path")).sizes
     else:
-        sizes_of = {Path(name).name: files.size(name) for name in names if os.path.isfile(name)}
+        sizes_of = {Path(name).name: find_files.size(name) for name in names if os.path.isfile(name)}
     if missing := [name for name in map(os.path.basename, names) if name not in sizes_of]:
         raise UserError(
             f"{spec.setting('dataset_name')}: {len(missing)} of {len(names)} files are missing in {info.data_dir}: "

@@ -20,12 +20,13 @@ import numpy as np
 
 from src.config.source_spec import SourceSpec
 from src.data import order
-from src.data.fingerprint import differences
-from src.data.readers import files
+from src.data.readers import files, find_files
 from src.data.readers.records import Index
 from src.data.types import Document, Fingerprint, InputSpec, Source
-from src.system.errors import UserError, first_few
+from src.extras.readers import remote_files
+from src.system.errors import UserError, changed_keys, first_few
 from src.system.json_text import parse_json
+from src.system.storage_errors import attempted
 
 FORMAT = 2
 SUMMARY = "tokens.json"
@@ -54,6 +55,18 @@ class ShardFacts(NamedTuple):
         return self.ids - self.documents
 
 
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], of: str = "") -> list[str]:
+    """Lists how two fingerprints differ, fact by fact, each name preceded by `of`."""
+    changes = []
+    for name in changed_keys(old, new):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            changes += differences(before, after, f"{of}{name} ")
+        else:
+            changes.append(f"{of}{name} {before!r} there, {after!r} here")
+    return changes
+
+
 def missing_files(shards: Mapping[int, ShardFacts], sizes: Mapping[str, int]) -> list[str]:
     """Says which files of these shards, by number, are missing or not as long as in `sizes`, a sentence each."""
     problems = []
@@ -71,7 +84,7 @@ class _TokenFolder:
 
     def __init__(self, spec: SourceSpec) -> None:
         self._setting = spec.setting("dataset_path")
-        listing = files.list_files(spec.dataset_path, spec.key("dataset_path"))
+        listing = find_files.list_files(spec.dataset_path, spec.key("dataset_path"))
         self._folder, self._sizes = listing.folder, listing.sizes
         if SUMMARY not in self._sizes:
             if UNFINISHED in self._sizes:
@@ -98,7 +111,7 @@ class _TokenFolder:
         self._dtype = np.dtype(facts["dtype"]).newbyteorder("<")
         self._tokenizer: Mapping[str, Any] | None = facts["tokenizer"]
         self._mapped = functools.lru_cache(maxsize=_MAPPED_FILES)(self._map)
-        self._copies = files.LocalCopies() if files.is_remote(self._folder) else None
+        self._copies = remote_files.LocalCopies() if files.is_remote(self._folder) else None
         self._digest = hashlib.sha256(summary).hexdigest()[:16]
         self._verified_indexes: set[int] = set()
         self.listings = [listing]
@@ -179,7 +192,7 @@ class _TokenFolder:
         file = self._path(name)
         place = self._copies.path(file, self._sizes[name]) if self._copies else file
         # The bare array: each slice of a memmap would be one again, at ten times the price.
-        return files.attempted(file, lambda: np.memmap(place, np.uint8, "r").view(np.ndarray))
+        return attempted(file, lambda: np.memmap(place, np.uint8, "r").view(np.ndarray))
 
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)

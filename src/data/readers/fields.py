@@ -1,0 +1,56 @@
+"""Reads the document in a value: a text, a list of ids, or a field of a JSON object."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from src.data.readers.records import Content
+from src.system.errors import first_few
+from src.system.json_text import parse_json, well_formed
+
+EXPECTED = "expected a text, or a list of ids"
+
+
+def from_json(data: bytes, column: str) -> Content | None:
+    """Reads the document in a field of a JSON object, None if it is null; raises ValueError where there is none."""
+    fields = parse_json(data)
+    if not isinstance(fields, dict):
+        raise ValueError(f"expected a JSON object, found {data[:80]!r}")
+    return from_fields(fields, column, as_document)
+
+
+def from_fields(fields: Mapping[str, Any], column: str, read: Callable[[Any], Content]) -> Content | None:
+    """Returns `read` of a field, None if it is null; raises ValueError where `read` does, or there is no field."""
+    if column not in fields:
+        fields_listed = first_few(sorted(map(str, fields)), near=column) or "none"
+        raise ValueError(f"it has no field {column}. Its fields: {fields_listed}")
+    try:
+        return None if fields[column] is None else read(fields[column])
+    except ValueError as error:
+        raise ValueError(f"its field {column}: {error}") from None
+
+
+def as_document(value: Any, vocab_size: int = 1 << 31) -> Content:
+    """Converts a text, or a list or an array of ids, to a text or int32 [n]; raises ValueError for anything else."""
+    if isinstance(value, str):
+        return well_formed(value)
+    if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):
+        raise ValueError(f"it is of type {type(value).__name__}: {EXPECTED}")
+    return as_ids(value, vocab_size)
+
+
+def as_ids(values: Any, vocab_size: int = 1 << 31) -> np.ndarray:
+    """Converts a list or an array of ids to int32 [n]; raises ValueError unless they are in [0, vocab_size)."""
+    try:
+        ids = np.asarray(values)
+    except ValueError:
+        raise ValueError("lists in it have different lengths, and one dim is expected") from None
+    if ids.ndim != 1:
+        raise ValueError(f"it has {ids.ndim} dims, and one is expected")
+    if len(ids) and ids.dtype.kind not in "iu":
+        raise ValueError(f"it has values of type {ids.dtype}, and whole numbers are expected")
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        outside = ids.min() if ids.min() < 0 else ids.max()
+        raise ValueError(f"the id {outside} is not in the range from 0 to {vocab_size - 1}")
+    return ids.astype(np.int32)

@@ -1,0 +1,146 @@
+"""Fills this host's rows of batches from one source, by the way its documents come.
+
+T: tokens per row.  B: rows of a batch, over all hosts.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from src.data.document_stream import DocumentStream, layout_of, rows_per_epoch
+from src.data.packing import Items, PackingStream, Truncation, fill_row
+from src.data.types import Document, InputSpec, RowArrays, RowSource, Source, is_stream
+
+
+class SourceStart(NamedTuple):
+    """Says where a source's rows begin."""
+
+    rows: int = 0  # of it, over all hosts, that came before the run's rows are counted; for `NumberedRows`
+    positions: np.ndarray | None = None  # int32 [streams, 2], of this host's packing streams; None: at their start
+    saved: Mapping[str, Any] | None = None  # what `SourcePacker.saved` gave; None: at the start
+
+
+FIRST_ROW = SourceStart()
+
+
+class SourcePacker:
+    """Fills this host's rows from one source. Threads may fill rows of different packing streams at once."""
+
+    name = ""  # of the source in a mixture
+
+    def fill(self, batch: RowArrays, row: int, ordinal: int, place: int) -> Truncation:
+        """Writes row `ordinal` of the source, or the next of the stream at `place`, into row `row`, still padding."""
+        raise NotImplementedError
+
+    def position(self, place: int) -> tuple[int, int]:
+        """Returns the position of the packing stream at `place`; zeros if the source has no need of one."""
+        return 0, 0
+
+    def saved(self) -> dict[str, Any] | None:
+        """Returns where a `StreamSource` resumes after the rows so far, as JSON has it; None for other sources."""
+        return None
+
+    def close(self) -> None:
+        """Drops the documents that are being read ahead; rows may be filled after it."""
+
+
+def source_packer(
+    inputs: InputSpec,
+    source: Source | RowSource,
+    streams: Sequence[int],
+    global_batch: int,
+    name: str = "",
+    start: SourceStart = FIRST_ROW,
+    *,
+    one_epoch: bool = False,
+) -> SourcePacker:
+    """Chooses the packer of a source: of a stream, of numbered rows, or of documents in packing streams.
+
+    `streams` are this host's of the `global_batch` packing streams. With `one_epoch` each document comes once, then
+    padding; otherwise rows never end.
+    """
+    packer: SourcePacker
+    if is_stream(source):
+        from src.data.streams import StreamPacker
+
+        packer = StreamPacker(inputs, source, len(streams), global_batch, start.saved)
+    elif (count := rows_per_epoch(inputs, source)) is not None:
+        packer = NumberedRows(DocumentStream(inputs, source, name), start.rows, count if one_epoch else math.inf)
+    else:
+        stream = DocumentStream(inputs, source, name)
+        packer = PackedDocuments(inputs, source, stream, streams, global_batch, start.positions, one_epoch)
+    packer.name = name
+    return packer
+
+
+class NumberedRows(SourcePacker):
+    """Fills each row as a function of its number; from row `end` on they are padding."""
+
+    def __init__(self, documents: DocumentStream, rows_before: int, end: float) -> None:
+        self._documents, self._rows_before, self._end = documents, rows_before, end
+
+    def fill(self, batch: RowArrays, row: int, ordinal: int, place: int) -> Truncation:
+        documents = self._documents.row(self._rows_before + ordinal) if ordinal < self._end else []
+        return fill_row(batch, row, ((document, 0, len(document.ids) - 1) for document in documents))
+
+
+class PackedDocuments(SourcePacker):
+    """Packs documents by packing streams, which keep a position."""
+
+    def __init__(
+        self,
+        inputs: InputSpec,
+        source: Source,
+        documents: DocumentStream,
+        streams: Sequence[int],
+        global_batch: int,
+        positions: np.ndarray | None,
+        one_epoch: bool,
+    ) -> None:
+        self._ahead: Any = None
+        positions = np.zeros((len(streams), 2), np.int32) if positions is None else positions
+        end = len(source) if one_epoch else math.inf
+        read = documents.documents
+        if len(source) < global_batch and not (one_epoch or inputs.data.use_sft or inputs.rules < 2):
+            read = spread(read, len(source), global_batch, inputs)
+        if source.is_remote:
+            from src.data.readers.stores import ReadAhead
+
+            read = self._ahead = ReadAhead(read, global_batch, end)
+        layout = layout_of(inputs)
+        self._streams = [
+            PackingStream(read, stream, global_batch, layout, position, end)
+            for stream, position in zip(streams, positions, strict=True)
+        ]
+
+    def fill(self, batch: RowArrays, row: int, ordinal: int, place: int) -> Truncation:
+        return self._streams[place].fill(batch, row)
+
+    def position(self, place: int) -> tuple[int, int]:
+        return self._streams[place].position
+
+    def close(self) -> None:
+        if self._ahead:
+            self._ahead.close()
+
+
+def spread(read: Items, count: int, streams: int, inputs: InputSpec) -> Items:
+    """Has streams begin at different places of a document, if there are fewer documents, `count`, than streams.
+
+    The ordinals that streams read together belong to several epochs: each has a place in documents, at even distances,
+    and reads the part before it last. Documents that fit a row stay whole, and so do rows without packing.
+    """
+    length = inputs.batch.max_target_length
+    unit = 1 if inputs.batch.packing else length
+
+    def documents(ordinal: int) -> list[Document]:
+        (document,) = read(ordinal)
+        size, begin = len(document.ids) - 1, ordinal - ordinal % streams
+        first, epoch, last = (n // count for n in (begin, ordinal, begin + streams - 1))
+        place = -(-size // unit) * (epoch - first) // (last - first + 1) * unit if size > length else 0
+        slices = (slice(place, None), slice(place + 1)) if place else (slice(None),)
+        return [Document(*(None if array is None else array[part] for array in document)) for part in slices]
+
+    return documents

@@ -17,8 +17,8 @@ import numpy as np
 from src.data.batch_schedule import BatchSchedule, RowAssignment
 from src.data.document_stream import encode
 from src.data.order import Mixture
-from src.data.packing import empty_batch
-from src.data.source_packer import SourcePacker, SourceStart, source_packer
+from src.data.packing import SourcePacker, empty_batch
+from src.data.source_packer import SourceStart, source_packer
 from src.data.types import InputSpec, RowArrays, RowSource, Source, TrainData, is_stream
 from src.system.errors import UserError
 

@@ -11,7 +11,7 @@ T: tokens per row.  B: rows of a batch, over all hosts.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -152,3 +152,24 @@ class PackingStream:
                 )
             self._unfinished[item] = documents, tuple([len(document.ids) - 1 for document in documents])
         return self._unfinished[item][1]
+
+
+class SourcePacker:
+    """Fills this host's rows from one source. Threads may fill rows of different packing streams at once."""
+
+    name = ""  # of the source in a mixture
+
+    def fill(self, batch: RowArrays, row: int, ordinal: int, place: int) -> Truncation:
+        """Writes row `ordinal` of the source, or the next of the stream at `place`, into row `row`, still padding."""
+        raise NotImplementedError
+
+    def position(self, place: int) -> tuple[int, int]:
+        """Returns the position of the packing stream at `place`; zeros if the source has no need of one."""
+        return 0, 0
+
+    def saved(self) -> dict[str, Any] | None:
+        """Returns where a `StreamSource` resumes after the rows so far, as JSON has it; None for other sources."""
+        return None
+
+    def close(self) -> None:
+        """Drops the documents that are being read ahead; rows may be filled after it."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from src.data.document_stream import DocumentStream, layout_of, rows_per_epoch
-from src.data.packing import Items, PackingStream, Truncation, fill_row
+from src.data.packing import Items, PackingStream, SourcePacker, Truncation, fill_row
 from src.data.types import Document, InputSpec, RowArrays, RowSource, Source, is_stream
 
 
@@ -23,27 +23,6 @@ class SourceStart(NamedTuple):
 
 
 FIRST_ROW = SourceStart()
-
-
-class SourcePacker:
-    """Fills this host's rows from one source. Threads may fill rows of different packing streams at once."""
-
-    name = ""  # of the source in a mixture
-
-    def fill(self, batch: RowArrays, row: int, ordinal: int, place: int) -> Truncation:
-        """Writes row `ordinal` of the source, or the next of the stream at `place`, into row `row`, still padding."""
-        raise NotImplementedError
-
-    def position(self, place: int) -> tuple[int, int]:
-        """Returns the position of the packing stream at `place`; zeros if the source has no need of one."""
-        return 0, 0
-
-    def saved(self) -> dict[str, Any] | None:
-        """Returns where a `StreamSource` resumes after the rows so far, as JSON has it; None for other sources."""
-        return None
-
-    def close(self) -> None:
-        """Drops the documents that are being read ahead; rows may be filled after it."""
 
 
 def source_packer(

@@ -16,8 +16,7 @@ from absl import flags
 from src.data.document_stream import encode, layout_of
 from src.data.host_arrays import gather_json
 from src.data.order import permute
-from src.data.packing import PackingStream, Truncation
-from src.data.source_packer import SourcePacker
+from src.data.packing import PackingStream, SourcePacker, Truncation
 from src.data.types import Fingerprint, InputSpec, Item, RowArrays, Source
 from src.system.errors import UserError, say
 from src.system.user_code import call

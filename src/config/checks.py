@@ -1,22 +1,19 @@
-"""Checks what the keys of a configuration demand of each other, and reads `datasets` and `eval_datasets` as typed.
+"""Checks what the keys of a configuration demand of each other.
 
 What depends on the devices or the data is checked where those are known.
 """
 
-import functools
-import os
-import re
+import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from src.config import model_checks, source_spec
-from src.config.command_keys import CALIBRATION_METHODS, fixed_bound
-from src.config.keys import FROM_0
-from src.config.model_checks import FlatKeys, check_value, read_list
+from src.config.command_keys import CALIBRATION_METHODS
+from src.config.model_checks import FlatKeys, check_value
 from src.config.needs import WITH_MOMENTS
 from src.config.schema import KEYS, LOGICAL_AXES, MESH_AXES, size_key
 from src.config.step_keys import REMAT_ARRAYS
-from src.config.yaml import convert, dump
+from src.config.yaml import dump
 from src.system.errors import UserError, did_you_mean, first_few
 
 # What a type of data can't do without.
@@ -29,9 +26,14 @@ def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
     invalid = {key: problem for key in config if key not in failed and (problem := check_value(key, config[key]))}
     sound = FlatKeys({key: value for key, value in config.items() if key not in failed and key not in invalid})
     problems = list(invalid.values())
-    for check in CHECKS:
+    checks = list(CHECKS)
+    for name, keys in OPTIONAL.items():
+        if any(sound.get(key) != KEYS[key].default for key in keys):
+            module, _, function = name.partition(".")
+            checks.append(getattr(importlib.import_module(f"src.config.{module}"), function))
+    for check in checks:
         try:
-            problems.extend(list(check(sound)))
+            problems.extend(check(sound))
         except KeyError as error:  # what depends on a key in `failed`, which was already reported, is not judged
             if error.args[0] not in config:
                 raise
@@ -87,29 +89,6 @@ def _schedule(config: FlatKeys) -> Iterator[str]:
         yield f"warmup_steps_fraction={warmup} and wsd_decay_steps_fraction={decay} leave no room: their sum exceeds 1"
 
 
-def _profile(config: FlatKeys) -> Iterator[str]:
-    skipped, profiled, steps = config.skip_first_n_steps_for_profiler, config.profiler_steps, config.steps
-    if config.profiler and -1 != steps < skipped + profiled:
-        yield (
-            f"profiler={config.profiler} would be of steps {skipped + 1} to {skipped + profiled}, and steps={steps}: "
-            "set skip_first_n_steps_for_profiler and profiler_steps to fewer"
-        )
-    if config.pgle == "collect" and -1 != steps < 4:
-        yield f"pgle=collect profiles the steps 2 to 4, and steps={steps}: raise steps"
-    if config.pgle == "auto" and (runs := int(os.environ.get("JAX_PGLE_PROFILING_RUNS", "3"))) < 1:  # JAX's name
-        yield f"pgle=auto does nothing with JAX_PGLE_PROFILING_RUNS={runs} in the environment: unset it"
-    elif config.pgle == "auto" and -1 != steps <= runs:
-        yield f"pgle=auto compiles step {runs + 1} by a profile of those before it, and steps={steps}: raise steps"
-    excluded = {
-        "compiled_trainstep_file": "a saved step is not compiled again; src.train_compile takes a pgle_profile",
-        "pgle_profile": "one run measures, another is compiled by what it measured",
-        "profiler": "the GPU's counters have room for one profiler",
-    }
-    for key, why in excluded.items():
-        if config.pgle and config[key]:
-            yield f"pgle={config.pgle} and {key}={config[key]} exclude each other: {why}. Set one of them"
-
-
 def _moments(config: FlatKeys) -> Iterator[str]:
     adapters_alone = config.lora_rank and not config.trainable_parameters  # which are float32, and so their moments
     second = "float32" if adapters_alone else config.weight_dtype
@@ -123,40 +102,10 @@ def _moments(config: FlatKeys) -> Iterator[str]:
             )
 
 
-def _mup(config: FlatKeys) -> Iterator[str]:
-    types = {config.opt_type, *(rule.get("opt_type", config.opt_type) for rule in config.optimizer_rules)}
-    needed = {
-        "opt_type=adamw, in optimizer_rules too": types == {"adamw"},
-        "logits_via_embedding=false": not config.logits_via_embedding,
-        "scale_embedding=false": not config.scale_embedding,  # it would grow with the width
-        "lora_rank=0": not config.lora_rank,
-    }
-    for keys, holds in needed.items() if config.mup_base_emb_dim else ():
-        if not holds:
-            yield f"mup_base_emb_dim={config.mup_base_emb_dim} needs {keys}: its learning rates are of no other"
-
-
 def _tiles(config: FlatKeys) -> Iterator[str]:
     length, tiles = config.max_target_length, config.num_vocab_tiling
     if tiles and length % tiles:
         yield f"max_target_length={length} does not divide into num_vocab_tiling={tiles} tiles"
-
-
-def _ramp(config: FlatKeys) -> Iterator[str]:
-    if not config.enable_rampup_batch_size:
-        return
-    full, start = config.per_device_batch_size, config.per_device_batch_size_start
-    increment = config.per_device_batch_size_increment
-    increments = (full - start) / increment
-    if increments < 0.5 or abs(increments - round(increments)) > 1e-6:
-        yield (
-            f"enable_rampup_batch_size: per_device_batch_size_start={start:g} does not grow to per_device_batch_size="
-            f"{full:g} by per_device_batch_size_increment={increment:g}: start with less, and let the increment divide "
-            "the difference"
-        )
-    for name in ("pgle", "pgle_profile"):
-        if config[name]:
-            yield f"{name}={config[name]} is of one program, and enable_rampup_batch_size has one for each size"
 
 
 def _sources(config: FlatKeys) -> Iterator[str]:
@@ -183,14 +132,6 @@ def _tokenizer(config: FlatKeys) -> Iterator[str]:
         yield f"tokenizer_path={path} is not read with tokenizer_type=byte; set {others}"
 
 
-def _finetuning(config: FlatKeys) -> Iterator[str]:
-    # One of the two is enough to evaluate on; who trains without the first is told so where the data are opened.
-    has_path = config.dataset_path or config.eval_dataset_path or config.datasets
-    is_text = all(spec.dataset_type == "text" for spec in source_spec.train_specs(config))
-    if config.use_sft and not (is_text and has_path):
-        yield "use_sft=true reads .jsonl files of conversations: set dataset_type=text and dataset_path"
-
-
 def _evaluation(config: FlatKeys) -> Iterator[str]:
     steps = [entry.get("eval_steps", config.eval_steps) for entry in config.eval_datasets]
     if config.eval_mode == "rolling" and -1 in (steps or [config.eval_steps]):
@@ -204,71 +145,6 @@ def _evaluation(config: FlatKeys) -> Iterator[str]:
         yield "eval_interval needs data to evaluate on, for nothing is held out of datasets: eval_datasets"
     elif config.eval_fraction == 0:
         yield "eval_interval needs data to evaluate on: set eval_dataset_path or an eval_fraction above 0"
-
-
-def _scoring(config: FlatKeys) -> Iterator[str]:
-    for source, target in (("texts_path", "scores_path"), ("tokens_path", "logits_path")):
-        read, written = (os.path.realpath(os.path.expanduser(config[key])) for key in (source, target))
-        if bool(config[source]) != bool(config[target]):
-            yield f"{source} and {target} go together: give both or none"
-        elif config[source] and read == written:
-            yield f"{target}={config[target]} is the file that {source} names: it would be written over"
-        for key in ("results_path", "tasks"):
-            if config[source] and config[key]:
-                yield f"{key} and {source} ask for different things: leave one out"
-    files = [name for name in config.tasks.split(",") if name.strip().endswith((".yaml", ".yml"))]
-    if (files or config.include_path) and not config.trust_tasks:
-        yield "a task's .yaml file can run any code (!function, templates): read it, and set trust_tasks=true"
-
-
-def _decoding(config: FlatKeys) -> Iterator[str]:
-    strategy = config.decode_sampling_strategy
-    limits = {"decode_sampling_top_k": ("topk", "composite"), "decode_sampling_nucleus_p": ("nucleus", "composite")}
-    for key, strategies in limits.items():
-        if strategy in strategies and config[key] == KEYS[key].default:
-            yield f"decode_sampling_strategy={strategy} needs {key}"
-    if config.interactive and config.prompt_path:
-        yield "interactive and prompt_path exclude each other: prompts are typed, or read from a file"
-    if config.interactive and config.decode_path:
-        yield "interactive and decode_path exclude each other: texts are shown, or written to a file"
-    if config.decode_path and config.decode_prompt_tokens and config.prompt_path:
-        yield "decode_prompt_tokens and prompt_path exclude each other: prompts are of documents, or of a file"
-    prefill, length = config.max_prefill_predict_length, config.max_target_length
-    if prefill >= length:
-        yield f"max_prefill_predict_length={prefill} leaves no room in max_target_length={length}, prompt and all"
-
-
-def _loading(config: FlatKeys) -> Iterator[str]:
-    if config.load_parameters_path and config.load_full_state_path:
-        yield "load_parameters_path and load_full_state_path exclude each other: weights alone, or the whole state"
-    if config.load_weights_rules and (config.load_full_state_path or config.lora_rank):
-        yield "load_weights_rules gives weights to train from step 0: set neither load_full_state_path nor lora_rank"
-    for rule in config.load_weights_rules:
-        try:
-            re.compile(rule["match"])
-        except re.error as error:
-            yield f"load_weights_rules: {rule['match']} is no regular expression: {error}"
-        if not rule.get("path"):
-            yield f"load_weights_rules: {rule['match']} needs a path: a run, checkpoint or Hugging Face folder"
-    if config.lora_rank and not config.lora_parameters:
-        yield "lora_rank needs lora_parameters, such as [attention.query, attention.value]"
-    if config.lora_rank and not config.load_parameters_path:
-        yield "lora_rank needs load_parameters_path: the weights that its adapters add to"
-
-
-def _quantization(config: FlatKeys) -> Iterator[str]:
-    for name in CALIBRATION_METHODS:
-        try:
-            bound = fixed_bound(config[name])
-        except ValueError:
-            yield f"{name}={config[name]}: expected absmax, or a range such as fixed,-224,224"
-        else:
-            if bound and config.quantization != "fp8":  # an int8 has no code for what is not a number
-                yield f"{name}={config[name]} needs quantization=fp8: other products find the range themselves"
-    triton = "xla_gpu_enable_triton_gemm"
-    is_on = re.search(rf"--{triton}(?!=(false|0))", config.compile_xla_flags, re.IGNORECASE)
-    if config.quantization == "fp8" and is_on:
-        yield f"compile_xla_flags: with {triton} XLA makes no product of quantization=fp8 in 8 bits: leave it off"
 
 
 def _processes(config: FlatKeys) -> Iterator[str]:
@@ -290,65 +166,21 @@ def _accepted(config: FlatKeys) -> Iterator[str]:
 
 CHECKS = (
     *model_checks.CHECKS,
-    *(_remat, _mesh, _rules, _schedule, _moments, _mup, _profile, _tiles, _ramp),
-    *(_sources, _tokenizer, _finetuning, _evaluation),
-    *(_scoring, _decoding, _loading, _quantization, _processes, _accepted),
+    *(_remat, _mesh, _rules, _schedule, _moments, _tiles),
+    *(_sources, _tokenizer, _evaluation, _processes, _accepted),
 )
-
-
-# ---- Entries of datasets, eval_datasets and of rules
-
-# The settings that an entry of a key may have, each with a value of its type; the first of them it must.
-RULES: dict[str, dict[str, Any]] = {
-    "optimizer_rules": {"match": "", "learning_rate_scale": 1.0, "opt_type": "", "weight_decay": 0.0},
-    "load_weights_rules": {"match": "", "path": "", "name": ""},
+# Functions by module, which have nothing to say while all of these keys are at their defaults.
+OPTIONAL = {
+    "segments.check_segments": ("decoder_segments",),
+    "optional_checks.mup": ("mup_base_emb_dim",),
+    "optional_checks.profile": ("profiler", "pgle"),
+    "optional_checks.ramp": ("enable_rampup_batch_size",),
+    "optional_checks.finetuning": ("use_sft",),
+    "optional_checks.scoring": ("texts_path", "scores_path", "tokens_path", "logits_path", "tasks", "include_path"),
+    "optional_checks.decoding": (
+        *("decode_sampling_strategy", "interactive", "decode_path", "decode_prompt_tokens"),
+        "max_prefill_predict_length",
+    ),
+    "optional_checks.loading": ("load_parameters_path", "load_full_state_path", "load_weights_rules", "lora_rank"),
+    "optional_checks.quantization": ("quantization", *CALIBRATION_METHODS),
 }
-ENTRIES = RULES | {
-    key: {name: {"weight": 1.0, "eval_steps": 1}.get(name, "") for name in names}
-    for key, names in source_spec.ENTRY_KEYS.items()
-}
-_RANGES = {"learning_rate_scale": FROM_0, "weight_decay": FROM_0}
-
-
-def read_entries(key: str, value: Any) -> tuple[Mapping[str, Any], ...]:
-    """Returns a parsed list of mappings, each setting typed; raises ValueError with all that is wrong."""
-    entries = read_list(value, "entry", functools.partial(_read_entry, ENTRIES[key]))
-    if key in RULES:
-        return entries
-    names = [entry["name"] for entry in entries]
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise ValueError("; ".join(f"two entries have the name {name}" for name in twice))
-    return entries
-
-
-def _read_entry(known: Mapping[str, Any], entry: Any) -> dict[str, Any]:
-    first = next(iter(known))
-    if not isinstance(entry, Mapping):
-        raise ValueError(f"expected a mapping such as {{{first}: web, {list(known)[-1]}: ...}}, got {dump(entry)}")
-    typed, problems = {}, []
-    for name, value in entry.items():
-        try:
-            typed[name] = _read_setting(known, name, value)
-        except ValueError as error:
-            problems.append(str(error))
-    if first == "match" and not entry.get("match"):
-        problems.append(f"it needs match, a pattern of weights' names, got {dump(entry)}")
-    if first == "name" and not re.fullmatch(r"[\w.-]+", str(entry.get("name", ""))):
-        problems.append("it needs a name, of letters, digits, dots, dashes and underscores")
-    if problems:
-        raise ValueError("; ".join(problems))
-    return typed
-
-
-def _read_setting(known: Mapping[str, Any], name: str, value: Any) -> Any:
-    if name not in known:
-        hint = did_you_mean(name, known) or f" There are {first_few(known, near=name)}"
-        if name.partition(":")[0] in known:
-            hint = " YAML needs a blank after the colon"
-        raise ValueError(f"no setting {name}.{hint}")
-    typed = convert(value, known[name], name)
-    if name in _RANGES and not _RANGES[name].holds(typed):
-        raise ValueError(f"{name}={dump(typed)} must be {_RANGES[name].words}")
-    if name in KEYS and (problem := check_value(name, typed)):
-        raise ValueError(problem)
-    return typed

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,16 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from src.config import sources, yaml
-from src.config.checks import ENTRIES, check_config, read_entries
+from src.config.checks import check_config
 from src.config.hints import hints
 from src.config.keys import frozen
-from src.config.model_checks import check_value, read_list, read_segment
+from src.config.model_checks import check_value, read_list
 from src.config.needs import TYPED, Setting, idle_settings
 from src.config.schema import KEYS, Config, defaults, keys_of
 from src.config.yaml import BASE, CONFIGS, NOTHING, Plain, convert, dump, file_name, literal, parse_argument, parse_keys
-from src.system.errors import UserError, changed_keys, clipped, did_you_mean, first_few
+from src.system.errors import UserError, changed_keys, clipped, first_few
+
+ENTRY_LISTS = ("datasets", "eval_datasets", "optimizer_rules", "load_weights_rules")  # entries.py reads them
 
 # Maps a folder of a model that another program wrote, and whether its tokenizer alone is wanted, to the keys of both as
 # `parse_keys` gives them; None where no such model is there. The config knows none of these formats.
@@ -64,7 +65,9 @@ def _load(
     problems: list[str] = []
     run, files, words = None, [], argv
     if isinstance(argv, ConfigDict):
-        files, words = _chain(Path("the ConfigDict"), problems, sources.config_dict_keys(argv, "the ConfigDict")), []
+        from src.config.python_config import config_dict_keys
+
+        files, words = _chain(Path("the ConfigDict"), problems, config_dict_keys(argv, "the ConfigDict")), []
     elif not argv:
         problems.append("the first argument is a YAML file or a run's folder, as in `configs/quickstart.yml steps=100`")
     elif "=" not in argv[0] and not argv[0].startswith("-"):
@@ -180,33 +183,15 @@ def _chain(path: Path, problems: list[str], keys: dict[str, Any] | None = None) 
 def _read(path: Path, problems: list[str]) -> dict[str, Any]:
     with _collected(problems):
         if not path.is_file():
-            raise UserError(_no_config(path))
-        return sources.read_python(path) if path.suffix == ".py" else yaml.read_file(path)
+            from src.config import not_found
+
+            raise UserError(not_found.no_config(path))
+        if path.suffix != ".py":
+            return yaml.read_file(path)
+        from src.config.python_config import read_python
+
+        return read_python(path)
     return {}
-
-
-def _no_config(path: Path) -> str:
-    if path.parts[:1] == ("hf:",):
-        name = str(path).replace("hf:/", "hf://")
-        return f"{name} is a model, not a run: type configs/base.yml model_name={name} load_parameters_path={name}"
-    if path.is_dir():
-        if keys := _model_in(path):
-            return f"{path} is a model's folder, not a run's: type configs/base.yml {keys}"
-        runs = first_few(sources.runs_in(path))
-        return f"{path} is a folder without a config.yml, which a run's has." + f" Runs in it: {runs}." * bool(runs)
-    if not path.suffix and (runs := first_few(sources.runs_in(path.parent), near=str(path))):
-        return f"there is no run {path}.{sources.similar_runs(path)} Runs in {path.parent}: {runs}."
-    files = [str(file.relative_to(CONFIGS.parent)) for file in sorted(CONFIGS.rglob("*.yml"))]
-    beside = sorted(file.name for file in path.parent.glob("*") if file.suffix in (".yml", ".py"))
-    hint = did_you_mean(path.name, beside, f"{path.parent}/") or did_you_mean(path.name, files)
-    return f"there is no file {path}." + (hint or f" There are {first_few(files, near=str(path))}.")
-
-
-def _model_in(folder: Path) -> str:
-    """Returns the keys to type for the model in a folder, of src.convert or Hugging Face; empty where there is none."""
-    if (folder / "model.yml").is_file():
-        return f"model_name={folder}/model.yml load_parameters_path={folder}/checkpoint"
-    return f"model_name={folder} load_parameters_path={folder}" if sources.is_hf_folder(folder) else ""
 
 
 def _model_name(settings: Sequence[Setting]) -> str:
@@ -269,16 +254,9 @@ def _model_settings(name: str, uses_weights: bool, read_folder: FolderReader, pr
         return _settings({**keys, **({"load_parameters_path": name} if uses_weights else {})}, f"in {name}")
     path = Path(os.path.expanduser(name)) if name.endswith((".yml", ".py")) else CONFIGS / "models" / f"{name}.yml"
     if not path.is_file():
-        if keys := _model_in(Path(name).expanduser()):
-            raise UserError(f"model_name={name} is a folder with a model file: type {keys}")
-        models = sorted(file.stem for file in (CONFIGS / "models").glob("*.yml"))
-        hint = did_you_mean(name, models) or f" There are {first_few(models, near=name)}."
-        if re.fullmatch(r"[\w-]+/[\w.-]+", name):
-            hint = f" If it is a model of huggingface.co, type hf://{name}."
-        raise UserError(
-            f"model_name={name}: there is no file {path}.{hint} A name ending in .yml is a path, and so is the folder "
-            "of a Hugging Face model."
-        )
+        from src.config import not_found
+
+        raise UserError(not_found.no_model(name, path))
     settings = _settings(_read(path, problems), f"in {path}")
     for setting in settings:
         if setting.key in KEYS and KEYS[setting.key].section != "model":
@@ -324,8 +302,12 @@ def _own(key: str, value: Any) -> Any:
 
 def _typed(key: str, value: Any) -> Any:
     if key == "decoder_segments":
+        from src.config.segments import read_segment
+
         return read_list(value, "segment", read_segment)
-    if key in ENTRIES:
+    if key in ENTRY_LISTS:
+        from src.config.entries import read_entries
+
         return read_entries(key, value)
     default = _default(key)  # None: of an unknown key or entry, which a check answers
     return frozen(literal(value) if default is None else convert(value, default))

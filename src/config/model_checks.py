@@ -1,16 +1,15 @@
-"""Checks each key's value by itself and the keys that describe a model together; reads `decoder_segments` as typed."""
+"""Checks each key's value by itself, and the keys that describe a model together."""
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from src.config.hints import hints
 from src.config.keys import Range, frozen
-from src.config.schema import KEYS, section_of
-from src.config.yaml import MAX_NAME, Plain, convert, dump, too_long, unprintable
-from src.system.errors import did_you_mean, first_few
+from src.config.schema import KEYS
+from src.config.yaml import MAX_NAME, convert, dump, too_long, unprintable
 
 ACTIVATIONS = ("silu", "gelu", "gelu_exact", "quick_gelu", "relu", "squared_relu", "linear", "plus_one")
 # What an attention type can't do without.
@@ -90,12 +89,8 @@ def read_list(value: Any, noun: str, read: Callable[[Any], dict[str, Any]]) -> t
     return frozen(entries)
 
 
-def check_model(config: Mapping[str, Any]) -> list[str]:
-    """Returns what is wrong with the keys that describe a model, together."""
-    return [*_layer(FlatKeys(config)), *_segments(FlatKeys(config))]
-
-
-def _layer(facts: FlatKeys) -> list[str]:
+def check_layer(facts: FlatKeys) -> list[str]:
+    """Returns what is wrong with the keys of one layer, or of all layers alike."""
     return [problem for check in LAYER_CHECKS for problem in check(facts)]
 
 
@@ -158,58 +153,5 @@ def _positions(config: FlatKeys) -> Iterator[str]:
         yield "position_type=sinusoidal needs an even base_emb_dim"
 
 
-def _segments(config: FlatKeys) -> Iterator[str]:
-    segments = config.decoder_segments
-    if not segments:
-        return
-    layers = section_of("model", config).num_decoder_layers
-    fixed = sum(entry["repeats"] * len(entry["pattern"]) for entry in segments if entry["repeats"] != -1)
-    open_ended = [len(entry["pattern"]) for entry in segments if entry["repeats"] == -1]
-    rest = layers - fixed
-    if len(open_ended) > 1:
-        yield "decoder_segments: only one segment may have repeats: -1, which takes the rest of the layers"
-    elif open_ended and (rest <= 0 or rest % open_ended[0]):
-        yield (
-            f"decoder_segments: {rest} of {layers} layers are left for the segment with repeats: -1, whose pattern has "
-            f"{open_ended[0]}; change repeats or base_num_decoder_layers"
-        )
-    elif not open_ended and rest:
-        yield (
-            f"decoder_segments describe {fixed} layers, the model has {layers}; "
-            "change repeats (-1: the rest) or base_num_decoder_layers"
-        )
-    for number, entry in enumerate(segments, start=1):
-        for facts in entry["pattern"]:
-            yield from (f"decoder_segments, segment {number}: {it}" for it in _layer(FlatKeys({**config, **facts})))
-
-
-def read_segment(entry: Any) -> dict[str, Any]:
-    """Returns an entry of a parsed `decoder_segments`, complete and typed; raises ValueError with all that is wrong."""
-    if not isinstance(entry, dict) or set(entry) - {"repeats", "shared", "pattern"} or not entry.get("pattern"):
-        raise ValueError(f"expected {{repeats: n, shared: true or false, pattern: [...]}}, got {dump(entry)}")
-    repeats = convert(entry.get("repeats", Plain("1")), 1, "repeats")
-    if repeats < 1 and repeats != -1:
-        raise ValueError(f"repeats={repeats} must be 1 or more, or -1 (the rest of the layers)")
-    shared = convert(entry.get("shared", Plain("false")), False, "shared")
-    if not isinstance(entry["pattern"], list) or not all(isinstance(facts, dict) for facts in entry["pattern"]):
-        raise ValueError("pattern must be a list of layers, each {fact: value, ...}; {} is one as the model's keys say")
-    return {"repeats": repeats, "shared": shared, "pattern": list(map(_layer_facts, entry["pattern"]))}
-
-
-def _layer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    typed = {}
-    for key, value in facts.items():
-        if key not in KEYS or not KEYS[key].per_layer:
-            per_layer = [other.name for other in KEYS.values() if other.per_layer]
-            hint = did_you_mean(key, per_layer) or f" Those that may: {first_few(per_layer, near=key)}."
-            raise ValueError(f"{key} cannot differ by layer.{hint}")
-        typed[key] = convert(value, KEYS[key].default, key)
-        if key == "position_type" and typed[key] not in ("rope", "none"):
-            raise ValueError(f"position_type={typed[key]} cannot differ by layer, only rope or none")
-        if problem := check_value(key, typed[key]):
-            raise ValueError(problem)
-    return typed
-
-
 LAYER_CHECKS = (_heads, _attention, _rope, _experts)
-CHECKS = (*LAYER_CHECKS, _positions, _segments)
+CHECKS = (*LAYER_CHECKS, _positions)

@@ -1,18 +1,12 @@
-"""Reads what stands for a YAML file: Python whose `get_config()` returns a ConfigDict, and the folder of a run."""
+"""Finds the folders of runs and of Hugging Face models, and reads the configuration of a run."""
 
-import importlib.util
 import os
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-from ml_collections import ConfigDict
-from ml_collections.config_dict import RequiredValueError
-
 from src.config.schema import keys_of
-from src.config.yaml import dump, parse, read_file
+from src.config.yaml import read_file
 from src.system.errors import UserError, clipped, did_you_mean
 
 CONFIG = "config.yml"
@@ -31,42 +25,6 @@ def is_hf_folder(path: str | os.PathLike[str]) -> bool:
 def has_tokenizer(folder: Path) -> bool:
     """Returns whether a Hugging Face model folder has a tokenizer."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-
-
-def read_python(path: Path) -> dict[str, Any]:
-    """Returns the keys of the ConfigDict that a file's `get_config()` returns; raises UserError where it does not."""
-    try:
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        if not callable(get_config := getattr(module, "get_config", None)):
-            raise UserError(f"{path} has no function get_config(), which returns an ml_collections.ConfigDict")
-        config = get_config()
-    except (UserError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # sys.exit among them
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-        raise UserError(f"{path}{f', line {line}' if line else ''} raised {type(error).__name__}: {error}") from error
-    if not isinstance(config, ConfigDict):
-        raise UserError(
-            f"get_config() in {path} returns an object of type {type(config).__name__}: expected an "
-            "ml_collections.ConfigDict"
-        )
-    return config_dict_keys(config, str(path))
-
-
-def config_dict_keys(config: ConfigDict, where: str) -> dict[str, Any]:
-    """Returns a ConfigDict's keys as `parse_keys` returns YAML's; raises UserError for a value no key may have."""
-    keys = {}
-    for key in config:
-        try:
-            keys[key] = parse(dump(config[key]), where)
-        except (yaml.YAMLError, RecursionError):
-            raise UserError(f"{where}: {key}: its value is no number, text, list or mapping of such") from None
-        except RequiredValueError as error:
-            raise UserError(f"{where}: {key}: {error}") from None
-    return keys
 
 
 def run_folder(path: str) -> Path | None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from src.config.keys import frozen
-from src.config.model_checks import check_model, check_value
+from src.config.model_checks import check_value
 from src.config.schema import KEYS, Model, defaults, keys_of, section_of
+from src.config.segments import check_model
 from src.config.step_keys import Numerics
 from src.config.yaml import dump
 from src.extras.hf.families import FAMILIES

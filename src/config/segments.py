@@ -1,0 +1,70 @@
+"""Reads `decoder_segments` as typed, and checks them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from src.config.model_checks import FlatKeys, check_layer, check_value
+from src.config.schema import KEYS, section_of
+from src.config.yaml import Plain, convert, dump
+from src.system.errors import did_you_mean, first_few
+
+
+def check_model(config: Mapping[str, Any]) -> list[str]:
+    """Returns what is wrong with the keys that describe a model, together."""
+    return [*check_layer(FlatKeys(config)), *check_segments(FlatKeys(config))]
+
+
+def check_segments(config: FlatKeys) -> Iterator[str]:
+    """Checks that the segments have as many layers as the model, and each of their layers."""
+    segments = config.decoder_segments
+    if not segments:
+        return
+    layers = section_of("model", config).num_decoder_layers
+    fixed = sum(entry["repeats"] * len(entry["pattern"]) for entry in segments if entry["repeats"] != -1)
+    open_ended = [len(entry["pattern"]) for entry in segments if entry["repeats"] == -1]
+    rest = layers - fixed
+    if len(open_ended) > 1:
+        yield "decoder_segments: only one segment may have repeats: -1, which takes the rest of the layers"
+    elif open_ended and (rest <= 0 or rest % open_ended[0]):
+        yield (
+            f"decoder_segments: {rest} of {layers} layers are left for the segment with repeats: -1, whose pattern has "
+            f"{open_ended[0]}; change repeats or base_num_decoder_layers"
+        )
+    elif not open_ended and rest:
+        yield (
+            f"decoder_segments describe {fixed} layers, the model has {layers}; "
+            "change repeats (-1: the rest) or base_num_decoder_layers"
+        )
+    for number, entry in enumerate(segments, start=1):
+        for facts in entry["pattern"]:
+            yield from (
+                f"decoder_segments, segment {number}: {it}" for it in check_layer(FlatKeys({**config, **facts}))
+            )
+
+
+def read_segment(entry: Any) -> dict[str, Any]:
+    """Returns an entry of a parsed `decoder_segments`, complete and typed; raises ValueError with all that is wrong."""
+    if not isinstance(entry, dict) or set(entry) - {"repeats", "shared", "pattern"} or not entry.get("pattern"):
+        raise ValueError(f"expected {{repeats: n, shared: true or false, pattern: [...]}}, got {dump(entry)}")
+    repeats = convert(entry.get("repeats", Plain("1")), 1, "repeats")
+    if repeats < 1 and repeats != -1:
+        raise ValueError(f"repeats={repeats} must be 1 or more, or -1 (the rest of the layers)")
+    shared = convert(entry.get("shared", Plain("false")), False, "shared")
+    if not isinstance(entry["pattern"], list) or not all(isinstance(facts, dict) for facts in entry["pattern"]):
+        raise ValueError("pattern must be a list of layers, each {fact: value, ...}; {} is one as the model's keys say")
+    return {"repeats": repeats, "shared": shared, "pattern": list(map(_layer_facts, entry["pattern"]))}
+
+
+def _layer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    typed = {}
+    for key, value in facts.items():
+        if key not in KEYS or not KEYS[key].per_layer:
+            per_layer = [other.name for other in KEYS.values() if other.per_layer]
+            hint = did_you_mean(key, per_layer) or f" Those that may: {first_few(per_layer, near=key)}."
+            raise ValueError(f"{key} cannot differ by layer.{hint}")
+        typed[key] = convert(value, KEYS[key].default, key)
+        if key == "position_type" and typed[key] not in ("rope", "none"):
+            raise ValueError(f"position_type={typed[key]} cannot differ by layer, only rope or none")
+        if problem := check_value(key, typed[key]):
+            raise ValueError(problem)
+    return typed

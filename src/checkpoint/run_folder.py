@@ -14,7 +14,7 @@ import jax
 from etils import epath
 
 from src.data.host_arrays import gather_json
-from src.system.disk import any_path, is_own, lock, new_file
+from src.system.disk import any_path, lock, new_file
 from src.system.errors import TransientError, UserError
 from src.system.storage_errors import Failure, StoreError, failure_of, one_line
 
@@ -66,7 +66,11 @@ class RunFolder:
                 f"{problem}. Expected base_output_directory to be a folder or bucket this user may write to."
             ) from error
         config, found = self.path / "config.yml", [name for name in FILES if (self.path / name).exists()]
-        if found and not (self.path / "checkpoints").exists() and not (config.exists() and is_own("run", config)):
+        if not found or (self.path / "checkpoints").exists():
+            return
+        from src.system.outputs import is_own
+
+        if not (config.exists() and is_own("run", config)):
             there = f"{self.path / found[0]} is there, and {config} is not a run's"
             raise UserError(f"{there}: a run would replace it. Move it away, or use another run_name")
 

@@ -1,78 +1,33 @@
 """Helps when a run hangs, crashes, is slow or too large: stack traces, profiles, reports, advice on memory."""
 
 import contextlib
-import faulthandler
-import os
-import signal
-import socket
 import statistics
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import jax
 import numpy as np
 
-from src.checkpoint.run_folder import RunFolder, is_remote
+from src.checkpoint.run_folder import RunFolder
 from src.config.command_keys import Diagnostics
-from src.system.errors import TRY_AGAIN, UserError, say, show
+from src.system.errors import TRY_AGAIN, UserError, say
 from src.system.exit_codes import end
 
-_TRACES = Path("/tmp/debugging")
 TIMED_STEPS = 10  # of a start, before a step is watched: the first compiles, and with pgle=auto a later one too
 _GRACE_SECONDS = 10  # before hang_action=exit: to write the file, for a store to take it, and for other processes
 
 
-@contextlib.contextmanager
-def stack_traces(keys: Diagnostics) -> Iterator[None]:
+def stack_traces(keys: Diagnostics) -> contextlib.AbstractContextManager[None]:
     """Writes all threads' stacks now and then, on SIGUSR1 and on a crash, if `collect_stack_trace` is set."""
     if not keys.collect_stack_trace:
-        yield
-        return
-    if any(thread.name == "cloud-tpu-diagnostics" for thread in threading.enumerate()):
-        raise UserError("collect_stack_trace=true, but traces of this process's last run still end: start another one")
-    with contextlib.ExitStack() as exits:
-        out = usr1 = sys.stderr
-        if keys.stack_trace_to_cloud:
-            # Processes of one host may start in the same second and, in containers, have the same pid. Each has two
-            # files, as the timer and the package's signal come at the same time.
-            name = f"{time.strftime('stack_trace_%Y_%m_%d_%H_%M_%S')}_{os.getpid()}_{time.time_ns() % 10**9:09}"
-            try:
-                _TRACES.mkdir(parents=True, exist_ok=True)
-                out, usr1 = (exits.enter_context(open(_TRACES / (name + end), "x")) for end in (".txt", "_usr1.txt"))
-                _begin_cloud_tpu_diagnostics(keys.stack_trace_interval_seconds, exits)
-            except (OSError, ImportError) as error:
-                raise UserError(
-                    f"stack_trace_to_cloud=true writes to {_TRACES} by the package cloud-tpu-diagnostics, which bash "
-                    f"setup.sh tpu installs: {error}. Set it to false to have the stacks on the console."
-                ) from None
-        faulthandler.enable(out)
-        exits.callback(faulthandler.disable)
-        faulthandler.register(signal.SIGUSR1, usr1, chain=keys.stack_trace_to_cloud)  # kill -USR1 PID: now
-        exits.callback(faulthandler.unregister, signal.SIGUSR1)
-        faulthandler.dump_traceback_later(keys.stack_trace_interval_seconds, repeat=True, file=out)
-        exits.callback(faulthandler.cancel_dump_traceback_later)
-        yield
+        return contextlib.nullcontext()
+    from src.run import stack_traces
 
-
-def _begin_cloud_tpu_diagnostics(interval: int, exits: contextlib.ExitStack) -> None:
-    """Has the package write the main thread's stack at SIGUSR1, and send that at the interval; `exits` end it."""
-    from cloud_tpu_diagnostics import configuration, diagnostic
-
-    traces = configuration.stack_trace_configuration.StackTraceConfig(True, True, interval)
-    debug = configuration.debug_configuration.DebugConfig(traces)
-    context = diagnostic.diagnose(configuration.diagnostic_configuration.DiagnosticConfig(debug))
-    signal.signal(signal.SIGUSR1, lambda *_: None)  # before and after: what its thread sends must not end the process
-    exits.callback(signal.signal, signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
-    context.__enter__()  # left in a thread, as it waits for the interval to end
-    exits.callback(threading.Thread(None, context.__exit__, "cloud-tpu-diagnostics", (None,) * 3, daemon=True).start)
-    # It registers with faulthandler beneath its own handler, where another registration would not be called.
-    faulthandler.unregister(signal.SIGUSR1)
-    signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
+    return stack_traces.written(keys)
 
 
 @contextlib.contextmanager
@@ -194,39 +149,8 @@ class Watchdog:
             end(TRY_AGAIN, "error: a hang, and hang_action=exit: the same command goes on", at_once=True)
 
     def _report(self, problem: str) -> None:
-        process = jax.process_index()
-        name = time.strftime(f"hang-%Y-%m-%d-%H-%M-%S-process-{process}.txt")
-        local, where = self._folder.local / name, self._folder.path / name
-        try:
-            local.parent.mkdir(parents=True, exist_ok=True)
-            with local.open("x", encoding="utf-8") as out:
-                self._write(problem, out)
-        except Exception as error:  # a report that fails is no reason to stop watching
-            where = f"stderr, for {where} cannot be written: {error}"
-            self._write(problem, sys.stderr)
-        else:
-            if is_remote(self._folder.path):  # in a thread, because the store may be what does not answer
-                threading.Thread(target=lambda: where.write_text(local.read_text("utf-8")), daemon=True).start()
-        show(f"process {process}: {problem}: stacks, data position and device memory are in {where}")
+        from src.run.hang_report import HangReport
 
-    def _write(self, problem: str, out: TextIO) -> None:
         dispatched, rows_taken, positions = self._at
-        lines = [
-            f"{socket.gethostname()}, process {jax.process_index()}: {problem}, at {time.strftime('%F %T %z')}.",
-            f"Step {dispatched - 1} has ended, step {dispatched} was dispatched; a hang is {self._limit:.3g} s.",
-            f"\nThe run has taken {rows_taken:,} rows; then, in each of this host's rows, come",
-        ]
-        for row, places in zip(self._rows, positions.tolist(), strict=True):
-            pairs = zip(self._sources, places, strict=True)
-            lines.append(f"  row {row}: {'; '.join(f'{s} document {n}, token {t}'.strip() for s, (n, t) in pairs)}")
-        lines += ["\nThreads", *(f"  {thread.ident or 0:#018x} {thread.name}" for thread in threading.enumerate())]
-        print(*lines, sep="\n", file=out, flush=True)
-        faulthandler.dump_traceback(out, all_threads=True)
-        print("\nDevice memory", file=out, flush=True)  # last, for it asks the devices
-        for device in jax.local_devices():
-            try:
-                stats = device.memory_stats() or {}
-                known = [f"{name} {size / 2**30:.2f} GiB" for name, size in stats.items() if "bytes" in name]
-            except Exception as error:  # of a device that has failed, which may be why the step hangs
-                known = [f"{type(error).__name__}: {error}"]
-            print(f"  {device}: {', '.join(known) or 'it does not say'}", file=out, flush=True)
+        of_rows = list(zip(self._rows, positions.tolist(), strict=True))
+        HangReport(problem, self._limit, dispatched, rows_taken, self._sources, of_rows).write(self._folder)

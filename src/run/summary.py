@@ -19,12 +19,10 @@ from src.model.flops import count_params, flops_per_token
 from src.parallel.slices import describe_mesh
 from src.parallel.topology import memory_of
 from src.run.environment import read_environment
-from src.run.whole_arrays import whole_lines
 from src.step.build import TracedStep
 from src.step.optimizer_rules import describe_rules
 from src.system.errors import UserError, counted, from_here, show
 
-_CONVERSATIONS_LOOKED_AT = 256  # of each source
 _DOCUMENTS_LOOKED_AT = 8  # of each source
 _FEW_OF_ROW, _MANY_STEPS = 3, 100  # documents that a row reads in a run; a short trial mixes few anyway
 _FEW = 0.03  # of a source's documents: if no more are cut, the header does not mention it
@@ -64,7 +62,11 @@ def run_header(
     compiled = "compiled by this run" + (f" by the profile {config.pgle_profile}" if config.pgle_profile else "")
     compiled = f"loaded from {file}" if (file := config.compiled_trainstep_file) else compiled
     ramp = built.schedule.ramp
-    whole = whole_lines(plan, built.state, memory_of(plan.layout.mesh.devices.flat[0].device_kind))
+    mesh, whole = plan.layout.mesh, []
+    if mesh.size > 1:
+        from src.run.whole_arrays import whole_lines
+
+        whole = whole_lines(plan, built.state, memory_of(mesh.devices.flat[0].device_kind))
     about_data = describe_data(train_specs(config.data), data) + few_documents(inputs, data, built.rows, config.steps)
     rows = [
         ("run", f"{folder.path} (run_name={folder.name} resumes it)"),
@@ -91,7 +93,7 @@ def run_header(
         ("tokenizer", describe_tokenizer(config.tokenizer_type, tokenizer)),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("order", order),
-        ("conversations", describe_conversations(inputs, data) if config.use_sft else ""),
+        ("conversations", _describe_conversations(inputs, data) if config.use_sft else ""),
         ("steps", f"{first_step} to {config.steps}"),
         ("TensorBoard", f"tensorboard --logdir {folder.path / 'tensorboard'} (after pip install tensorboard)"),
         ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),
@@ -156,6 +158,12 @@ def amount(source: Source | RowSource) -> str:
     return counted(count, "conversation" if isinstance(source[0], Conversation) else "document") + cuts
 
 
+def _describe_conversations(inputs: InputSpec, data: TrainData) -> str:
+    from src.extras.sft_summary import describe_conversations
+
+    return describe_conversations(inputs, data)
+
+
 def few_documents(inputs: InputSpec, data: TrainData, rows: int, steps: int) -> list[str]:
     """Says which sources have fewer documents than rows, or so long ones that a row reads few in the whole run."""
     lines, tokens, spreads = [], steps * inputs.batch.max_target_length, inputs.rules > 1 and not inputs.data.use_sft
@@ -174,27 +182,6 @@ def few_documents(inputs: InputSpec, data: TrainData, rows: int, steps: int) -> 
                 "little. Shorter documents mix better: max_document_bytes cuts texts, src.tokenize_dataset cuts all"
             )
     return lines
-
-
-def describe_conversations(inputs: InputSpec, data: TrainData) -> str:
-    """Says how many conversations are cut and what counts in the loss, judging by the first ones of each source."""
-    looked_at = cut = rewritten = endless = 0
-    stops = list(inputs.tokenizer.stop_ids)
-    for name, source in zip(data.names, data.sources, strict=True):
-        stream = DocumentStream(inputs, source, name)
-        for ordinal in range(min(len(source), _CONVERSATIONS_LOOKED_AT)):
-            documents = stream.documents(ordinal)
-            looked_at += 1
-            rewritten += len(documents) > 1
-            cut += any(len(document.ids) - 1 > inputs.batch.max_target_length for document in documents)
-            counts = (np.isin(each.ids, stops) & (each.loss_mask is None or each.loss_mask) for each in documents)
-            endless += not any(map(np.any, counts))
-    longer = f"{cut:,} of {looked_at:,} looked at are longer than a row of {inputs.batch.max_target_length:,} and cut"
-    end = f"; {endless:,} have no end token, so that the model does not learn to stop" * bool(endless)
-    if not inputs.data.sft_train_on_completion_only:
-        return f"{longer}; all tokens count{end}"
-    turns = f", in {rewritten:,} each turn in an example of its own: the template rewrites earlier turns"
-    return f"{longer}; what the assistant says counts{turns if rewritten else ''}{end}"
 
 
 # ---- What to do with its model

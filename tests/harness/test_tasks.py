@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from src.extras.evaluation import evaluate
-from src.system.disk import check_outputs
 from src.system.errors import UserError
+from src.system.outputs import check_outputs
 from tests import runs
 
 LENGTH = 96

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from src.config.command_keys import Diagnostics
-from src.run import diagnostics
+from src.run import diagnostics, stack_traces
 from src.system.errors import UserError
 from tests import runs
 
@@ -20,8 +20,8 @@ PROGRAM = """
 import os, pathlib, signal, sys, threading, time
 from cloud_tpu_diagnostics.src.util import default
 from src.config.command_keys import Diagnostics
-from src.run import diagnostics
-diagnostics._TRACES = pathlib.Path(sys.argv[1])
+from src.run import diagnostics, stack_traces
+stack_traces._TRACES = pathlib.Path(sys.argv[1])
 default.STACK_TRACE_DIR_DEFAULT = sys.argv[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a script started pytest with &
 
@@ -134,7 +134,7 @@ print("lives")
 
 
 def test_the_package_that_is_not_installed_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(diagnostics, "_TRACES", tmp_path)
+    monkeypatch.setattr(stack_traces, "_TRACES", tmp_path)
     monkeypatch.setitem(sys.modules, "cloud_tpu_diagnostics", None)
     before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(UserError, match=r"cloud-tpu-diagnostics, which bash setup\.sh tpu installs: .*=?to false"):
@@ -165,9 +165,9 @@ def test_nothing_is_written_unless_asked_for(capfd):
 
 
 def test_processes_that_start_in_one_second_have_files_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(diagnostics, "_TRACES", tmp_path)
-    monkeypatch.setattr(diagnostics, "_begin_cloud_tpu_diagnostics", lambda *_: None)
-    monkeypatch.setattr(diagnostics.time, "strftime", lambda text: "stack_trace_2026_01_01_00_00_00")
+    monkeypatch.setattr(stack_traces, "_TRACES", tmp_path)
+    monkeypatch.setattr(stack_traces, "_begin_cloud_tpu_diagnostics", lambda *_: None)
+    monkeypatch.setattr(stack_traces.time, "strftime", lambda text: "stack_trace_2026_01_01_00_00_00")
     cloud(600)
     cloud(600)
     assert len(list(tmp_path.iterdir())) == 4
@@ -176,7 +176,7 @@ def test_processes_that_start_in_one_second_have_files_of_their_own(tmp_path, mo
 def test_a_folder_for_traces_that_can_not_be_written_is_an_error(tmp_path, monkeypatch):
     """Before the package, which would only log it, and whose signal would later end the process."""
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(diagnostics, "_TRACES", tmp_path / "file")
+    monkeypatch.setattr(stack_traces, "_TRACES", tmp_path / "file")
     monkeypatch.setitem(sys.modules, "cloud_tpu_diagnostics", None)
     with pytest.raises(UserError, match=r"stack_trace_to_cloud=true writes to .*/file.*File exists: .* to false"):
         cloud(600)

@@ -30,8 +30,8 @@ from src.parallel.slices import count_slices
 from src.step.build import TracedStep
 from src.step.compiler_flags import environment_flags
 from src.step.same_program import program_text
-from src.system.disk import write_output
 from src.system.errors import UserError, changed_keys, first_few
+from src.system.outputs import write_output
 
 Header = dict[str, Any]
 

@@ -25,8 +25,8 @@ from src.run.run_setup import configured
 from src.run.summary import print_header
 from src.step.build import TracedStep, build
 from src.step.compiler_flags import check_environment, compiler_options
-from src.system.disk import check_outputs, write_output
 from src.system.errors import UserError, show
+from src.system.outputs import check_outputs, write_output
 
 USAGE = Usage(
     """Compiles a run's step for devices that are not here: memory, speed, and what would help.

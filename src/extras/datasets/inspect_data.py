@@ -20,8 +20,9 @@ from src.data.order import Mixture
 from src.data.streams import StreamSource
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, RowArrays, RowSource, Tokenizer, TrainData
+from src.extras.sft_summary import describe_conversations
 from src.run.run_setup import configured
-from src.run.summary import describe_conversations, describe_data, describe_tokenizer, few_documents, print_header
+from src.run.summary import describe_data, describe_tokenizer, few_documents, print_header
 from src.system.errors import UserError, printable, show
 
 USAGE = Usage(

@@ -30,8 +30,8 @@ from src.run.metrics import eval_key
 from src.run.resolve_config import load
 from src.run.run_setup import configured
 from src.step.eval_step import compile_eval_step
-from src.system.disk import check_outputs, write_output
 from src.system.errors import UserError, say
+from src.system.outputs import check_outputs, write_output
 
 USAGE = Usage(
     """Measures the loss of a model or how it does at tasks, scores texts, computes logits.

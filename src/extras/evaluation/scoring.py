@@ -127,7 +127,7 @@ def write_logits(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weigh
     file = None
     if jax.process_index() == 0:
         out = Path(evaluation.logits_path).expanduser()
-        # NumPy itself writes version 1.0: by this one `disk.is_own` knows the file.
+        # NumPy itself writes version 1.0: by this one `outputs.is_own` knows the file.
         file = np.lib.format.open_memmap(out, "w+", np.float32, shape, version=(2, 0))
     for first in range(0, len(tokens), B):
         rows = tokens[first : first + B]

@@ -29,9 +29,9 @@ from src.extras.generation.loaded_model import load_model, model_facts
 from src.model.params import Weights
 from src.run.run_setup import configured
 from src.step.plan import StepPlan
-from src.system.disk import check_outputs, write_output
 from src.system.errors import UserError, changed_keys, first_few, printable, say
 from src.system.json_text import parse_json, read_lines, read_object
+from src.system.outputs import check_outputs, write_output
 from src.system.user_code import call, load_function
 
 USAGE = Usage(

@@ -23,8 +23,9 @@ from src.extras.pages.comparison import Run, finite, key_figures, loss_note, rea
 from src.extras.pages.history import Curve, History, Point
 from src.run.environment import read_environment
 from src.run.metrics import TRAIN_KEYS
-from src.system.disk import any_path, write_output
+from src.system.disk import any_path
 from src.system.errors import UserError, counted, first_few, show
+from src.system.outputs import write_output
 
 _FOLDER = Path(__file__).parent
 USAGE = """usage: python -m src.report RUN_DIR [OTHER_RUN_DIR ...]

@@ -1,0 +1,29 @@
+"""Says in words how many conversations of a run are cut, and which of their tokens count in the loss."""
+
+import numpy as np
+
+from src.data.document_stream import DocumentStream
+from src.data.types import InputSpec, TrainData
+
+_CONVERSATIONS_LOOKED_AT = 256  # of each source
+
+
+def describe_conversations(inputs: InputSpec, data: TrainData) -> str:
+    """Says how many conversations are cut and what counts in the loss, judging by the first ones of each source."""
+    looked_at = cut = rewritten = endless = 0
+    stops = list(inputs.tokenizer.stop_ids)
+    for name, source in zip(data.names, data.sources, strict=True):
+        stream = DocumentStream(inputs, source, name)
+        for ordinal in range(min(len(source), _CONVERSATIONS_LOOKED_AT)):
+            documents = stream.documents(ordinal)
+            looked_at += 1
+            rewritten += len(documents) > 1
+            cut += any(len(document.ids) - 1 > inputs.batch.max_target_length for document in documents)
+            counts = (np.isin(each.ids, stops) & (each.loss_mask is None or each.loss_mask) for each in documents)
+            endless += not any(map(np.any, counts))
+    longer = f"{cut:,} of {looked_at:,} looked at are longer than a row of {inputs.batch.max_target_length:,} and cut"
+    end = f"; {endless:,} have no end token, so that the model does not learn to stop" * bool(endless)
+    if not inputs.data.sft_train_on_completion_only:
+        return f"{longer}; all tokens count{end}"
+    turns = f", in {rewritten:,} each turn in an example of its own: the template rewrites earlier turns"
+    return f"{longer}; what the assistant says counts{turns if rewritten else ''}{end}"

@@ -1,0 +1,61 @@
+"""Writes all threads' stacks now and then, on SIGUSR1 and on a crash (`collect_stack_trace`)."""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from src.config.command_keys import Diagnostics
+from src.system.errors import UserError
+
+_TRACES = Path("/tmp/debugging")
+
+
+@contextlib.contextmanager
+def written(keys: Diagnostics) -> Iterator[None]:
+    """Writes the stacks while the body runs; raises UserError if they cannot be written."""
+    if any(thread.name == "cloud-tpu-diagnostics" for thread in threading.enumerate()):
+        raise UserError("collect_stack_trace=true, but traces of this process's last run still end: start another one")
+    with contextlib.ExitStack() as exits:
+        out = usr1 = sys.stderr
+        if keys.stack_trace_to_cloud:
+            # Processes of one host may start in the same second and, in containers, have the same pid. Each has two
+            # files, as the timer and the package's signal come at the same time.
+            name = f"{time.strftime('stack_trace_%Y_%m_%d_%H_%M_%S')}_{os.getpid()}_{time.time_ns() % 10**9:09}"
+            try:
+                _TRACES.mkdir(parents=True, exist_ok=True)
+                out, usr1 = (exits.enter_context(open(_TRACES / (name + end), "x")) for end in (".txt", "_usr1.txt"))
+                _begin_cloud_tpu_diagnostics(keys.stack_trace_interval_seconds, exits)
+            except (OSError, ImportError) as error:
+                raise UserError(
+                    f"stack_trace_to_cloud=true writes to {_TRACES} by the package cloud-tpu-diagnostics, which bash "
+                    f"setup.sh tpu installs: {error}. Set it to false to have the stacks on the console."
+                ) from None
+        faulthandler.enable(out)
+        exits.callback(faulthandler.disable)
+        faulthandler.register(signal.SIGUSR1, usr1, chain=keys.stack_trace_to_cloud)  # kill -USR1 PID: now
+        exits.callback(faulthandler.unregister, signal.SIGUSR1)
+        faulthandler.dump_traceback_later(keys.stack_trace_interval_seconds, repeat=True, file=out)
+        exits.callback(faulthandler.cancel_dump_traceback_later)
+        yield
+
+
+def _begin_cloud_tpu_diagnostics(interval: int, exits: contextlib.ExitStack) -> None:
+    """Has the package write the main thread's stack at SIGUSR1, and send that at the interval; `exits` end it."""
+    from cloud_tpu_diagnostics import configuration, diagnostic
+
+    traces = configuration.stack_trace_configuration.StackTraceConfig(True, True, interval)
+    debug = configuration.debug_configuration.DebugConfig(traces)
+    context = diagnostic.diagnose(configuration.diagnostic_configuration.DiagnosticConfig(debug))
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # before and after: what its thread sends must not end the process
+    exits.callback(signal.signal, signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
+    context.__enter__()  # left in a thread, as it waits for the interval to end
+    exits.callback(threading.Thread(None, context.__exit__, "cloud-tpu-diagnostics", (None,) * 3, daemon=True).start)
+    # It registers with faulthandler beneath its own handler, where another registration would not be called.
+    faulthandler.unregister(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))

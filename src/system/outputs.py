@@ -1,0 +1,80 @@
+"""Writes the files that commands are asked for, and replaces only files of the same kind."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from src.system.disk import any_path, new_file
+from src.system.errors import UserError
+
+# How the files begin that a command writes at the path of this key, or under this name: no other file is replaced.
+_BEGINNINGS = {
+    "results_path": rb'\{\n  "(eval_loss["/]|results": .*"model": "mintext")',
+    "scores_path": rb'\{"text": [^\n]*"log_probs": \[null',
+    "logits_path": rb"\x93NUMPY\x02\x00.{4}\{'descr': '<f4', 'fortran_order': False, 'shape': \(\d+, \d+, \d+\)",
+    "decode_path": rb'\{"id": 0, "sample": 0, "prompt": ',
+    "decode_path's settings": rb'\{.*"decode_samples": .*"prompts": ',
+    "compile_report": rb'\{\n  "topology": ',
+    "compiled_trainstep_file": rb"MinText compiled training step, ",
+    "pgle_profile": rb"MinText PGLE profile, ",
+    "report": rb"<!doctype html>.*\n  --page: #",
+    "run": rb"run_name: .*\nbase_output_directory: .*\nmodel_name: .*\naccept_changes: ",
+}
+
+
+def is_own(kind: str, file: Any) -> bool:
+    """Returns whether a file, local or an `epath.Path`, is empty or begins like those of this kind."""
+    with file.open("rb") as opened:
+        beginning = opened.read(2**24)
+    return not beginning or re.match(_BEGINNINGS[kind], beginning, re.DOTALL) is not None
+
+
+def check_outputs(paths: Mapping[str, str]) -> None:
+    """Raises UserError if no file may be written at a key's path, or two keys name one; leaves nothing behind.
+
+    An existing file must be of the key's kind, or empty.
+    """
+    keys: dict[Any, str] = {}
+    for key, path in paths.items():
+        with _writing(key, path) as target:
+            folder = target.parent
+            while "://" not in path and not folder.exists():
+                folder = folder.parent
+            probe = folder / f".{target.name}.{os.getpid()}.part"
+            probe.write_bytes(b"")
+            probe.unlink()
+        if target in keys:
+            raise UserError(f"{keys[target]} and {key} are both {path}: give each a file of its own")
+        keys[target] = key
+
+
+def write_output(key: str, path: str, content: bytes) -> None:
+    """Writes a file and the folders that it needs; raises UserError as `check_outputs`, or if writing fails."""
+    with _writing(key, path) as target:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if "://" in path:  # a store shows an object when all of it is there
+            target.write_bytes(content)
+            return
+        with new_file(target) as file:
+            file.write(content)
+
+
+@contextlib.contextmanager
+def _writing(key: str, path: str) -> Iterator[Any]:
+    """Yields the file to write, the target of a symbolic link; raises UserError for what fails in the block."""
+    try:
+        if "://" in path:
+            target = any_path(path)
+        else:
+            target = Path(os.path.realpath(os.path.expanduser(path)))
+            if target.exists() and not target.is_file():
+                raise ValueError("it is there, and no regular file")
+        if target.exists() and not is_own(key, target):
+            raise ValueError("another file is there, which this command did not write. Name a new one, or delete it")
+        yield target
+    except Exception as error:  # each store's client has its own types
+        reason = str(error) if type(error) in (ValueError, UserError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"{key}={path}: cannot write it: {reason}") from error

@@ -137,8 +137,7 @@ def test_a_command_can_end_before_anything_heavy_is_imported():
         "src.system",
         "src.system.exit_codes",
         "src.system.errors",
-        "src.system.json_text",
-        "src.system.rendezvous",
+        "src.system.job",
         "src.system.storage_errors",
     }
     assert set(loaded.stdout.split()) == expected

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from src.checkpoint import run_folder
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.load_weights import load_weights
-from src.config.source_spec import train_specs
+from src.config.dataset_spec import train_specs
 from src.data.open import open_source
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec

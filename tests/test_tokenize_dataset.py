@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from src.config.source_spec import train_specs
+from src.config.dataset_spec import train_specs
 from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer, make_tokenizer
 from src.data.types import EvalSet, InputSpec

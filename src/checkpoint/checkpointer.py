@@ -139,7 +139,7 @@ class Checkpointer:
             if error
         ]
 
-    def set_aside(self, first_step: int) -> list[str]:
+    def quarantine_nonfinite(self, first_step: int) -> list[str]:
         """Renames the checkpoints saved at `first_step` or later, as no run can go on from them; returns the names."""
         with contextlib.suppress(UserError, TransientError):  # a failed save leaves nothing to rename
             self.wait()

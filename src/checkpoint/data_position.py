@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from src.checkpoint.format import DataPosition
+from src.config.dataset_spec import SETTINGS, all_specs, train_specs, train_weights
 from src.config.schema import Data
-from src.config.source_spec import SETTINGS, all_specs, train_specs, train_weights
 from src.data.batch_schedule import RAMP_KEYS
 from src.data.best_fit import documents_consumed, remap_position
 from src.data.fingerprint import EVALUATION, TOKENIZER_KEYS

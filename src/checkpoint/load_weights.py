@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from src.checkpoint.format import Restored
 from src.checkpoint.restore import checkpoint_identity, restore_any, restore_weights
-from src.config.sources import HUB, has_tokenizer, is_hf_folder
+from src.config.run_configs import HUB, has_tokenizer, is_hf_folder
 from src.data.fingerprint import TOKENIZER_KEYS
 from src.data.host_arrays import check_same
 from src.data.types import Tokenizer

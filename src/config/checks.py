@@ -7,10 +7,10 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from src.config import model_checks, source_spec
+from src.config import dataset_spec, model_checks
 from src.config.command_keys import CALIBRATION_METHODS
 from src.config.model_checks import FlatKeys, check_value
-from src.config.needs import WITH_MOMENTS
+from src.config.requirements import WITH_MOMENTS
 from src.config.schema import KEYS, LOGICAL_AXES, MESH_AXES, size_key
 from src.config.step_keys import REMAT_ARRAYS
 from src.config.yaml import dump
@@ -109,20 +109,20 @@ def _tiles(config: FlatKeys) -> Iterator[str]:
 
 
 def _sources(config: FlatKeys) -> Iterator[str]:
-    for spec in source_spec.all_specs(config):
+    for spec in dataset_spec.all_specs(config):
         # Without a path the one source of a run is Python's own; of several each says what it is.
         needed = "dataset_path" if spec.name and spec.dataset_type == "text" else _NEEDED.get(spec.dataset_type)
         if needed and not getattr(spec, needed):
             yield f"dataset_type={spec.dataset_type} needs {spec.key(needed)}"
     try:
-        source_spec.whole_numbers(source_spec.train_weights(config))
+        dataset_spec.whole_numbers(dataset_spec.train_weights(config))
     except UserError as error:
         yield str(error)
 
 
 def _tokenizer(config: FlatKeys) -> Iterator[str]:
     kind, path = config.tokenizer_type, config.tokenizer_path
-    if source_spec.all_synthetic(config):
+    if dataset_spec.all_synthetic(config):
         return
     files = {"sentencepiece": "a .model file", "huggingface": "a model's folder or a tokenizer.json"}
     if kind != "byte" and not path:
@@ -139,7 +139,7 @@ def _evaluation(config: FlatKeys) -> Iterator[str]:
             "eval_mode=rolling goes on where the last evaluation ended, and eval_steps=-1 (one epoch) begins anew each "
             "time: set eval_steps to a number of batches, or eval_mode=reset"
         )
-    if config.eval_interval == -1 or source_spec.names_eval_data(config):
+    if config.eval_interval == -1 or dataset_spec.names_eval_data(config):
         return
     if config.datasets:
         yield "eval_interval needs data to evaluate on, for nothing is held out of datasets: eval_datasets"

@@ -4,12 +4,12 @@ from src.config import keys
 from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, POSITIVE, SEED, SHARE_OR_UNSET, Range, group, key, path
 
 # What is of runs alone, other commands on a run or its data take too, but not those that use a model.
-OF_RUNS = (
+RUN_COMMANDS = (
     *("src.train", "src.train_compile", "src.train_dpo"),
     *("src.inspect_data", "src.tokenize_dataset", "src.train_tokenizer"),
 )
 _TRAIN_COMPILE = {"commands": ("src.train_compile",), "ignored": "anywhere"}  # the same line is typed for src.train
-_DECODE, _INSPECT, _RUNS = ({"commands": names} for names in (("src.decode",), ("src.inspect_data",), OF_RUNS))
+_DECODE, _INSPECT, _RUNS = ({"commands": names} for names in (("src.decode",), ("src.inspect_data",), RUN_COMMANDS))
 
 
 # fmt: off
@@ -53,9 +53,10 @@ class Conversations:
 class Preferences:
     """Finetuning: preferences (docs/dpo.md)"""
     dpo_beta: float = key(0.1, "reward of an answer, for each nat likelier than to the reference", POSITIVE,
-        commands=("src.train_dpo",), fixed=True)
+        commands=("src.train_dpo",), resume_invariant=True)
     dpo_label_smoothing: float = key(0.0, "share of pairs taken to be the wrong way round",
-        Range("at least 0 and less than 0.5", lambda x: 0 <= x < 0.5, None), commands=("src.train_dpo",), fixed=True)
+        Range("at least 0 and less than 0.5", lambda x: 0 <= x < 0.5, None), commands=("src.train_dpo",),
+        resume_invariant=True)
 
 
 @group

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from src.config import source_spec
+from src.config import dataset_spec
 from src.config.keys import FROM_0
 from src.config.model_checks import check_value, read_list
 from src.config.schema import KEYS
@@ -19,7 +19,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 ENTRIES = RULES | {
     key: {name: {"weight": 1.0, "eval_steps": 1}.get(name, "") for name in names}
-    for key, names in source_spec.ENTRY_KEYS.items()
+    for key, names in dataset_spec.ENTRY_KEYS.items()
 }
 _RANGES = {"learning_rate_scale": FROM_0, "weight_decay": FROM_0}
 

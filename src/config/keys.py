@@ -11,7 +11,7 @@ class Range(NamedTuple):
 
     words: str
     holds: Callable[[float], bool]
-    most: float | None = 2**30
+    max: float | None = 2**30
 
 
 # fmt: off
@@ -24,7 +24,7 @@ FROM_2           = Range("2 or more", lambda x: x >= 2)
 FROM_64          = Range("64 or more", lambda x: x >= 64)
 FROM_0_OR_UNSET  = Range("0 or more, or -1", lambda x: x >= -1)
 FROM_1_OR_UNSET  = Range("1 or more, or -1", lambda x: x >= 1 or x == -1)
-AXIS_SIZE        = FROM_1_OR_UNSET._replace(most=2**20)
+AXIS_SIZE        = FROM_1_OR_UNSET._replace(max=2**20)
 ABOVE_0_OR_UNSET = Range("a positive number, or -1", lambda x: x > 0 or x == -1)
 SHARE            = Range("from 0 to 1", lambda x: 0 <= x <= 1, None)
 BELOW_1          = Range("at least 0 and less than 1", lambda x: 0 <= x < 1, None)
@@ -42,10 +42,10 @@ class Key:
     default: Any
     comment: str  # the line that explains it
     allowed: Range | tuple[str, ...] = ()  # the range of a number, or the texts there are to choose from
-    most: float | None = None  # the largest number, more than any machine has room or time for: products may overflow
+    max: float | None = None  # the largest number, more than any machine has room or time for: products may overflow
     per_layer: bool = False  # a pattern of `decoder_segments` may give a layer its own
-    not_with: str = ""  # the attention type that does not have it
-    fixed: bool | None = None  # a run resumed with another value is another run; None: as its group
+    excluded_by: str = ""  # the attention type that does not have it
+    resume_invariant: bool | None = None  # a run resumed with another value is another run; None: as its group
     example: str = ""  # of a list whose entries are texts, such as `[attention.*]`
     is_path: bool = False
     is_local: bool = False  # its path is read or written through this machine's file system alone
@@ -67,13 +67,14 @@ def frozen(value: Any) -> Any:
 
 
 def key(
-    default: Any, comment: str, allowed: Range | tuple[str, ...] = (), most: float | None = None, **more: Any
+    default: Any, comment: str, allowed: Range | tuple[str, ...] = (), max: float | None = None, **more: Any
 ) -> Any:
     """Declares a key; the arguments are `Key`'s."""
-    most = allowed.most if most is None and isinstance(allowed, Range) else most
+    if max is None and isinstance(allowed, Range):
+        max = allowed.max
     commands = more.get("commands", ())
     comment = f"{commands[0]}: {comment}" if len(commands) == 1 else comment
-    declared = Key(frozen(default), comment, allowed, most, **more)
+    declared = Key(frozen(default), comment, allowed, max, **more)
     return dataclasses.field(default_factory=lambda: declared.default, metadata={"key": declared})
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from src.config import sources, yaml
+from src.config import run_configs, yaml
 from src.config.checks import check_config
 from src.config.hints import hints
 from src.config.keys import frozen
 from src.config.model_checks import check_value, read_list
-from src.config.needs import TYPED, Setting, idle_settings
+from src.config.requirements import TYPED, Setting, unused_keys
 from src.config.schema import KEYS, Config, defaults, keys_of
 from src.config.yaml import BASE, CONFIGS, NOTHING, Plain, convert, dump, file_name, literal, parse_argument, parse_keys
 from src.system.errors import UserError, changed_keys, clipped, first_few
@@ -72,11 +72,11 @@ def _load(
         problems.append("the first argument is a YAML file or a run's folder, as in `configs/quickstart.yml steps=100`")
     elif "=" not in argv[0] and not argv[0].startswith("-"):
         words = argv[1:]
-        if run := sources.run_folder(file_name(argv[0])):
+        if run := run_configs.run_folder(file_name(argv[0])):
             with _collected(problems):
                 from_run = {"load_parameters_path": str(run), "load_full_state_path": "", "load_ema": Plain("false")}
                 weights = from_run if uses_weights else {}
-                files = _settings(sources.run_keys(run) | weights, f"in {run}")
+                files = _settings(run_configs.run_keys(run) | weights, f"in {run}")
         else:
             files = _chain(Path(argv[0]), problems)
     arguments = list(_arguments(words, problems))
@@ -98,8 +98,8 @@ def _load(
     config["model_name"] = next((str(setting.value) for setting in model if setting.key == "model_name"), model_name)
     problems += check_config(config, failed)
     # A run's own file has every key, also those that say nothing.
-    chosen = [setting for setting in files if not (run or setting.where.endswith(f"/{sources.CONFIG}"))]
-    for key, sentence in idle_settings([*chosen, *arguments], config, failed, command, notes):
+    chosen = [setting for setting in files if not (run or setting.where.endswith(f"/{run_configs.CONFIG}"))]
+    for key, sentence in unused_keys([*chosen, *arguments], config, failed, command, notes):
         (notes if hints().is_maxtext_default(key, config.get(key)) else problems).append(sentence)
     problems = [clipped(problem) for problem in dict.fromkeys(problems)]
     if len(problems) > 1:
@@ -208,8 +208,8 @@ def _kept_defaults(settings: Sequence[Setting]) -> list[Setting]:
     # A store is not asked for what changes no weight.
     is_asked = "://" not in path or "mla" in f"{typed.get('attention_type')} {typed.get('decoder_segments')}"
     with contextlib.suppress(UserError):  # which the command meets when it opens the run
-        if typed["run_name"] and is_asked and (run := sources.run_folder(path)):
-            rules = sources.run_keys(run).get("logical_axis_rules")
+        if typed["run_name"] and is_asked and (run := run_configs.run_folder(path)):
+            rules = run_configs.run_keys(run).get("logical_axis_rules")
             if isinstance(rules, Mapping) and rules.get("latent") == []:
                 return [Setting("logical_axis_rules.latent", [], f"in {path}")]
     return []
@@ -246,8 +246,8 @@ def _model_settings(name: str, uses_weights: bool, read_folder: FolderReader, pr
     if not name:
         return []
     try:
-        run = sources.run_folder(name)
-        keys = sources.model_keys(run) if run else read_folder(name, False)
+        run = run_configs.run_folder(name)
+        keys = run_configs.model_keys(run) if run else read_folder(name, False)
     except UserError as error:
         raise UserError(f"model_name={name}: {error}") from None
     if keys is not None:
@@ -350,8 +350,8 @@ def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[s
     key that the run's version did not have yet had the effect of its default.
     """
     old = {**defaults(), **old}
-    changed = [key for key in changed_keys(new, old) if key not in sources.OF_ONE_START]
+    changed = [key for key in changed_keys(new, old) if key not in run_configs.PER_LAUNCH_KEYS]
     changes = {key: f"{key}: {dump(old.get(key))} -> {dump(new.get(key))}" for key in changed}
-    identity = {key.name for key in KEYS.values() if key.fixed} - set(new["accept_changes"])
+    identity = {key.name for key in KEYS.values() if key.resume_invariant} - set(new["accept_changes"])
     breaking = {key: changes.pop(key) for key in changed if key in identity}
     return changes, breaking

@@ -49,8 +49,8 @@ def check_value(name: str, value: Any) -> str:
     if isinstance(key.allowed, Range):
         if not key.allowed.holds(value):
             return f"{name}={dump(value)} must be {key.allowed.words} ({key.comment})"
-        if key.most is not None and value > key.most:
-            return f"{name}={dump(value)} is more than any machine can do: at most {key.most:,} ({key.comment})"
+        if key.max is not None and value > key.max:
+            return f"{name}={dump(value)} is more than any machine can do: at most {key.max:,} ({key.comment})"
     elif key.allowed and isinstance(value, tuple) and any(each not in key.allowed for each in value):
         return f"{name}={dump(value)} must be a list of {', '.join(key.allowed)}, or []"
     elif key.allowed and not isinstance(value, tuple) and value not in key.allowed:
@@ -109,7 +109,7 @@ def _attention(facts: FlatKeys) -> Iterator[str]:
         if not facts[key]:
             yield f"attention_type={kind} needs {key}"
     for key, declared in KEYS.items():
-        if kind == declared.not_with and facts[key] != declared.default:
+        if kind == declared.excluded_by and facts[key] != declared.default:
             yield f"attention_type={kind} has no {key}={dump(facts[key])} (set {key}={dump(declared.default)})"
 
 

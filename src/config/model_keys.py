@@ -52,21 +52,22 @@ class AttentionFacts:
         ("global", "local_sliding", "chunk", "mla", "gated_delta"))
     sliding_window_size: int = fact(0, "local_sliding: tokens a token sees, itself among them", FROM_0, 2**24)
     chunk_attn_window_size: int = fact(0, "chunk: positions a block has; a token sees its own block", FROM_0, 2**24)
-    attention_bias: bool = fact(False, "biases in the projections of queries, keys and values", not_with="mla")
+    attention_bias: bool = fact(False, "biases in the projections of queries, keys and values", excluded_by="mla")
     attention_out_bias: bool = fact(True, "attention_bias: in the output projection too")
-    attention_gate: bool = fact(False, "attention's output times the sigmoid of a projection", not_with="mla")
-    attention_sink: bool = fact(False, "a learned logit per head: weight without a value (gpt-oss)", not_with="mla")
-    attn_logits_soft_cap: float = fact(0.0, "c: scores become c * tanh(scores / c); 0: off", FROM_0, not_with="mla")
+    attention_gate: bool = fact(False, "attention's output times the sigmoid of a projection", excluded_by="mla")
+    attention_sink: bool = fact(False, "a learned logit per head: weight without a value (gpt-oss)", excluded_by="mla")
+    attn_logits_soft_cap: float = fact(0.0, "c: scores become c * tanh(scores / c); 0: off", FROM_0, excluded_by="mla")
     query_pre_attn_scalar: float = fact(0.0, "scores are divided by its root; 0: that of a query head's size", FROM_0)
     qk_norm: str = fact("none", "of queries and keys: head (each), all_heads (at once), l2 (after RoPE, no scale)",
-        ("none", "head", "all_heads", "l2"), not_with="mla")
+        ("none", "head", "all_heads", "l2"), excluded_by="mla")
     share_kv_projections: bool = fact(False,
-        "values are what the keys' projection makes, before qk_norm and RoPE (Gemma 4)", not_with="mla")
-    value_norm: bool = fact(False, "each head's values are normalised, without a scale (Gemma 4)", not_with="mla")
-    query_dim_scale: bool = fact(False, "a learned scale of each dim of a query head (Pax's C4 models)", not_with="mla")
+        "values are what the keys' projection makes, before qk_norm and RoPE (Gemma 4)", excluded_by="mla")
+    value_norm: bool = fact(False, "each head's values are normalised, without a scale (Gemma 4)", excluded_by="mla")
+    query_dim_scale: bool = fact(False, "a learned scale of each dim of a query head (Pax's C4 models)",
+        excluded_by="mla")
     attn_temperature_scale: float = fact(0.0,
         "s: queries times 1 + s * log(1 + floor((1 + position) / attn_temperature_floor)) (Llama 4)",
-        FROM_0, not_with="mla")
+        FROM_0, excluded_by="mla")
     attn_temperature_floor: int = fact(8192, "positions the queries' temperature stays the same for", FROM_1, 2**24)
     q_lora_rank: int = fact(0, "mla: width of the compressed query; 0: it is not compressed", FROM_0, 2**20)
     kv_lora_rank: int = fact(0, "mla: width of the compressed keys and values, which the cache holds", FROM_0, 2**20)

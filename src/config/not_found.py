@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from src.config import sources
+from src.config import run_configs
 from src.config.yaml import CONFIGS
 from src.system.errors import did_you_mean, first_few
 
@@ -16,10 +16,10 @@ def no_config(path: Path) -> str:
     if path.is_dir():
         if keys := _model_in(path):
             return f"{path} is a model's folder, not a run's: type configs/base.yml {keys}"
-        runs = first_few(sources.runs_in(path))
+        runs = first_few(run_configs.runs_in(path))
         return f"{path} is a folder without a config.yml, which a run's has." + f" Runs in it: {runs}." * bool(runs)
-    if not path.suffix and (runs := first_few(sources.runs_in(path.parent), near=str(path))):
-        return f"there is no run {path}.{sources.similar_runs(path)} Runs in {path.parent}: {runs}."
+    if not path.suffix and (runs := first_few(run_configs.runs_in(path.parent), near=str(path))):
+        return f"there is no run {path}.{run_configs.similar_runs(path)} Runs in {path.parent}: {runs}."
     files = [str(file.relative_to(CONFIGS.parent)) for file in sorted(CONFIGS.rglob("*.yml"))]
     beside = sorted(file.name for file in path.parent.glob("*") if file.suffix in (".yml", ".py"))
     hint = did_you_mean(path.name, beside, f"{path.parent}/") or did_you_mean(path.name, files)
@@ -30,7 +30,7 @@ def _model_in(folder: Path) -> str:
     """Returns the keys to type for the model in a folder, of src.convert or Hugging Face; empty where there is none."""
     if (folder / "model.yml").is_file():
         return f"model_name={folder}/model.yml load_parameters_path={folder}/checkpoint"
-    return f"model_name={folder} load_parameters_path={folder}" if sources.is_hf_folder(folder) else ""
+    return f"model_name={folder} load_parameters_path={folder}" if run_configs.is_hf_folder(folder) else ""
 
 
 def no_model(name: str, path: Path) -> str:

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from src.config import source_spec
+from src.config import dataset_spec
 from src.config.command_keys import CALIBRATION_METHODS, fixed_bound
 from src.config.model_checks import FlatKeys
 from src.config.schema import KEYS
@@ -70,7 +70,7 @@ def finetuning(config: FlatKeys) -> Iterator[str]:
     """Checks that conversations are read from files."""
     # One of the two is enough to evaluate on; who trains without the first is told so where the data are opened.
     has_path = config.dataset_path or config.eval_dataset_path or config.datasets
-    is_text = all(spec.dataset_type == "text" for spec in source_spec.train_specs(config))
+    is_text = all(spec.dataset_type == "text" for spec in dataset_spec.train_specs(config))
     if config.use_sft and not (is_text and has_path):
         yield "use_sft=true reads .jsonl files of conversations: set dataset_type=text and dataset_path"
 

@@ -9,7 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from src.config import keys
-from src.config.command_keys import OF_RUNS, Aot, Conversations, Decoding, Diagnostics, HarnessTasks, Preferences, Tools
+from src.config.command_keys import (
+    RUN_COMMANDS,
+    Aot,
+    Conversations,
+    Decoding,
+    Diagnostics,
+    HarnessTasks,
+    Preferences,
+    Tools,
+)
 from src.config.keys import ABOVE_0, AXIS_SIZE, FROM_0, FROM_1, FROM_1_OR_UNSET, FROM_64, Key, frozen, group, key, path
 from src.config.model_keys import AttentionFacts, FeedForwardFacts, LayerFacts, Model, ModelSize, PositionFacts
 from src.config.step_keys import Compilation, Numerics, Optimizer, Quantization, Step, Trainable
@@ -39,7 +48,7 @@ LOGICAL_AXES = {
     "other_layers": ((), "those of the others"),
 }
 
-_EVALUATE, _RUNS = {"commands": ("src.evaluate",)}, {"commands": OF_RUNS}
+_EVALUATE, _RUNS = {"commands": ("src.evaluate",)}, {"commands": RUN_COMMANDS}
 
 
 # fmt: off
@@ -67,11 +76,13 @@ class BatchKeys:
     per_device_batch_size_increment: float = key(2.0, "... and what each further size adds", ABOVE_0, **_RUNS)
     global_rampup_samples: int = key(500, "... rows until it is full, an equal part for each smaller size", FROM_1,
         2**40, **_RUNS)
-    max_target_length: int = key(2048, "T, tokens per row", FROM_1, 2**24, fixed=True)
-    packing: bool = key(True, "true: documents fill rows, apart by segment; false: one a row, padded", fixed=True)
+    max_target_length: int = key(2048, "T, tokens per row", FROM_1, 2**24, resume_invariant=True)
+    packing: bool = key(True, "true: documents fill rows, apart by segment; false: one a row, padded",
+        resume_invariant=True)
     long_documents: str = key("split", "packing=false: what does not fit goes on (split) or is left out (truncate)",
-        ("split", "truncate"), fixed=True)
-    batch_transform: str = key("", "module:function(rows) -> rows: alters batches, may add fields", fixed=True)
+        ("split", "truncate"), resume_invariant=True)
+    batch_transform: str = key("", "module:function(rows) -> rows: alters batches, may add fields",
+        resume_invariant=True)
 
 
 @group
@@ -88,9 +99,10 @@ class DataSources:
     dataset_factory: str = key("", "custom: module:function(config, split) -> documents (docs/data.md)")
     datasets: tuple = key((), "a mixture: [{name: web, weight: 7, dataset_path: ...}, ...], other keys as above")
     eval_dataset_path: str = path("", "as dataset_path; empty: a held-out part of the training data")
-    eval_dataset_name: str = key("", "tfds: as dataset_name", fixed=False)
-    eval_split: str = key("validation", "tfds: as train_split", fixed=False)
-    eval_datasets: tuple = key((), "as datasets: [{name: books, eval_steps: 10, dataset_path: ...}, ...]", fixed=False)
+    eval_dataset_name: str = key("", "tfds: as dataset_name", resume_invariant=False)
+    eval_split: str = key("validation", "tfds: as train_split", resume_invariant=False)
+    eval_datasets: tuple = key((), "as datasets: [{name: books, eval_steps: 10, dataset_path: ...}, ...]",
+        resume_invariant=False)
     max_document_bytes: int = key(65_536, "text: longer documents are cut, or one would own a row for long", FROM_64)
     eval_fraction: float = key(0.02, "of the documents held out where eval_dataset_path is empty", keys.BELOW_1)
     tokenizer_type: str = key("byte",
@@ -98,7 +110,8 @@ class DataSources:
     tokenizer_path: str = path("",
         "sentencepiece: a .model file (src.train_tokenizer); huggingface: a model folder, hf://ORG/NAME", is_local=True)
     data_shuffle_seed: int = key(0, "of the order of documents", keys.SEED)
-    data_threads: int = key(1, "threads that make rows; more pay with a remote store", FROM_1, 2**10, fixed=False)
+    data_threads: int = key(1, "threads that make rows; more pay with a remote store", FROM_1, 2**10,
+        resume_invariant=False)
 
 
 @group
@@ -106,7 +119,7 @@ class Evaluation:
     """Evaluation"""
     eval_interval: int = key(-1, "steps between evaluations, and one at the end; -1: none", FROM_1_OR_UNSET)
     target_eval_loss: float = key(0.0, "training ends once the eval_loss of every set is at most this; 0: never",
-        FROM_0, commands=OF_RUNS)
+        FROM_0, commands=RUN_COMMANDS)
     eval_steps: int = key(-1, "batches per evaluation; -1: one epoch of the evaluation data", FROM_1_OR_UNSET)
     eval_mode: str = key("reset",
         "each evaluation begins with the first batch (reset) or after the last one's (rolling)", ("reset", "rolling"))
@@ -129,7 +142,7 @@ class Checkpoint:
     load_parameters_path: str = path("", "a run, checkpoint, Hugging Face folder or hf://ORG/NAME: its weights, step 0")
     load_weights_rules: tuple = key((),
         "each weight by the first that fits: [{match: REGEX, path: as above, name: there, as \\1}, ...]",
-        commands=OF_RUNS)
+        commands=RUN_COMMANDS)
     load_ema: bool = key(False, "of both above: the averages of those runs' weights (ema_decay)")
     load_full_state_path: str = path("", "the same: start with its weights, optimizer, step and data position")
 
@@ -227,8 +240,8 @@ GROUPS: list[type] = [
     *(Compilation, Aot, Optimizer, BatchKeys, DataSources, Tools, Conversations, Trainable, Preferences, Evaluation),
     *(HarnessTasks, Decoding, Checkpoint, Mesh, Diagnostics),
 ]
-# A run resumed with another value of one of their keys is another run, but for those declared with fixed=False.
-FIXED_GROUPS = (DataSources, Conversations, Trainable)
+# A run resumed with another value of one of their keys is another run, unless resume_invariant=False declares it.
+RESUME_INVARIANT_GROUPS = (DataSources, Conversations, Trainable)
 
 
 def collect(groups: Sequence[type], sections: Mapping[str, type]) -> dict[str, Key]:
@@ -237,9 +250,11 @@ def collect(groups: Sequence[type], sections: Mapping[str, type]) -> dict[str, K
     for title, (section, cls) in itertools.product(groups, sections.items()):
         for field in dataclasses.fields(title) if issubclass(cls, title) else ():
             declared: Key = field.metadata["key"]
-            fixed = title in FIXED_GROUPS if declared.fixed is None else declared.fixed
+            invariant = declared.resume_invariant
+            if invariant is None:
+                invariant = title in RESUME_INVARIANT_GROUPS
             place = {"name": field.name, "section": section, "group": title.__doc__}
-            keys[field.name] = dataclasses.replace(declared, **place, fixed=fixed or section == "model")
+            keys[field.name] = dataclasses.replace(declared, **place, resume_invariant=invariant or section == "model")
     return keys
 
 

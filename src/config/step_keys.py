@@ -41,7 +41,7 @@ on the device unless custom offloads it; what no derivative needs is left out. m
 class Numerics:
     """Numerics"""
     dtype: str = key("bfloat16", "of activations and matrix products: bfloat16 or float32", DTYPES)
-    weight_dtype: str = key("float32", "of the weights, and of Adam's second moment", DTYPES, fixed=True)
+    weight_dtype: str = key("float32", "of the weights, and of Adam's second moment", DTYPES, resume_invariant=True)
     matmul_precision: str = key("default", "default, high, highest: TPU and GPU round float32 but with highest",
         ("default", "high", "highest"))
     attention: str = key("autoselected", "autoselected, dot_product, blocked, flash (TPU), cudnn_flash (NVIDIA GPU)",
@@ -65,7 +65,7 @@ class Compilation:
 class Optimizer:
     """Optimizer"""
     opt_type: str = key("adamw", "adamw, adafactor (learning_rate is then relative to a weight's size), muon or sgd",
-        ("adamw", "adafactor", "muon", "sgd"), fixed=True)
+        ("adamw", "adafactor", "muon", "sgd"), resume_invariant=True)
     learning_rate: float = key(3e-4, "the schedule's highest", POSITIVE, 2**120)
     lr_schedule_type: str = key("cosine", "cosine, exponential, or wsd: warm-up, stable, linear decay",
         ("cosine", "exponential", "wsd"))
@@ -75,21 +75,24 @@ class Optimizer:
     wsd_decay_steps_fraction: float = key(0.1, "wsd: of the schedule, the decay at its end", SHARE)
     optimizer_rules: tuple = key((),
         'for each weight the first that fits: [{match: "*norm*", learning_rate_scale: 0.1, weight_decay: 0}, ...]',
-        fixed=True)
+        resume_invariant=True)
     adam_b1: float = key(0.9, "decay of the first moment", BELOW_1)
     adam_b2: float = key(0.95, "decay of the second moment", BELOW_1)
     adam_eps: float = key(1e-8, "added to the root of the second moment", POSITIVE)
     adam_weight_decay: float = key(0.1, "decoupled, on weights only: not on norms, biases", FROM_0)
     adam_clip_threshold: float = key(0.0,
         "root mean square that adamw's update of each matrix or vector is scaled down to (Pax); 0: off", FROM_0)
-    mup_base_emb_dim: int = key(0, "width that learning_rate was tuned at, for any other (muP)", FROM_0, fixed=True)
+    mup_base_emb_dim: int = key(0, "width that learning_rate was tuned at, for any other (muP)", FROM_0,
+        resume_invariant=True)
     muon_beta: float = key(0.95, "muon: decay of the momentum; what is no matrix in a layer has adamw", BELOW_1)
-    mu_dtype: str = key("", "first moment's; empty: the weights', or float32 with lora_rank", ("", *DTYPES), fixed=True)
+    mu_dtype: str = key("", "first moment's; empty: the weights', or float32 with lora_rank", ("", *DTYPES),
+        resume_invariant=True)
     shard_optimizer_over_data: bool = key(False, "the optimizer's state is cut over copies of the weights too (ZeRO-1)")
     optimizer_memory_host_offload: bool = key(False, "the optimizer's state lies in host memory, but for the update")
     gradient_clipping_threshold: float = key(1.0, "global norm the gradient is scaled down to; 0: off", FROM_0)
     gradient_accumulation_steps: int = key(1, "micro-batches per step, each of per_device_batch_size", FROM_1, 2**20)
-    loss: str = key("", "module:function(model, batch, plan) -> what is minimised; empty: next_token_loss", fixed=True)
+    loss: str = key("", "module:function(model, batch, plan) -> what is minimised; empty: next_token_loss",
+        resume_invariant=True)
     z_loss_multiplier: float = key(0.0, "weight of the squared log of the softmax normaliser (PaLM, section 5)", FROM_0)
     load_balance_loss_weight: float = key(0.0,
         "weight of the experts' load-balance loss (Switch Transformer, section 2.2): 1 per layer if even", FROM_0)
@@ -99,13 +102,13 @@ class Optimizer:
     on_nonfinite: str = key("stop",
         "a loss or gradient that is not finite: stop, or skip the update (ten in a row stop too)", ("stop", "skip"))
     ema_decay: float = key(0.0, "the state has an average of the weights too, which decays by this a step; 0: none",
-        BELOW_1, fixed=True)
+        BELOW_1, resume_invariant=True)
     abort_on_nan_loss: bool = key(True, "on_nonfinite=stop: a loss that is no number stops; false: skip its update")
     abort_on_inf_loss: bool = key(True, "on_nonfinite=stop: an infinite loss stops; false: skip its update")
     skip_step_on_spikes: bool = key(False,
-        "skip an update whose loss or gradient norm is far above the last ones", fixed=True)
+        "skip an update whose loss or gradient norm is far above the last ones", resume_invariant=True)
     skip_step_interval: int = key(128, "skip_step_on_spikes: the last ones are of so many steps", FROM_2, 2**16,
-        fixed=True)
+        resume_invariant=True)
     skip_step_scaling_factor: float = key(6.0,
         "skip_step_on_spikes: far is more than so many standard deviations above their mean", POSITIVE)
     log_internals: int = key(0,

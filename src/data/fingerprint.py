@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 
-from src.config.source_spec import names_eval_data
+from src.config.dataset_spec import names_eval_data
 from src.data.rules import RULES_FACT
 from src.data.types import EvalSet, Fingerprint, InputSpec, RowSource, Source, TrainData
 from src.system.errors import TransientError, UserError
@@ -42,7 +42,7 @@ def data_fingerprint(inputs: InputSpec, data: TrainData, rows: int, eval_sets: S
         facts["batch_transform"] = inputs.batch.batch_transform
     for key in ("batch_transform", "loss", "eval_metrics", "decode_metrics"):
         if name := inputs.config[key]:
-            from src.system.user_code import code_digests
+            from src.system.code_digests import code_digests
 
             entry = f"{EVALUATION} code {key}" if "metrics" in key else f"code {key}"
             facts |= {f"{entry} {module}": digest for module, digest in code_digests(name, key).items()}

@@ -4,8 +4,8 @@ import importlib
 
 import numpy as np
 
+from src.config.dataset_spec import DatasetSpec, eval_specs, names_eval_data, train_specs, train_weights
 from src.config.schema import Evaluation
-from src.config.source_spec import SourceSpec, eval_specs, names_eval_data, train_specs, train_weights
 from src.data import order
 from src.data.types import Document, EvalSet, Fingerprint, InputSpec, Item, RowSource, Source, TrainData, is_stream
 from src.system.errors import UserError
@@ -52,7 +52,7 @@ def open_eval_sets(inputs: InputSpec, evaluation: Evaluation) -> list[EvalSet]:
     return [EvalSet("", train_validation_split(source, data.eval_fraction)[1], steps)]
 
 
-def open_source(spec: SourceSpec, inputs: InputSpec) -> AnySource:
+def open_source(spec: DatasetSpec, inputs: InputSpec) -> AnySource:
     """Opens one set of data. Raises UserError if it can't be read, or what reads it is not installed."""
     try:
         source = _open(spec, inputs)
@@ -65,7 +65,7 @@ def open_source(spec: SourceSpec, inputs: InputSpec) -> AnySource:
     return source
 
 
-def _open(spec: SourceSpec, inputs: InputSpec) -> AnySource:
+def _open(spec: DatasetSpec, inputs: InputSpec) -> AnySource:
     if spec.dataset_type == "text" and inputs.data.use_sft:
         if not spec.dataset_path:
             raise UserError(f"use_sft=true reads .jsonl files of conversations: set {spec.key('dataset_path')}")

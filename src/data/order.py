@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from src.config.source_spec import whole_numbers
+from src.config.dataset_spec import whole_numbers
 
 Words = TypeVar("Words", int, np.ndarray)
 

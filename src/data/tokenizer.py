@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from src.config.dataset_spec import all_synthetic
 from src.config.schema import Data
-from src.config.source_spec import all_synthetic
 from src.data.types import Fingerprint, Tokenizer
 from src.system.errors import UserError
 

@@ -15,7 +15,7 @@ from src.parallel.mesh import Layout
 # `__init__`, in which `out_scale` is a factor of the output's initial values.
 Mixer = Attention | LatentAttention | GatedDelta
 # By attention_type. Another kind is its module, an entry here and in `Mixer`, and a choice of that key beside its facts
-# in `AttentionFacts` (config/model_keys.py); config/needs.py lists by kind the facts that have effect.
+# in `AttentionFacts` (config/model_keys.py); config/requirements.py lists by kind the facts that have effect.
 MIXERS: dict[str, type[Mixer]] = {
     "global": Attention,
     "local_sliding": Attention,

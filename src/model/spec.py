@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from src.config.keys import frozen
 from src.config.model_keys import Model
-from src.config.needs import OF_LAYERS
+from src.config.requirements import LAYER_REQUIREMENTS
 from src.config.schema import KEYS, keys_of
 from src.config.step_keys import Numerics
 from src.model.patterns import shortest_patterns
@@ -141,7 +141,8 @@ def _layer_spec(layer: Model, shared_weights: str, max_target_length: int) -> La
         "query_pre_attn_scalar": layer.query_pre_attn_scalar or float(head_dim),
         "position_type": "rope" if layer.position_type == "rope" else "none",
     }
-    idle = {fact for need in OF_LAYERS if not need.met({**vars(layer), **resolved}) for fact in need.keys}
+    keys = {**vars(layer), **resolved}
+    idle = {fact for need in LAYER_REQUIREMENTS if not need.satisfied(keys) for fact in need.keys}
     facts = {key: value for key, value in resolved.items() if key not in idle}
     by_length = facts.get("rope_type") in ("dynamic", "longrope")
     return LayerSpec(**facts, shared_weights=shared_weights, max_length=max_target_length if by_length else 0)

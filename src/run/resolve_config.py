@@ -9,51 +9,35 @@ from ml_collections import ConfigDict
 
 from src.config import load as config_load
 from src.config.hints import hints
+from src.config.run_configs import HUB, has_tokenizer, is_hf_folder
 from src.config.schema import Config
-from src.config.sources import CONFIG, HUB, has_tokenizer, is_hf_folder, run_folder
 from src.config.usage import TRAIN, Usage, help_for
-from src.config.yaml import parse_keys, read_file
 from src.system.errors import UserError, clipped, show
 from src.system.storage_errors import Failure, failure_of
+
+HUB_KEYS = ("model_name", "load_parameters_path", "tokenizer_path")  # they may name a model of the hub
 
 
 def read_folder(folder: str, tokenizer_only: bool) -> dict[str, Any] | None:
     """Returns the keys of the model and tokenizer in a Hugging Face folder, or of its tokenizer; None: no model."""
-    name = folder
-    if name.startswith(HUB):
-        from src.extras.hf.hub import local_folder
+    if not folder.startswith(HUB):
+        if tokenizer_only and not has_tokenizer(Path(folder).expanduser()):
+            return {}
+        if not (tokenizer_only or is_hf_folder(folder)):
+            return None
+    from src.extras.hf.named_models import folder_keys
 
-        folder = local_folder(name)
-    if not (tokenizer_only or is_hf_folder(folder)):
-        if name.startswith(HUB):
-            raise UserError("this repository has no config.json")
-        return None
-    keys: dict[str, Any] = {}
-    if not tokenizer_only:
-        from src.extras.hf.model_keys import model_yaml, read_model_keys
-
-        keys = parse_keys(model_yaml(read_model_keys(folder)), folder)
-    if has_tokenizer(Path(folder).expanduser()):
-        path = name if name.startswith(HUB) else str(Path(folder))
-        keys |= {"tokenizer_type": "huggingface", "tokenizer_path": path}
-    return keys
+    return folder_keys(folder, tokenizer_only)
 
 
 def _pinned(config: Config) -> Config:
     """Names a model of the hub by its commit; a resumed run keeps those that it began with."""
-    keys, rules = ("model_name", "load_parameters_path", "tokenizer_path"), config.load_weights_rules
-    if not any(path.startswith(HUB) for path in [*map(config.get, keys), *(rule["path"] for rule in rules)]):
+    rules = [rule["path"] for rule in config.load_weights_rules]
+    if not any(path.startswith(HUB) for path in [*map(config.get, HUB_KEYS), *rules]):
         return config
-    from src.extras.hf.hub import pinned
+    from src.extras.hf.named_models import pinned_keys
 
-    run = run_folder(f"{config.base_output_directory}/{config.run_name}") if config.run_name else None
-    saved = read_file(run / CONFIG) if run else {}
-    saved_rules = [*(saved.get("load_weights_rules") or ()), *[{}] * len(rules)]
-    paths = [pinned(rule["path"], str(was.get("path"))) for rule, was in zip(rules, saved_rules, strict=False)]
-    return config.replace(
-        load_weights_rules=[{**rule, "path": path} for rule, path in zip(rules, paths, strict=True)],
-        **{key: pinned(config[key], str(saved.get(key))) for key in keys},
-    )
+    return config.replace(**pinned_keys(config, HUB_KEYS))
 
 
 def load(

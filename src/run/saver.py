@@ -119,7 +119,7 @@ class Saver:
         After a NonFiniteError the checkpoints whose weights have not given a finite loss are renamed.
         """
         if isinstance(error, NonFiniteError):
-            names = self._checkpointer.set_aside(self._recorder.last_finite)
+            names = self._checkpointer.quarantine_nonfinite(self._recorder.last_finite)
             aside = f" The newest one, which led to this, is kept as {', '.join(names)}." if names else ""
             note, has_one = describe_latest(self._folder.path), latest_step(self._folder.path) is not None
             goes_on = ", and the run goes on from it." if has_one else "."

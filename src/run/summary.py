@@ -11,8 +11,8 @@ import numpy as np
 
 from src.checkpoint.run_folder import RunFolder
 from src.config import load as configuration
+from src.config.dataset_spec import DatasetSpec, train_specs
 from src.config.schema import KEYS, Config
-from src.config.source_spec import SourceSpec, train_specs
 from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData, is_stream
 from src.model.flops import count_params, flops_per_token
@@ -121,7 +121,7 @@ def describe_tokenizer(kind: str, tokenizer: Tokenizer | None) -> str:
     return f"{kind}, {'; '.join(filter(None, [f'{tokenizer.vocab_size:,} ids', tokenizer.caveat]))}"
 
 
-def describe_data(specs: Sequence[SourceSpec], data: TrainData) -> list[str]:
+def describe_data(specs: Sequence[DatasetSpec], data: TrainData) -> list[str]:
     """Returns a line for each source: its type, where it is from, how much it has, and its share of the rows."""
     lines = []
     for spec, source, weight in zip(specs, data.sources, data.weights, strict=True):

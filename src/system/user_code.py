@@ -1,17 +1,10 @@
 """Loads and calls functions that users write and name as module:function; errors name the user's line."""
 
-import ast
-import contextlib
-import hashlib
 import importlib
 import os
-import pkgutil
-import re
-import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -39,48 +32,6 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
         functions = [other for other in dir(module) if callable(getattr(module, other))]
         raise UserError(f"{key}={name}: {module_name} has no function {attribute}.{did_you_mean(attribute, functions)}")
     return function
-
-
-def code_digests(name: str, key: str) -> dict[str, str]:
-    """Returns a digest of each module of a user's code: the module in `name`, the value of `key`, and all it imports.
-
-    It may import a module at its top, in a function, or through another one. Installed packages, Python's library and
-    MinText are left out. Raises UserError as `load_function`.
-    """
-    load_function(name, key)
-    modules, found = [name.partition(":")[0]], dict[str, str]()
-    for module in modules:  # more are added meanwhile
-        package = module.rpartition(".")[0]
-        imported = () if found else (vars(sys.modules[module]).get(fact) for fact in ("__file__", "__loader__"))
-        file, loader = imported or _user_file(module)
-        if file and module not in found:
-            code = loader.get_data(file) if hasattr(loader, "get_data") else Path(file).read_bytes()
-            found[module] = hashlib.sha256(code).hexdigest()[:8]
-            with contextlib.suppress(SyntaxError, ValueError):  # it is not Python
-                modules += _imports(ast.parse(code), module if Path(file).stem == "__init__" else package)
-        modules += [package] * bool(package)
-    return found
-
-
-def _imports(code: ast.AST, package: str) -> Iterator[str]:
-    """Yields the modules that code in a package may import; what it imports from a module may be one too."""
-    for node in ast.walk(code):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parent = package.rsplit(".", node.level - 1)[0] if node.level else ""
-            yield from (".".join(filter(None, (parent, node.module, alias.name))) for alias in node.names)
-
-
-def _user_file(module: str) -> tuple[str | None, Any]:
-    """Finds the file of a module that is neither installed nor a part of Python or MinText, and what reads it."""
-    library = re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}|.*(site|dist)-packages")
-    folders = [each for each in map(str, sys.path) if not library.match(each) and module.partition(".")[0] != "src"]
-    parents = module.split(".")[:-1]
-    # A .zip on the path has a finder too. Python's own for "" is that of the folder it was made in.
-    finders = filter(None, (pkgutil.get_importer(os.path.join(each or os.getcwd(), *parents)) for each in folders))
-    specs = filter(None, (finder.find_spec(module) for finder in finders))
-    return next(((spec.origin, spec.loader) for spec in specs if (spec.origin or "").endswith(".py")), (None, None))
 
 
 def call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:

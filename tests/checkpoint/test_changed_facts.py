@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 
-from src.system.user_code import code_digests
+from src.system.code_digests import code_digests
 from tests import runs
 
 pytestmark = pytest.mark.usefixtures("steps_built_once")

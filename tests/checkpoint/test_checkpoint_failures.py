@@ -411,7 +411,7 @@ def test_the_last_good_checkpoint_stays_until_the_next_has_proven_good(tmp_path,
         saver.save(step, place(make_values(step), mesh), {})
     saver.wait()
     assert set(names_in(tmp_path)) >= {"20", "30"}
-    assert saver.set_aside(30) == ["30.nonfinite"]
+    assert saver.quarantine_nonfinite(30) == ["30.nonfinite"]
     saver.close()
     assert names_in(tmp_path) == ["20", "30.nonfinite"]
     assert same(checkpointer(tmp_path).restore_latest(wanted)[0], make_values(20))

@@ -14,7 +14,7 @@ pytest.importorskip("array_record", reason="bash setup.sh data installs it")
 from array_record.python.array_record_module import ArrayRecordReader
 from tensorflow_datasets.proto import tf_example_pb2
 
-from src.config.source_spec import SETTINGS, SourceSpec
+from src.config.dataset_spec import SETTINGS, DatasetSpec
 from src.extras.readers import array_record
 from src.extras.readers.array_record import ArrayRecordSource
 from src.system.errors import UserError
@@ -44,7 +44,7 @@ def source(path, record_format="text", column="text", is_eval=False):
         "dataset_column": column,
         "array_record_format": record_format,
     }
-    return ArrayRecordSource(SourceSpec("", 65_536, is_eval, **settings))
+    return ArrayRecordSource(DatasetSpec("", 65_536, is_eval, **settings))
 
 
 def items(source):
@@ -281,10 +281,10 @@ def test_threads_read_what_one_thread_reads(tmp_path):
 READ_MANY = """
 import resource, sys, threading
 from src.extras.readers.array_record import ArrayRecordSource
-from src.config.source_spec import SourceSpec
+from src.config.dataset_spec import DatasetSpec
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))
 settings = {"dataset_path": sys.argv[1], "dataset_column": "", "array_record_format": "text"}
-source = ArrayRecordSource(SourceSpec("", 1, **settings))
+source = ArrayRecordSource(DatasetSpec("", 1, **settings))
 assert [source[i] for i in range(len(source))] == [str(i) for i in range(len(source))]
 stop = threading.Event()
 def read():

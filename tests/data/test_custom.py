@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from src.config.dataset_spec import eval_specs, train_specs
 from src.config.load import load
-from src.config.source_spec import eval_specs, train_specs
 from src.data.open import open_source
 from src.data.packing import empty_batch
 from src.data.readers import custom

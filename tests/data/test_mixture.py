@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.config.source_spec import whole_numbers
+from src.config.dataset_spec import whole_numbers
 from src.data.order import Mixture
 from src.system.errors import UserError
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from src.config.source_spec import train_specs
+from src.config.dataset_spec import train_specs
 from src.data.order import Shuffle
 from src.system.errors import UserError
 

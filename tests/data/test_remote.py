@@ -12,7 +12,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from src.config.source_spec import train_specs
+from src.config.dataset_spec import train_specs
 from src.data.open import open_source
 from src.data.readers import files, find_files
 from src.data.readers.text import TextSource

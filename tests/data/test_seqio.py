@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from src.config.source_spec import train_specs
+from src.config.dataset_spec import train_specs
 from src.data.open import open_source
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec
@@ -36,10 +36,10 @@ def TfdsDataSource(name, tfds_data_dir):
 
 
 def texts():
-    from src.config.source_spec import SourceSpec
+    from src.config.dataset_spec import DatasetSpec
     from src.extras.readers.tfds import TfdsSource
 
-    source = TfdsSource(SourceSpec("", 100, False, "tfds", "tensorflow_datasets", "documents", "train", "text"))
+    source = TfdsSource(DatasetSpec("", 100, False, "tfds", "tensorflow_datasets", "documents", "train", "text"))
     return [source[i].encode() for i in range(len(source))]
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.config.source_spec import train_specs
+from src.config.dataset_spec import train_specs
 from src.data.open import train_validation_split
 from src.data.readers import fields, files, find_files, text
 from src.data.readers.synthetic import SyntheticSource

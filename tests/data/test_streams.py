@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 
 from src.checkpoint.data_position import data_position
-from src.config.source_spec import train_specs
+from src.config.dataset_spec import train_specs
 from src.data import loader
 from src.data.batch_schedule import BatchSchedule
 from src.data.open import open_source

@@ -16,7 +16,7 @@ pytest.importorskip("tensorflow_datasets", reason="bash setup.sh data installs i
 
 import tensorflow_datasets as tfds
 
-from src.config.source_spec import SETTINGS, SourceSpec
+from src.config.dataset_spec import SETTINGS, DatasetSpec
 from src.extras.readers.tfds import TfdsSource
 from src.system.errors import UserError
 from tests.data.one_source import open_sources
@@ -110,7 +110,7 @@ def source(folder, name="stories/en:1.10.0", split="train", column="text", is_ev
         "split": split,
         "dataset_column": column,
     }
-    return TfdsSource(SourceSpec("", 65_536, is_eval, **settings))
+    return TfdsSource(DatasetSpec("", 65_536, is_eval, **settings))
 
 
 def items(source):
@@ -164,10 +164,10 @@ def test_the_data_folder_is_tfds_own_where_none_is_named(prepared, monkeypatch):
 
 READ_ALONE = """
 import sys
-from src.config.source_spec import SourceSpec
+from src.config.dataset_spec import DatasetSpec
 from src.extras.readers.tfds import TfdsSource
 settings = dict(dataset_path=sys.argv[1], dataset_name="stories/en", split="train", dataset_column="text")
-source = TfdsSource(SourceSpec("", 1, **settings))
+source = TfdsSource(DatasetSpec("", 1, **settings))
 print(len(source), sorted(source[i] for i in range(len(source)))[0])
 print([name for name in ("tensorflow", "torch", "jax") if name in sys.modules])
 """

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("tensorflow_datasets", reason="bash setup.sh data installs it")
 
-from src.config.source_spec import SourceSpec
+from src.config.dataset_spec import DatasetSpec
 from src.extras.readers import tfrecord
 from src.extras.readers.tfds import TfdsSource
 from src.system.errors import UserError
@@ -22,7 +22,7 @@ def dataset(tmp_path, monkeypatch):
 
 
 def source(dataset):
-    return TfdsSource(SourceSpec("", 100, False, "tfds", str(dataset.parents[1]), "documents", "train", "text"))
+    return TfdsSource(DatasetSpec("", 100, False, "tfds", str(dataset.parents[1]), "documents", "train", "text"))
 
 
 def items(opened):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from src.config.source_spec import SourceSpec
+from src.config.dataset_spec import DatasetSpec
 from src.extras.readers.tokens import TokenDocuments, TokenRows
 from src.system.errors import UserError
 from tests.data import memory
@@ -20,7 +20,7 @@ TOKENIZER = {"type": "sentencepiece", "vocab_size": 70_000, "digest": "abc"}
 
 
 def spec_of(path):
-    return SourceSpec("", 64 * 1024, dataset_type="tokens", dataset_path=str(path))
+    return DatasetSpec("", 64 * 1024, dataset_type="tokens", dataset_path=str(path))
 
 
 def write(folder, shards, dtype="uint16", /, **changes):
@@ -175,11 +175,11 @@ def test_a_hundred_million_documents_are_opened_and_read_in_little_memory(tmp_pa
     facts = {"format": 1, "dtype": "uint16", "tokenizer": None, "shards": [{**shard, **sizes}]}
     (tmp_path / "tokens.json").write_text(json.dumps(facts))
     script = f"""
-from src.config.source_spec import SourceSpec
+from src.config.dataset_spec import DatasetSpec
 from src.extras.readers.tokens import TokenDocuments, TokenRows
 from tests.data import memory
 before = memory.now()
-spec = SourceSpec("", 0, dataset_path={str(tmp_path)!r})
+spec = DatasetSpec("", 0, dataset_path={str(tmp_path)!r})
 rows, documents = TokenRows(spec, 64), TokenDocuments(spec)
 assert (rows.row_count, len(documents)) == (15_625, 100_000_000)
 assert rows.row(1_000)[0].ids.tolist() == list(range(65))

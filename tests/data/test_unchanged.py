@@ -6,7 +6,7 @@ import os
 import fsspec
 import pytest
 
-from src.config.source_spec import train_specs
+from src.config.dataset_spec import train_specs
 from src.data.fingerprint import check_unchanged
 from src.data.open import open_source, train_validation_split
 from src.data.readers import files, find_files

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from src.config.source_spec import SourceSpec
+from src.config.dataset_spec import DatasetSpec
 from src.data.readers.fields import as_document, from_fields
 from src.data.readers.records import Nulls
 from src.data.streams import StreamSource
 from src.data.types import Fingerprint, InputSpec, Source
+from src.system.code_digests import code_digests
 from src.system.errors import UserError
-from src.system.user_code import call, class_name, code_digests, load_function
+from src.system.user_code import call, class_name, load_function
 
 # Bounds of an iterable, which is kept in memory.
 _MAX_DOCUMENTS = 5_000_000
@@ -23,7 +24,7 @@ _MAX_BYTES = 8 << 30
 _END = object()
 
 
-def open_source(spec: SourceSpec, inputs: InputSpec) -> Source:
+def open_source(spec: DatasetSpec, inputs: InputSpec) -> Source:
     """Opens what the function `dataset_factory` returns: a `CustomSource`, or of an iterable with a state a stream.
 
     Raises UserError as these do, and where there is no such function or it raises.

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from src.config.source_spec import SourceSpec
+from src.config.dataset_spec import DatasetSpec
 from src.data import order
 from src.data.types import Document, Fingerprint, InputSpec, RowSource
 
@@ -25,7 +25,7 @@ class SyntheticSource(RowSource):
         return {"type": "synthetic", "vocab_size": self._vocab_size, "seed": self._seed}
 
 
-def open_source(spec: SourceSpec, inputs: InputSpec) -> SyntheticSource:
+def open_source(spec: DatasetSpec, inputs: InputSpec) -> SyntheticSource:
     """Opens rows of a seed; evaluation's is unlike every training seed, which is at least 0: they share no row."""
     seed = inputs.data.data_shuffle_seed
     return SyntheticSource(inputs.vocab_size, inputs.batch.max_target_length, -1 - seed if spec.is_eval else seed)

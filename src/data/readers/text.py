@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from src.config.source_spec import SourceSpec
+from src.config.dataset_spec import DatasetSpec
 from src.data import order
 from src.data.readers import files
 from src.data.readers.files import is_jsonl
@@ -238,7 +238,7 @@ def _flaw(data: bytes) -> str:
     return ""
 
 
-def open_source(spec: SourceSpec, inputs: InputSpec) -> TextSource:
+def open_source(spec: DatasetSpec, inputs: InputSpec) -> TextSource:
     """Opens text files or JSONL, or the Python standard library's source if no path is named."""
     keys = spec.key("dataset_path"), spec.dataset_column
     return TextSource(spec.dataset_path, spec.max_document_bytes, *keys, inputs.rules)

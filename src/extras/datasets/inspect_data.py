@@ -10,7 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from src.checkpoint.resume import run_rules
-from src.config.source_spec import train_specs
+from src.config.dataset_spec import train_specs
 from src.config.usage import Usage
 from src.data.batch_schedule import BatchSchedule
 from src.data.document_stream import DocumentStream, rows_per_epoch

@@ -26,8 +26,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from src.config import load as configuration
+from src.config.dataset_spec import SETTINGS, train_specs
 from src.config.schema import Config, Data
-from src.config.source_spec import SETTINGS, train_specs
 from src.config.usage import Usage
 from src.data.document_stream import encode
 from src.data.open import open_source

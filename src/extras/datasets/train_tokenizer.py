@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from src.config.sources import HUB
+from src.config.run_configs import HUB
 from src.config.usage import Usage
 from src.data import order
 from src.data.open import open_sources

@@ -14,8 +14,8 @@ from ml_collections import ConfigDict
 
 from src.checkpoint.resume import run_rules
 from src.config import schema
-from src.config.source_spec import names_eval_data, train_specs
-from src.config.sources import run_folder
+from src.config.dataset_spec import names_eval_data, train_specs
+from src.config.run_configs import run_folder
 from src.config.usage import Usage
 from src.config.yaml import file_name
 from src.data.open import open_eval_sets

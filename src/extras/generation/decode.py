@@ -14,7 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from src.config.command_keys import Decoding
-from src.config.source_spec import eval_specs, names_eval_data, train_specs
+from src.config.dataset_spec import eval_specs, names_eval_data, train_specs
 from src.config.usage import Usage
 from src.data.document_stream import encode
 from src.data.host_arrays import gather_json

@@ -31,10 +31,10 @@ import numpy as np
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.load_weights import load_adapters, load_weights
 from src.checkpoint.resume import all_weights
+from src.config.dataset_spec import all_synthetic
 from src.config.load import from_yaml
+from src.config.run_configs import has_tokenizer
 from src.config.schema import KEYS, BatchKeys, Data, Model, Step, section_of
-from src.config.source_spec import all_synthetic
-from src.config.sources import has_tokenizer
 from src.config.yaml import BASE, file_name
 from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.data.tokenizer import ByteTokenizer

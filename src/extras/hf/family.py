@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from src.config.model_checks import check_value
-from src.config.needs import OF_LAYERS
+from src.config.requirements import LAYER_REQUIREMENTS
 from src.config.schema import KEYS, Model
 from src.config.yaml import type_name
 from src.extras.hf.tensor_map import TensorMap
@@ -100,8 +100,8 @@ Table = tuple[Field | FieldGroup, ...]
 
 def layer_with(layers: Layers, key: str) -> Model:
     """Returns the first layer on which a fact has effect, or else the model's first."""
-    needs = [need for need in OF_LAYERS if key in need.keys]
-    return next((layer for layer in layers if all(need.met(vars(layer)) for need in needs)), layers[0])
+    needs = [need for need in LAYER_REQUIREMENTS if key in need.keys]
+    return next((layer for layer in layers if all(need.satisfied(vars(layer)) for need in needs)), layers[0])
 
 
 def required_entries(table: Table) -> list[str]:

@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from src.config.sources import HUB
+from src.config.run_configs import HUB
 from src.system.errors import TransientError, UserError, clipped
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"  # of which a folder of weights has one

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from src.config.sources import HUB
+from src.config.run_configs import HUB
 from src.extras.hf.family import Family, unknown_entries
 from src.extras.hf.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from src.extras.hf.safetensors import Index, Tensor, open_tensors, write_header

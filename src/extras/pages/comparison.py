@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from src import as_installed
+from src.config.run_configs import similar_runs
 from src.config.schema import KEYS
-from src.config.sources import similar_runs
 from src.config.yaml import dump, literal, parse_keys
 from src.extras.pages.history import Curve, History, Point
 from src.run.environment import read_environment

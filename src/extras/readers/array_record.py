@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from src.config.source_spec import SourceSpec
+from src.config.dataset_spec import DatasetSpec
 from src.data.readers import files, find_files
 from src.data.readers.records import Index, Nulls
 from src.data.rules import PRESENT_RULES
@@ -59,7 +59,7 @@ class RecordSource(Source):
 
     def __init__(
         self,
-        spec: SourceSpec,
+        spec: DatasetSpec,
         parts: list[RecordRange],
         record_format: str,
         listing: files.Listing,
@@ -107,7 +107,7 @@ class ArrayRecordSource(RecordSource):
     or the first record is not what `array_record_format` and `dataset_column` say.
     """
 
-    def __init__(self, spec: SourceSpec, rules: int = PRESENT_RULES) -> None:
+    def __init__(self, spec: DatasetSpec, rules: int = PRESENT_RULES) -> None:
         check_store(spec)
         listing = find_files.list_files(spec.dataset_path, spec.key("dataset_path"), rules)
         setting, none = spec.setting("dataset_path"), "has no ArrayRecord file: none with array_record in its name"
@@ -127,7 +127,7 @@ class ArrayRecordSource(RecordSource):
         super().__init__(spec, ranges, spec.array_record_format, listing, facts, open_reader)
 
 
-def check_store(spec: SourceSpec) -> None:
+def check_store(spec: DatasetSpec) -> None:
     """Raises UserError for a path of another store than Cloud Storage, which the package array_record can't read."""
     if files.is_remote(spec.dataset_path) and not spec.dataset_path.startswith("gs://"):
         raise UserError(
@@ -182,6 +182,6 @@ def _open_files_allowed() -> int:
     return limit // 4
 
 
-def open_source(spec: SourceSpec, inputs: InputSpec) -> ArrayRecordSource:
+def open_source(spec: DatasetSpec, inputs: InputSpec) -> ArrayRecordSource:
     """Opens files of ArrayRecord."""
     return ArrayRecordSource(spec, inputs.rules)

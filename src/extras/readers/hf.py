@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import jax
 
-from src.config.source_spec import SourceSpec
+from src.config.dataset_spec import DatasetSpec
 from src.data.readers import files, find_files
 from src.data.readers.custom import document_of
 from src.data.readers.records import Nulls
@@ -17,7 +17,7 @@ from src.system.errors import UserError, first_few
 from src.system.user_code import call
 
 
-def open_source(spec: SourceSpec, inputs: InputSpec) -> StreamSource:
+def open_source(spec: DatasetSpec, inputs: InputSpec) -> StreamSource:
     """Opens this host's share of a split: each N-th file, or each N-th row where N hosts do not divide the files.
 
     `dataset_path` is a folder or a dataset of the hub, NAME, ORG/NAME or either with @REVISION, and `dataset_name` one

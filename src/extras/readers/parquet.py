@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from src.config.source_spec import SourceSpec
+from src.config.dataset_spec import DatasetSpec
 from src.data.readers import files, find_files
 from src.data.readers.fields import as_ids
 from src.data.readers.records import Index, Nulls
@@ -29,7 +29,7 @@ class ParquetSource(Source):
     structs in column `a`. Raises UserError where no row is there, a file is damaged, or has no such column.
     """
 
-    def __init__(self, spec: SourceSpec, rules: int = PRESENT_RULES) -> None:
+    def __init__(self, spec: DatasetSpec, rules: int = PRESENT_RULES) -> None:
         self._column, self._column_setting = spec.dataset_column, spec.setting("dataset_column")
         self._nulls = Nulls(self._column_setting)
         listing = find_files.list_files(spec.dataset_path, spec.key("dataset_path"), rules)
@@ -150,6 +150,6 @@ def _is_ids(kind: pa.DataType) -> bool:
     return is_list and pa.types.is_integer(kind.value_type)
 
 
-def open_source(spec: SourceSpec, inputs: InputSpec) -> ParquetSource:
+def open_source(spec: DatasetSpec, inputs: InputSpec) -> ParquetSource:
     """Opens Parquet files."""
     return ParquetSource(spec, inputs.rules)

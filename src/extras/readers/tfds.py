@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from etils import epath
 
-from src.config.source_spec import SourceSpec
+from src.config.dataset_spec import DatasetSpec
 from src.data.readers import files, find_files
 from src.data.types import InputSpec
 from src.extras.readers.array_record import RecordRange, RecordSource, check_store, count_records, open_reader
@@ -41,7 +41,7 @@ class TfdsSource(RecordSource):
     missing or damaged, or `dataset_column` is neither text nor ids.
     """
 
-    def __init__(self, spec: SourceSpec) -> None:
+    def __init__(self, spec: DatasetSpec) -> None:
         check_store(spec)
         folder = attempted(spec.setting("dataset_path"), lambda: _find(spec))
         info = _read_info(spec, folder)
@@ -53,7 +53,7 @@ class TfdsSource(RecordSource):
         super().__init__(spec, ranges, "example", listing, facts, open_file)
 
 
-def _find(spec: SourceSpec) -> str:
+def _find(spec: DatasetSpec) -> str:
     root = os.path.expanduser(spec.dataset_path or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     full_name = spec.dataset_name
     name, _, version = full_name.partition(":")
@@ -73,7 +73,7 @@ def _find(spec: SourceSpec) -> str:
     )
 
 
-def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
+def _read_info(spec: DatasetSpec, folder: str) -> "DatasetInfo":
     import tensorflow_datasets as tfds
 
     try:
@@ -92,7 +92,7 @@ def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
     )
 
 
-def _check_feature(spec: SourceSpec, features: Any) -> None:
+def _check_feature(spec: DatasetSpec, features: Any) -> None:
     names = _flat(features)
     setting = spec.setting("dataset_column")
     if spec.dataset_column not in names:
@@ -121,7 +121,7 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {name: leaf for key, value in tree.items() for name, leaf in _flat(value, f"{prefix}{key}/").items()}
 
 
-def _file_slices(spec: SourceSpec, info: "DatasetInfo") -> "list[FileInstruction]":
+def _file_slices(spec: DatasetSpec, info: "DatasetInfo") -> "list[FileInstruction]":
     splits = ", ".join(f"{name} ({split.num_examples:,} examples)" for name, split in info.splits.items())
     setting = spec.setting("split")
     try:
@@ -134,7 +134,7 @@ def _file_slices(spec: SourceSpec, info: "DatasetInfo") -> "list[FileInstruction
 
 
 def _check_files(
-    spec: SourceSpec, info: "DatasetInfo", slices: "list[FileInstruction]"
+    spec: DatasetSpec, info: "DatasetInfo", slices: "list[FileInstruction]"
 ) -> tuple[files.Listing, Callable[[str, str], Any]]:
     """Lists a split's files, each there and with as many records as TFDS wrote into it; also returns what opens one."""
     expected = {each.filename: each.examples_in_shard for each in slices}
@@ -162,6 +162,6 @@ def _check_files(
     return files.Listing(folder, dict(zip(map(os.path.basename, names), sizes, strict=True))), open_file
 
 
-def open_source(spec: SourceSpec, inputs: InputSpec) -> TfdsSource:
+def open_source(spec: DatasetSpec, inputs: InputSpec) -> TfdsSource:
     """Opens a data set of tensorflow_datasets."""
     return TfdsSource(spec)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from src.config.source_spec import SourceSpec
+from src.config.dataset_spec import DatasetSpec
 from src.data import order
 from src.data.readers import files, find_files
 from src.data.readers.records import Index
@@ -82,7 +82,7 @@ def missing_files(shards: Mapping[int, ShardFacts], sizes: Mapping[str, int]) ->
 class _TokenFolder:
     """Numbers a folder's documents and pairs; raises UserError if its files are not those that tokens.json lists."""
 
-    def __init__(self, spec: SourceSpec) -> None:
+    def __init__(self, spec: DatasetSpec) -> None:
         self._setting = spec.setting("dataset_path")
         listing = find_files.list_files(spec.dataset_path, spec.key("dataset_path"))
         self._folder, self._sizes = listing.folder, listing.sizes
@@ -201,7 +201,7 @@ class _TokenFolder:
 class TokenRows(_TokenFolder):
     """Cuts the pairs of all documents at T: row i has the pairs [i T, (i + 1) T), so that no position is needed."""
 
-    def __init__(self, spec: SourceSpec, length: int) -> None:
+    def __init__(self, spec: DatasetSpec, length: int) -> None:
         super().__init__(spec)
         self._length = length
         self.row_count = -(-len(self._pairs) // length)
@@ -257,7 +257,7 @@ def _parse(summary: bytes, name: str) -> dict[str, Any]:
     return facts
 
 
-def open_source(spec: SourceSpec, inputs: InputSpec) -> "TokenRows | TokenDocuments":
+def open_source(spec: DatasetSpec, inputs: InputSpec) -> "TokenRows | TokenDocuments":
     """Opens a folder of token ids: as rows if documents are packed, and as documents if not."""
     source = TokenRows(spec, inputs.batch.max_target_length) if inputs.batch.packing else TokenDocuments(spec)
     source.check(inputs.vocab_size, inputs.tokenizer.fingerprint() if inputs.tokenizer else None)

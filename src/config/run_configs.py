@@ -13,7 +13,7 @@ CONFIG = "config.yml"
 HUB = "hf://"  # before the name of a model on the Hugging Face hub
 
 # What a start of the run was told of its machines, and which changes it was to accept: another one says so itself.
-OF_ONE_START = ("coordinator_address", "num_processes", "process_id", "accept_changes")
+PER_LAUNCH_KEYS = ("coordinator_address", "num_processes", "process_id", "accept_changes")
 
 
 def is_hf_folder(path: str | os.PathLike[str]) -> bool:
@@ -57,7 +57,7 @@ def similar_runs(path: Path) -> str:
 def run_keys(folder: Path) -> dict[str, Any]:
     """Returns every key of a run, to go on with it; raises UserError if its config.yml cannot be read."""
     folder = folder if folder.name else folder.resolve()
-    keys = {key: value for key, value in read_file(folder / CONFIG).items() if key not in OF_ONE_START}
+    keys = {key: value for key, value in read_file(folder / CONFIG).items() if key not in PER_LAUNCH_KEYS}
     return keys | {"base_output_directory": os.fspath(folder.parent), "run_name": folder.name}
 
 

@@ -24,7 +24,7 @@ ENTRY_KEYS = {"datasets": ("name", "weight", *SETTINGS), "eval_datasets": ("name
 
 
 @dataclasses.dataclass(frozen=True)
-class SourceSpec:
+class DatasetSpec:
     """One set of data."""
 
     name: str  # of an entry of `datasets` or `eval_datasets`; empty for the one that the keys themselves describe
@@ -50,17 +50,17 @@ class SourceSpec:
         return f"{self.key(setting)}={getattr(self, setting)}"
 
 
-def train_specs(data: Data) -> list[SourceSpec]:
+def train_specs(data: Data) -> list[DatasetSpec]:
     """Returns the sets of data that a run trains on: the entries of `datasets`, or the one that the keys describe."""
     return _specs(data, data.datasets, is_eval=False)
 
 
-def eval_specs(data: Data) -> list[SourceSpec]:
+def eval_specs(data: Data) -> list[DatasetSpec]:
     """Returns the sets that a run evaluates on: the entries of `eval_datasets`, or the one that the keys describe."""
     return _specs(data, data.eval_datasets, is_eval=True)
 
 
-def all_specs(data: Data) -> list[SourceSpec]:
+def all_specs(data: Data) -> list[DatasetSpec]:
     """Returns the sets of data that are named, to train and to evaluate on."""
     return train_specs(data) + (eval_specs(data) if names_eval_data(data) else [])
 
@@ -99,9 +99,9 @@ def names_eval_data(data: Data) -> bool:
     return bool(named) or all(spec.dataset_type == "synthetic" for spec in train_specs(data))
 
 
-def _specs(data: Data, entries: Sequence[Mapping[str, Any]], is_eval: bool) -> list[SourceSpec]:
+def _specs(data: Data, entries: Sequence[Mapping[str, Any]], is_eval: bool) -> list[DatasetSpec]:
     shared = {setting: getattr(data, keys[is_eval]) for setting, keys in SETTINGS.items()}
     if shared["dataset_type"] == "tfds":  # whose path is the folder of all datasets
         shared["dataset_path"] = shared["dataset_path"] or data.dataset_path
     named = [(entry["name"], {name: entry.get(name, shared[name]) for name in SETTINGS}) for entry in entries]
-    return [SourceSpec(name, data.max_document_bytes, is_eval, **each) for name, each in named or [("", shared)]]
+    return [DatasetSpec(name, data.max_document_bytes, is_eval, **each) for name, each in named or [("", shared)]]

@@ -3,23 +3,23 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from src.config.dataset_spec import SETTINGS
 from src.config.keys import ABOVE_0, FROM_1, FROM_2, Range
 from src.config.schema import KEYS
-from src.config.source_spec import SETTINGS
 from src.config.yaml import dump
 
-GIVEN = Range("...", bool)
+IS_SET = Range("...", bool)
 ABOVE_1 = Range("a number above 1", lambda x: x > 1)
 
 
-class Need:
+class Requires:
     """Keys, and other keys one of which must have its value, or one of its values, for them to have effect."""
 
     def __init__(self, keys: str | Sequence[str], **one_of: Any) -> None:
         self.keys = keys.split() if isinstance(keys, str) else keys
         self.one_of = {key: of if isinstance(of, list | tuple) else [of] for key, of in one_of.items()}
 
-    def met(self, facts: Mapping[str, Any]) -> bool:
+    def satisfied(self, facts: Mapping[str, Any]) -> bool:
         """Returns whether the keys have effect on a layer, or in a configuration, with these flat keys."""
         return any(
             values.holds(facts[key]) if isinstance(values, Range) else facts[key] in values
@@ -45,76 +45,79 @@ def _of_group(start: str, *without: str) -> tuple[str, ...]:
     return tuple(key.name for key in KEYS.values() if key.group.startswith(start) and not key.name.startswith(without))
 
 
-_SCORED = ("global", "local_sliding", "chunk", "mla")  # attention_type where queries score the keys before them
+_PER_HEAD = ("global", "local_sliding", "chunk")  # attention_type with keys and values of each head
+_SCORED = (*_PER_HEAD, "mla")  # attention_type where queries score the keys before them
 _OF_SCORES = _of_group("Model: attention", "attention_type", "gdn_")
 _OF_ROPE = _of_group("Model: positions", "position_type", "trainable_position_size")
-_SCALED_ROPE = ("linear", "llama3.1", "yarn", "dynamic", "longrope", "proportional")
+_BY_LENGTH = ("llama3.1", "yarn", "dynamic", "longrope")  # rope_type that reads the length a model was trained at
+_SCALED_ROPE = ("linear", *_BY_LENGTH, "proportional")
+_WITHOUT_FACTOR = ("dynamic", "longrope", "proportional")  # rope_type that has effect even if rope_factor is 1
 # fmt: off
 # Of facts that may differ by layer: what a layer does without is not a part of its description.
-OF_LAYERS = (
-    Need("sliding_window_size", attention_type="local_sliding"),
-    Need("chunk_attn_window_size", attention_type="chunk"),
-    Need(["base_num_query_heads", *_OF_SCORES, *_OF_ROPE], attention_type=_SCORED),
-    Need([name for name in KEYS if name.startswith("gdn_")], attention_type="gated_delta"),
-    Need("base_num_kv_heads head_dim", attention_type=_SCORED[:3]),
-    Need("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim latent_norm_epsilon",
+LAYER_REQUIREMENTS = (
+    Requires("sliding_window_size", attention_type="local_sliding"),
+    Requires("chunk_attn_window_size", attention_type="chunk"),
+    Requires(["base_num_query_heads", *_OF_SCORES, *_OF_ROPE], attention_type=_SCORED),
+    Requires([name for name in KEYS if name.startswith("gdn_")], attention_type="gated_delta"),
+    Requires("base_num_kv_heads head_dim", attention_type=_PER_HEAD),
+    Requires("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim latent_norm_epsilon",
          attention_type="mla"),
-    Need("attention_out_bias", attention_bias=True),
-    Need("attn_temperature_floor", attn_temperature_scale=ABOVE_0),
-    Need(_OF_ROPE, position_type="rope"),
-    Need("rope_factor", rope_type=_SCALED_ROPE),
-    Need("rope_type", rope_factor=ABOVE_1, rope_attention_factor=ABOVE_0, rope_type=_SCALED_ROPE[3:]),
-    Need("original_max_position_embeddings", rope_type=_SCALED_ROPE[1:5]),
-    Need("rope_attention_factor", rope_type=["yarn", "longrope"]),
-    Need("rope_short_factor rope_long_factor", rope_type="longrope"),
-    Need("rope_low_freq_factor rope_high_freq_factor", rope_type="llama3.1"),
-    Need("beta_fast beta_slow rope_truncate mscale mscale_all_dim", rope_type="yarn"),
-    Need(_of_group("Model: feed-forward", "mlp_"), num_experts=FROM_2),
-    Need("shared_expert_gate", shared_experts=FROM_1),
-    Need("topk_routing_group routing_group_score", n_routing_groups=FROM_2),
-    Need("base_mlp_dim", num_experts=1, base_moe_mlp_dim=0),
+    Requires("attention_out_bias", attention_bias=True),
+    Requires("attn_temperature_floor", attn_temperature_scale=ABOVE_0),
+    Requires(_OF_ROPE, position_type="rope"),
+    Requires("rope_factor", rope_type=_SCALED_ROPE),
+    Requires("rope_type", rope_factor=ABOVE_1, rope_attention_factor=ABOVE_0, rope_type=_WITHOUT_FACTOR),
+    Requires("original_max_position_embeddings", rope_type=_BY_LENGTH),
+    Requires("rope_attention_factor", rope_type=["yarn", "longrope"]),
+    Requires("rope_short_factor rope_long_factor", rope_type="longrope"),
+    Requires("rope_low_freq_factor rope_high_freq_factor", rope_type="llama3.1"),
+    Requires("beta_fast beta_slow rope_truncate mscale mscale_all_dim", rope_type="yarn"),
+    Requires(_of_group("Model: feed-forward", "mlp_"), num_experts=FROM_2),
+    Requires("shared_expert_gate", shared_experts=FROM_1),
+    Requires("topk_routing_group routing_group_score", n_routing_groups=FROM_2),
+    Requires("base_mlp_dim", num_experts=1, base_moe_mlp_dim=0),
 )
 _WITH_COLUMN = ("text", "tfds", "array_record", "parquet", "hf", "custom")
 WITH_MOMENTS = [name for name in KEYS["opt_type"].allowed if name not in ("adafactor", "sgd")]
 _STAGES = Range("2 or more", lambda size: size >= 2 or size == -1)
-NEEDS = (
-    *OF_LAYERS,
-    Need("trainable_position_size", position_type="learned"),
-    Need("load_balance_loss_weight router_z_loss_weight", num_experts=FROM_2),
-    Need("routed_bias_update_rate", routed_bias=True),
-    Need("mtp_loss_scaling_factor", mtp_num_layers=ABOVE_0),
-    Need("remat_custom", remat_policy="custom"),
-    Need("adam_b1 adam_b2 adam_eps mu_dtype", **_of_optimizers(WITH_MOMENTS)),
-    Need("adam_clip_threshold", **_of_optimizers(["adamw"])),
-    Need("muon_beta", **_of_optimizers(["muon"])),
-    Need("abort_on_nan_loss abort_on_inf_loss", on_nonfinite="stop"),
-    Need("skip_step_interval skip_step_scaling_factor", skip_step_on_spikes=True),
-    Need("target_eval_loss", eval_interval=FROM_1),
-    Need("load_ema", load_parameters_path=GIVEN, load_weights_rules=GIVEN),
-    Need("wsd_decay_steps_fraction", lr_schedule_type="wsd"),
-    Need("quantization_exclude", quantization=["int8", "fp8", "mxfp8"], quantize_weights="int8"),
-    Need("lora_alpha lora_parameters", lora_rank=ABOVE_0),
-    Need("dataset_name eval_dataset_name", dataset_type=["tfds", "hf"]),
-    Need("train_split eval_split", dataset_type=["tfds", "hf", "custom"]),
-    Need("dataset_column", dataset_type=_WITH_COLUMN),
-    Need("array_record_format", dataset_type="array_record"),
-    Need("dataset_factory", dataset_type="custom"),
-    Need("max_document_bytes", dataset_type="text"),
-    Need("long_documents", packing=False),
-    Need("per_device_batch_size_start per_device_batch_size_increment global_rampup_samples",
+REQUIREMENTS = (
+    *LAYER_REQUIREMENTS,
+    Requires("trainable_position_size", position_type="learned"),
+    Requires("load_balance_loss_weight router_z_loss_weight", num_experts=FROM_2),
+    Requires("routed_bias_update_rate", routed_bias=True),
+    Requires("mtp_loss_scaling_factor", mtp_num_layers=ABOVE_0),
+    Requires("remat_custom", remat_policy="custom"),
+    Requires("adam_b1 adam_b2 adam_eps mu_dtype", **_of_optimizers(WITH_MOMENTS)),
+    Requires("adam_clip_threshold", **_of_optimizers(["adamw"])),
+    Requires("muon_beta", **_of_optimizers(["muon"])),
+    Requires("abort_on_nan_loss abort_on_inf_loss", on_nonfinite="stop"),
+    Requires("skip_step_interval skip_step_scaling_factor", skip_step_on_spikes=True),
+    Requires("target_eval_loss", eval_interval=FROM_1),
+    Requires("load_ema", load_parameters_path=IS_SET, load_weights_rules=IS_SET),
+    Requires("wsd_decay_steps_fraction", lr_schedule_type="wsd"),
+    Requires("quantization_exclude", quantization=["int8", "fp8", "mxfp8"], quantize_weights="int8"),
+    Requires("lora_alpha lora_parameters", lora_rank=ABOVE_0),
+    Requires("dataset_name eval_dataset_name", dataset_type=["tfds", "hf"]),
+    Requires("train_split eval_split", dataset_type=["tfds", "hf", "custom"]),
+    Requires("dataset_column", dataset_type=_WITH_COLUMN),
+    Requires("array_record_format", dataset_type="array_record"),
+    Requires("dataset_factory", dataset_type="custom"),
+    Requires("max_document_bytes", dataset_type="text"),
+    Requires("long_documents", packing=False),
+    Requires("per_device_batch_size_start per_device_batch_size_increment global_rampup_samples",
          enable_rampup_batch_size=True),
-    Need("sft_train_on_completion_only", use_sft=True),
-    Need("num_fewshot limit include_path", tasks=GIVEN),
-    Need("decode_samples decode_prompt_tokens", decode_path=GIVEN, decode_metrics=GIVEN),
-    Need("decode_num_prompts", decode_prompt_tokens=ABOVE_0),
-    Need("decode_metrics", eval_interval=ABOVE_0),
-    Need("decode_sampling_top_k", decode_sampling_strategy=["topk", "composite"]),
-    Need("decode_sampling_nucleus_p", decode_sampling_strategy=["nucleus", "composite"]),
-    Need("num_pipeline_microbatches num_pipeline_repeats",
+    Requires("sft_train_on_completion_only", use_sft=True),
+    Requires("num_fewshot limit include_path", tasks=IS_SET),
+    Requires("decode_samples decode_prompt_tokens", decode_path=IS_SET, decode_metrics=IS_SET),
+    Requires("decode_num_prompts", decode_prompt_tokens=ABOVE_0),
+    Requires("decode_metrics", eval_interval=ABOVE_0),
+    Requires("decode_sampling_top_k", decode_sampling_strategy=["topk", "composite"]),
+    Requires("decode_sampling_nucleus_p", decode_sampling_strategy=["nucleus", "composite"]),
+    Requires("num_pipeline_microbatches num_pipeline_repeats",
          ici_pipeline_parallelism=_STAGES, dcn_pipeline_parallelism=_STAGES),
-    Need("skip_first_n_steps_for_profiler profiler_steps", profiler="xplane"),
-    Need("hang_after_seconds hang_action", hang_after_steps=ABOVE_0),
-    Need("stack_trace_to_cloud stack_trace_interval_seconds", collect_stack_trace=True),
+    Requires("skip_first_n_steps_for_profiler profiler_steps", profiler="xplane"),
+    Requires("hang_after_seconds hang_action", hang_after_steps=ABOVE_0),
+    Requires("stack_trace_to_cloud stack_trace_interval_seconds", collect_stack_trace=True),
 )
 # fmt: on
 # Keys that every command takes but these, whose data or loop have no use for them.
@@ -137,7 +140,7 @@ class Setting(NamedTuple):
     where: str
 
 
-def idle_settings(
+def unused_keys(
     settings: Sequence[Setting], config: Mapping[str, Any], failed: set[str], command: str, notes: list[str]
 ) -> list[tuple[str, str]]:
     """Returns the key of each of a user's settings that has no effect, because nothing reads it, and a sentence.
@@ -163,7 +166,9 @@ def idle_settings(
     segments = known.get("decoder_segments", ()) if "decoder_segments" in last else ()
     for number, facts in [(number, facts) for number, each in enumerate(segments, 1) for facts in each["pattern"]]:
         layer = {**known, **facts}
-        unmet = [need for need in OF_LAYERS if need.one_of.keys() <= layer.keys() and not need.met(layer)]
+        unmet = [
+            need for need in LAYER_REQUIREMENTS if need.one_of.keys() <= layer.keys() and not need.satisfied(layer)
+        ]
         for fact, need in ((fact, each) for each in unmet for fact in each.keys if fact in facts):
             if facts[fact] != KEYS[fact].default:
                 sentence = f"{fact}={dump(facts[fact])} has no effect: it needs {need}"
@@ -178,9 +183,9 @@ def _idle(key: str, config: Mapping[str, Any], changed: set[str]) -> Iterator[st
         if whole not in changed:
             yield f"{whole} gives each its own; to use this instead, add {whole.replace(' and ', '=[] ')}=[]"
         return
-    needs = [need for need in NEEDS if key in need.keys and need.one_of.keys() <= config.keys()]
+    needs = [need for need in REQUIREMENTS if key in need.keys and need.one_of.keys() <= config.keys()]
     for need in needs:
-        if not changed & {*need.one_of, whole} and not any(need.met({**config, **place}) for place in places):
+        if not changed & {*need.one_of, whole} and not any(need.satisfied({**config, **place}) for place in places):
             yield f"it needs {need}"
 
 

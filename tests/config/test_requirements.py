@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from src.config.needs import NEEDS
+from src.config.requirements import REQUIREMENTS
 from src.config.schema import KEYS
 from src.config.usage import TRAIN
 from src.run.resolve_config import load
@@ -66,7 +66,7 @@ def test_what_the_optimizer_of_a_rule_reads_is_not():
 
 
 def test_needs_are_of_keys_that_are_there():
-    for need in NEEDS:
+    for need in REQUIREMENTS:
         assert {*need.keys, *need.one_of} <= KEYS.keys()
 
 

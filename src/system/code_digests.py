@@ -1,0 +1,57 @@
+"""Computes digests of the code that users write and name as module:function, so that a run notices its changes."""
+
+import ast
+import contextlib
+import hashlib
+import os
+import pkgutil
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from src.system.user_code import load_function
+
+
+def code_digests(name: str, key: str) -> dict[str, str]:
+    """Returns a digest of each module of a user's code: the module in `name`, the value of `key`, and all it imports.
+
+    It may import a module at its top, in a function, or through another one. Installed packages, Python's library and
+    MinText are left out. Raises UserError as `load_function`.
+    """
+    load_function(name, key)
+    modules, found = [name.partition(":")[0]], dict[str, str]()
+    for module in modules:  # more are added meanwhile
+        package = module.rpartition(".")[0]
+        imported = () if found else (vars(sys.modules[module]).get(fact) for fact in ("__file__", "__loader__"))
+        file, loader = imported or _user_file(module)
+        if file and module not in found:
+            code = loader.get_data(file) if hasattr(loader, "get_data") else Path(file).read_bytes()
+            found[module] = hashlib.sha256(code).hexdigest()[:8]
+            with contextlib.suppress(SyntaxError, ValueError):  # it is not Python
+                modules += _imports(ast.parse(code), module if Path(file).stem == "__init__" else package)
+        modules += [package] * bool(package)
+    return found
+
+
+def _imports(code: ast.AST, package: str) -> Iterator[str]:
+    """Yields the modules that code in a package may import; what it imports from a module may be one too."""
+    for node in ast.walk(code):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parent = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            yield from (".".join(filter(None, (parent, node.module, alias.name))) for alias in node.names)
+
+
+def _user_file(module: str) -> tuple[str | None, Any]:
+    """Finds the file of a module that is neither installed nor a part of Python or MinText, and what reads it."""
+    library = re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}|.*(site|dist)-packages")
+    folders = [each for each in map(str, sys.path) if not library.match(each) and module.partition(".")[0] != "src"]
+    parents = module.split(".")[:-1]
+    # A .zip on the path has a finder too. Python's own for "" is that of the folder it was made in.
+    finders = filter(None, (pkgutil.get_importer(os.path.join(each or os.getcwd(), *parents)) for each in folders))
+    specs = filter(None, (finder.find_spec(module) for finder in finders))
+    return next(((spec.origin, spec.loader) for spec in specs if (spec.origin or "").endswith(".py")), (None, None))

@@ -38,7 +38,7 @@ from src.step.same_program import check_same_program
 from src.step.state import TrainState, batch_sharding
 from src.step.train_step import Metrics
 from src.system.errors import UserError, printable, say
-from src.system.extras import optional
+from src.system.imports import optional
 
 
 class Run:

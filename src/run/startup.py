@@ -21,7 +21,7 @@ from src import FOLDER
 from src.config.base_yml import TRAIN, Usage, help_for
 from src.config.schema import Config, Mesh, Step
 from src.config.yaml import dump
-from src.parallel.topology import GPU_MEMORY_FRACTION
+from src.parallel.slices import GPU_MEMORY_FRACTION
 from src.run import resolve_config
 from src.run.environment import version, versions
 from src.step.compiler_flags import check_environment

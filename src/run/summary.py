@@ -18,7 +18,6 @@ from src.data.streams import StreamSource
 from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData
 from src.model.flops import count_params, flops_per_token
 from src.parallel.slices import describe_mesh
-from src.parallel.topology import memory_of
 from src.run.environment import read_environment
 from src.run.whole_arrays import whole_lines
 from src.step.build import TracedStep
@@ -65,7 +64,12 @@ def run_header(
     compiled = "compiled by this run" + (f" by the profile {config.pgle_profile}" if config.pgle_profile else "")
     compiled = f"loaded from {file}" if (file := config.compiled_trainstep_file) else compiled
     ramp = built.schedule.ramp
-    whole = whole_lines(plan, built.state, memory_of(plan.layout.mesh.devices.flat[0].device_kind))
+    capacity = None
+    if plan.layout.platform != "cpu":
+        from src.parallel.topology import memory_of
+
+        capacity = memory_of(plan.layout.mesh.devices.flat[0].device_kind)
+    whole = whole_lines(plan, built.state, capacity)
     about_data = describe_data(train_specs(config.data), data) + few_documents(inputs, data, built.rows, config.steps)
     rows = [
         ("run", f"{folder.path} (run_name={folder.name} resumes it)"),

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from src.config.schema import BatchKeys, Evaluation
 from src.data.types import NOT_TEXT
+from src.model.execution import check_rows
 from src.model.params import Weights
-from src.model.pipeline import check_rows
 from src.parallel.mesh import global_batch_size
 from src.parallel.sequence import from_zigzag
 from src.step.compiler_flags import always
@@ -105,5 +105,5 @@ def eval_batch_size(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan) ->
     key = "eval_per_device_batch_size" if evaluation.eval_per_device_batch_size else "per_device_batch_size"
     rows = evaluation.eval_per_device_batch_size or batch.per_device_batch_size
     size = global_batch_size(plan.layout, rows, 1, key)
-    check_rows(size, plan.layout, plan.execution.schedule, key)
+    check_rows(size, plan.layout, plan.execution, key)
     return size

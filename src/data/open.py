@@ -9,7 +9,7 @@ from src.config.source_spec import SourceSpec, eval_specs, names_eval_data, trai
 from src.data import order
 from src.data.streams import StreamSource
 from src.data.types import Document, EvalSet, Fingerprint, InputSpec, Item, RowSource, Source, TrainData
-from src.system.errors import UserError
+from src.system.errors import MissingExtra, UserError
 
 AnySource = Source | RowSource
 READERS = {  # dataset_type -> the module whose `open_source(spec, inputs)` opens it
@@ -57,6 +57,8 @@ def open_source(spec: SourceSpec, inputs: InputSpec) -> AnySource:
     """Opens one set of data. Raises UserError if it can't be read, or what reads it is not installed."""
     try:
         source = _open(spec, inputs)
+    except MissingExtra:
+        raise
     except ImportError as error:
         extra = "streams" if spec.dataset_type == "hf" else "data"
         missing = f"{spec.setting('dataset_type')}: {error.name} is not installed"

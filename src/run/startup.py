@@ -24,7 +24,6 @@ from src.config.yaml import dump
 from src.parallel.slices import GPU_MEMORY_FRACTION
 from src.run import resolve_config
 from src.run.environment import version, versions
-from src.step.compiler_flags import check_environment
 from src.system import rendezvous
 from src.system.errors import TransientError, UserError, clipped, first_few, say, show
 from src.system.exit_codes import end_now
@@ -61,7 +60,10 @@ def configured(
     configure_jax(config.step)
     if joins:
         platforms, mesh = jax.config.jax_platforms, config.mesh  # no platforms: whichever JAX finds
-        check_environment(uses_tpu=not platforms or "tpu" in platforms)
+        if {"XLA_FLAGS", "LIBTPU_INIT_ARGS"} & os.environ.keys():
+            from src.step.compiler_flags import check_environment
+
+            check_environment(uses_tpu=not platforms or "tpu" in platforms)
         if not jax.distributed.is_initialized():
             place = Place(mesh.coordinator_address, mesh.num_processes, mesh.process_id)
             if not place.coordinator_address:

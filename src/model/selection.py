@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Self
 
 from src.model import params
 from src.model.spec import LayerGroup
-from src.parallel.mesh import Layout
 from src.system.errors import UserError, first_few
 
 LOOKED_UP = ("vocab", "position")  # first dims of tables that are not multiplied by
@@ -68,11 +67,3 @@ class Quantization:
             for repeat in range(groups[segment].repeats):
                 places["segments", segment, repeat * len(groups[segment].pattern) + position, *rest] = place
         return dataclasses.replace(self, places=places)
-
-    def attach(self, weights: params.Tree, layout: Layout) -> params.Tree:
-        """Replaces each such weight by a `quantization.Quantized`."""
-        if not self.kind:
-            return weights
-        from src.model.quantization import attach
-
-        return attach(self, weights, layout)

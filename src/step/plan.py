@@ -79,7 +79,11 @@ class StepPlan:
 
     def decoder(self, model_weights: Weights) -> Decoder:
         """Returns the model with these weights."""
-        tree = self.quantization.attach(model_weights.merged(), self.layout)
+        tree = model_weights.merged()
+        if self.quantization.kind:
+            from src.model.quantization import attach
+
+            tree = attach(self.quantization, tree, self.layout)
         if self.step.lora_rank:
             from src.model import lora
 

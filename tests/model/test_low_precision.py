@@ -299,7 +299,10 @@ def test_keys_that_do_not_go_together_are_refused():
     assert load(quantization="fp8", **fixed)
     for keys, message in [
         ({"quantization": "int4"}, "quantization=int4 is none of"),
-        ({"quantization": "nvfp4"}, "no products of 4 bits, whose gradients jax.nn makes in 16: quantization=mxfp8"),
+        (
+            {"quantization": "nvfp4"},
+            "no 4-bit matmuls, because jax.nn computes their gradients in 16 bits: quantization=mxfp8",
+        ),
         ({"quantization": "int8", **fixed}, "needs quantization=fp8"),
         ({"quantization": "fp8", "act_quantization_calibration_method": "fixed,-2,3"}, "expected absmax, or a range"),
         ({"quantization": "fp8", "compile_xla_flags": "--xla_gpu_enable_triton_gemm"}, "makes no product of"),

@@ -140,7 +140,7 @@ def optimizers(lab: Lab, out: Path) -> dict[str, Any]:
         ratios.append(crossing([*lengths, steps], losses, adam.held_out_loss) / steps)
     of_kind = {kind: [it.held_out_loss for it in runs] for kind, runs in whole.items()}
     table = _of_seeds({kind: (f"learning rate {best[kind]}", losses) for kind, losses in of_kind.items()})
-    table += ["", f"Muon's steps to AdamW's loss: {mean_and_spread(ratios)} of AdamW's"]
+    table += ["", f"Muon reached AdamW's final loss in {mean_and_spread(ratios)} of AdamW's steps"]
     plots.curves(
         {kind: [it.curve for it in runs] for kind, runs in whole.items()},
         out / "optimizers.svg",
@@ -295,13 +295,13 @@ def compression(lab: Lab, out: Path) -> dict[str, Any]:
         found = json.loads(scores.read_text())
         bits[f"MinText, {it.parameters:,} parameters, {kind}"] = {"bits": found["eval_bits_per_byte"]}
         runs[kind] = dataclasses.replace(it, held_out=[(it.curve[-1][0], round(found["eval_loss"], 5))])
-    table = ["| of the held-out text | bits per byte | after the training text |", "| --- | --- | --- |"]
+    table = ["| coding of the held-out text | bits per byte | after the training text |", "| --- | --- | --- |"]
     for name, it in sorted(bits.items(), key=lambda item: -item[1]["bits"]):
         table.append(f"| {name} | {it['bits']:.3f} | {format(it['primed'], '.3f') if 'primed' in it else ''} |")
     for kind, it in runs.items():
         step, fall = knee(it.curve)
         table.append(
-            f"\n{kind}: the loss bends most at step {step:,} of {it.curve[-1][0]:,}, after {fall:.0%} of its fall"
+            f"\n{kind}: the loss curve's knee is at step {step:,} of {it.curve[-1][0]:,}, after {fall:.0%} of its fall"
         )
     curves = {kind: [it.curve for name, it in runs.items() if name.partition(",")[0] == kind] for kind in kinds}
     plots.curves(curves, out / "compression.svg", ("step", "training loss, nats per token"))

@@ -17,7 +17,7 @@ from src.run.run_setup import configured
 from src.step.optimizer import hparams_at
 from src.system.errors import say
 from src.system.exit_codes import run_command
-from src.system.extras import optional
+from src.system.imports import optional
 
 
 def main(argv: Sequence[str] | ConfigDict) -> Result | None:

@@ -145,7 +145,7 @@ def test_what_the_page_says_is_of_the_recorded_runs():
     muon = [[final[f"optimizers-muon-4e-3-{length}-{seed}"] for length in lengths] for seed in range(3)]
     adamw = [final[f"optimizers-adamw-2e-3-2000-{seed}"] for seed in range(3)]
     ratios = [np.interp(loss, losses, lengths) / 2000 for loss, losses in zip(adamw, muon, strict=True)]
-    says(f"Muon's steps to AdamW's loss: {of_three(ratios)}")
+    says(f"Muon reached AdamW's final loss in {of_three(ratios)} of AdamW's steps")
     for first, second in (("experts-dense", "experts-experts"), ("lora-all-weights-1e-3", "lora-adapters-3e-3")):
         losses = [[final[f"{kind}-{seed}"] for seed in range(3)] for kind in (first, second)]
         says(f"{of_three(losses[0])} |")
@@ -160,7 +160,7 @@ def test_what_the_page_says_is_of_the_recorded_runs():
         slope, error = error_of_slope(
             *zip(*((step / 100, loss) for step, loss in run["curve"] if step > 600), strict=True)
         )
-        says(f"{abs(slope):.3f} +- {error:.3f} {'a hundred steps ' * (kind == 'SentencePiece')}({kind})")
+        says(f"{abs(slope):.3f} +- {error:.3f} {'per hundred steps ' * (kind == 'SentencePiece')}({kind})")
     assert final["compression-bytes"] / math.log(2) == pytest.approx(1.529, abs=1e-3)  # nats and bits of the same text
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from src.config.schema import KEYS
 from src.system.errors import did_you_mean
-from src.system.extras import optional
+from src.system.imports import optional
 
 # What is answered if src/extras/ has been deleted: MinText's own names are all that is known.
 _NOTHING_KNOWN = SimpleNamespace(

@@ -8,7 +8,7 @@ from src.config.dataset_spec import DatasetSpec, eval_specs, names_eval_data, tr
 from src.config.schema import Evaluation
 from src.data import order
 from src.data.types import Document, EvalSet, Fingerprint, InputSpec, Item, RowSource, Source, TrainData, is_stream
-from src.system.errors import UserError
+from src.system.errors import MissingExtra, UserError
 
 AnySource = Source | RowSource
 READERS = {  # dataset_type -> the module whose `open_source(spec, inputs)` opens it
@@ -56,6 +56,8 @@ def open_source(spec: DatasetSpec, inputs: InputSpec) -> AnySource:
     """Opens one set of data. Raises UserError if it can't be read, or what reads it is not installed."""
     try:
         source = _open(spec, inputs)
+    except MissingExtra:
+        raise
     except ImportError as error:
         extra = "streams" if spec.dataset_type == "hf" else "data"
         missing = f"{spec.setting('dataset_type')}: {error.name} is not installed"

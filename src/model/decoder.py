@@ -15,7 +15,6 @@ from src.model.execution import Execution
 from src.model.forward_context import ForwardContext
 from src.model.layers import run_layer_group
 from src.model.lookup import look_up
-from src.model.mtp import MtpLayer, run_mtp_layers
 from src.model.norm import Norm
 from src.model.params import Rngs, Tree, matmul, stack, weight
 from src.model.spec import ModelSpec
@@ -49,7 +48,11 @@ class Decoder(nnx.Module):
             self.output = weight(rngs, (D, V), ("embed", "vocab"), dtype, fan_in=(0,))
         bias = {"constant": 0.0, "decays": False}
         self.output_bias = weight(rngs, (V,), ("vocab",), dtype, **bias) if spec.logits_bias else None
-        self.mtp = nnx.List([MtpLayer(spec.layers[-1], spec, rngs) for _ in range(spec.mtp_num_layers)])
+        self.mtp = nnx.List([])
+        if spec.mtp_num_layers:
+            from src.model.mtp import MtpLayer
+
+            self.mtp = nnx.List([MtpLayer(spec.layers[-1], spec, rngs) for _ in range(spec.mtp_num_layers)])
 
     def __call__(
         self, tokens_BT: Array, context: ForwardContext, execution: Execution, caches: Any = None
@@ -86,6 +89,10 @@ class Decoder(nnx.Module):
         self, hidden_BTD: Array, mtp_tokens: Sequence[Array], context: ForwardContext, execution: Execution
     ) -> tuple[list[Array], Tree]:
         """Runs the multi-token prediction layers on `__call__`'s hidden states [B, T, D] (`run_mtp_layers`)."""
+        if not self.spec.mtp_num_layers:
+            return [], {"mtp": {}}
+        from src.model.mtp import run_mtp_layers
+
         embedded = (self._embed(tokens_BT, context) for tokens_BT in mtp_tokens)
         return run_mtp_layers(self.mtp, hidden_BTD, embedded, context, execution, len(self.spec.layers))
 

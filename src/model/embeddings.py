@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from src.model.rope_stretching import stretch
 from src.model.spec import LayerSpec
 
 
@@ -18,6 +17,8 @@ def rope(x_BTNH: Array, positions_BT: Array, spec: LayerSpec) -> Array:
     pair = np.arange(dim // 2, dtype=np.float32)
     frequencies, size = 1.0 / float(spec.rope_max_timescale) ** (pair / np.float32(dim // 2)), 1.0
     if spec.rope_type != "default":
+        from src.model.rope_stretching import stretch
+
         frequencies, size = stretch(frequencies, spec)
     angle_BT1P = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies
     sin, cos = size * jnp.sin(angle_BT1P), size * jnp.cos(angle_BT1P)

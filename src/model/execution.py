@@ -2,14 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
+from src.config.schema import Mesh
 from src.config.step_keys import REMAT_POLICIES, Step
-from src.model.pipeline import Schedule
 from src.model.spec import ModelSpec
-from src.parallel.mesh import Layout
+from src.parallel.mesh import STAGE, Layout
+from src.system.errors import UserError
+
+if TYPE_CHECKING:
+    from src.model.pipeline import Schedule
 
 MAX_UNROLLED = 16  # layers: to compile each by itself takes a CPU longer the more there are
 
@@ -21,7 +25,7 @@ class Execution:
     scan_layers: bool = True
     remat_policy: str = "none"
     remat_custom: dict[str, str] = field(default_factory=dict)  # array -> device or offload
-    schedule: Schedule | None = None  # of pipeline stages
+    schedule: "Schedule | None" = None  # of pipeline stages
     has_experts: bool = False  # whose whole weights, once gathered, no policy keeps
     early_gradients: bool = False  # on TPUs: `ForwardContext.gradients_together`, `cast_matrices`
     update_in_branch: bool = False  # taken when all gradients are there, and whether it is made is known
@@ -68,7 +72,29 @@ class Execution:
         return jax.checkpoint_policies.save_only_these_names(*sorted(on_device))
 
 
-def make_execution(step: Step, spec: ModelSpec, layout: Layout, schedule: Schedule | None) -> Execution:
+def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> "Schedule | None":
+    """Returns the schedule of pipeline stages, None for one stage; raises UserError if keys and mesh do not fit."""
+    if layout.mesh.shape[STAGE] > 1:
+        from src.model import pipeline
+
+        return pipeline.make_schedule(mesh, spec, layout)
+    if mesh.num_pipeline_microbatches != -1 or mesh.num_pipeline_repeats not in (-1, 1):
+        raise UserError(
+            "num_pipeline_microbatches and num_pipeline_repeats need more than one pipeline stage: set "
+            "ici_pipeline_parallelism or dcn_pipeline_parallelism"
+        )
+    return None
+
+
+def check_rows(rows: int, layout: Layout, execution: Execution, key: str) -> None:
+    """Raises UserError as `pipeline.check_rows` if there are several stages."""
+    if execution.schedule:
+        from src.model import pipeline
+
+        pipeline.check_rows(rows, layout, execution.schedule, key)
+
+
+def make_execution(step: Step, spec: ModelSpec, layout: Layout, schedule: "Schedule | None") -> Execution:
     """Returns how layers run by the keys of a step.
 
     `scan_layers=auto` unrolls them on a single CPU, where a loop would copy what its rounds keep for the backward pass.

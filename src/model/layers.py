@@ -10,7 +10,6 @@ from jax import Array
 
 from src.model.execution import Execution
 from src.model.forward_context import ForwardContext
-from src.model.pipeline import run_stages
 from src.model.spec import LayerGroup
 
 
@@ -55,6 +54,8 @@ def run_layer_group(
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
     if execution.schedule and staged and not jax.tree.leaves(caches):
+        from src.model.pipeline import run_stages
+
         outputs = run_stages(run_chunk, x, weights, layers, context, execution.schedule, execution.remat_turn)
     else:
         outputs = run_chunk(x, None if group.shared else weights, layers, context)

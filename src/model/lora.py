@@ -13,12 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from src.config.step_keys import Trainable
-from src.model.params import Rngs, Tree, by_path, field, matches, nested, values, weight
+from src.model.params import ADAPTER_DTYPE, STACKED, Rngs, Tree, by_path, field, matches, nested, values, weight
 from src.model.selection import multiplied, require_matches
-
-STACKED = ("layers", "other_layers", "expert")  # dims of several weights in one array: each has its own adapter
-
-ADAPTER_DTYPE = "float32"  # whatever the base weights have: updates and adapters are small
 
 
 @jax.tree_util.register_dataclass

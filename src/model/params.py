@@ -25,6 +25,9 @@ nnx.use_eager_sharding(False)
 Tree = dict[str, Any]
 Axes = tuple[str | None, ...]  # the logical axis of each dim; None: never sharded
 
+STACKED = ("layers", "other_layers", "expert")  # logical axes of dims of several weights in one array
+ADAPTER_DTYPE = "float32"  # whatever the base weights have: updates and adapters are small
+
 # A nested dict's leaves by path, such as ("segments", 0, 0, "attention", "query"), and back.
 by_path, nested = traverse_util.flatten_dict, traverse_util.unflatten_dict
 

@@ -1,38 +1,36 @@
-"""The parts of a layer by its facts: the module that mixes its tokens, its feed-forward module, and what they cost."""
+"""The parts of a layer by its settings: the mixer of its tokens, its feed-forward module, and what they cost."""
 
-from src.model.attention import Attention
+from typing import Any
+
 from src.model.attention_kernels.choose import Kernel, choose_kernel
 from src.model.attention_kernels.scores import ScoreSpec
 from src.model.costs import Costs
-from src.model.feed_forward import FeedForward
-from src.model.gated_delta import GatedDelta
-from src.model.latent_attention import LatentAttention
-from src.model.moe.layer import Experts
 from src.model.spec import LayerSpec, ModelSpec
 from src.parallel.mesh import Layout
+from src.system.imports import named
 
-# Modules that mix the tokens of a layer: blocks, caches and counts know their `__call__`, `costs`, `cache_arrays` and
-# `__init__`, in which `out_scale` is a factor of the output's initial values.
-Mixer = Attention | LatentAttention | GatedDelta
-# By attention_type. Another kind is its module, an entry here and in `Mixer`, and a choice of that key beside its facts
-# in `AttentionFacts` (config/model_keys.py); config/requirements.py lists by kind the facts that have effect.
-MIXERS: dict[str, type[Mixer]] = {
-    "global": Attention,
-    "local_sliding": Attention,
-    "chunk": Attention,
-    "mla": LatentAttention,
-    "gated_delta": GatedDelta,
+# Modules that mix the tokens of a layer, by attention_type; one is imported once a layer has it. Blocks, caches and
+# counts know their `__call__`, `costs`, `cache_arrays` and `__init__`, in which `out_scale` is a factor of the output's
+# initial values. Another kind is its module, an entry here, and a choice of that key beside its settings in
+# `AttentionFacts` (config/model_keys.py); config/requirements.py lists by kind the settings that have effect.
+MIXERS = {
+    "global": "src.model.attention:Attention",
+    "local_sliding": "src.model.attention:Attention",
+    "chunk": "src.model.attention:Attention",
+    "mla": "src.model.latent_attention:LatentAttention",
+    "gated_delta": "src.model.gated_delta:GatedDelta",
 }
+FEED_FORWARD, EXPERTS = "src.model.feed_forward:FeedForward", "src.model.moe.layer:Experts"
 
 
-def mixer(layer: LayerSpec) -> type[Mixer]:
-    """Returns the module that mixes a layer's tokens."""
-    return MIXERS[layer.attention_type]
+def mixer(layer: LayerSpec) -> Any:
+    """Returns the class of the module that mixes a layer's tokens."""
+    return named(MIXERS[layer.attention_type])
 
 
-def feed_forward(layer: LayerSpec) -> type[FeedForward] | type[Experts]:
-    """Returns the module of a layer's feed-forward part."""
-    return Experts if layer.num_experts > 1 else FeedForward
+def feed_forward(layer: LayerSpec) -> Any:
+    """Returns the class of a layer's feed-forward part."""
+    return named(EXPERTS if layer.num_experts > 1 else FEED_FORWARD)
 
 
 def layer_costs(layer: LayerSpec) -> dict[str, Costs]:

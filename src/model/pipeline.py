@@ -21,11 +21,9 @@ from src.config.schema import Mesh
 from src.model.forward_context import ForwardContext
 from src.model.products import with_gradient
 from src.model.spec import ModelSpec
-from src.parallel.mesh import Layout
+from src.parallel.mesh import STAGE, Layout
 from src.parallel.slices import any_of, divisors
 from src.system.errors import UserError, counted
-
-AXIS = "stage"
 
 
 class Schedule(NamedTuple):
@@ -73,19 +71,12 @@ class Schedule(NamedTuple):
         return (group * self.repeats + turn) * self.stages + place
 
 
-def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> Schedule | None:
-    """Returns the schedule of the keys, None with one stage; raises UserError if keys, mesh and layers do not fit."""
-    stages, group = layout.mesh.shape[AXIS], spec.layer_groups[spec.largest_group]
+def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> Schedule:
+    """Returns the schedule of the keys for several stages; raises UserError if keys, mesh and layers do not fit."""
+    stages, group = layout.mesh.shape[STAGE], spec.layer_groups[spec.largest_group]
     micro_batches, repeats = mesh.num_pipeline_microbatches, mesh.num_pipeline_repeats
-    if stages == 1:
-        if micro_batches != -1 or repeats not in (-1, 1):
-            raise UserError(
-                "num_pipeline_microbatches and num_pipeline_repeats need more than one pipeline stage: set "
-                "ici_pipeline_parallelism or dcn_pipeline_parallelism"
-            )
-        return None
-    if layout.rules["layers"] != (AXIS,):
-        raise UserError(f"{stages} pipeline stages need logical_axis_rules.layers=[{AXIS}]")
+    if layout.rules["layers"] != (STAGE,):
+        raise UserError(f"{stages} pipeline stages need logical_axis_rules.layers=[{STAGE}]")
     if group.shared:
         raise UserError(
             f"the segment with the most layers shares its weights, of which {stages} pipeline stages cannot have a "
@@ -135,7 +126,7 @@ def run_stages(
     pass_on = [(stage, (stage + 1) % P) for stage in range(P if R > 1 else P - 1)]
 
     def on_stage(weights: Any, x_1MBTD: Array, of_tokens: Any, layers_L: Array) -> tuple[Array, Any]:
-        stage = jax.lax.axis_index(AXIS)
+        stage = jax.lax.axis_index(STAGE)
         chunks = _chunks(weights, stage, schedule)
         layers_RL = layers_L.reshape(R, P, -1)[:, stage]
 
@@ -157,7 +148,7 @@ def run_stages(
             x_BTD, reports = run_turn(jnp.where(works, x_BTD, 0), chunks, item)
             # On the last stage the last turn overwrites all others; a first input has been read by then.
             rows_MBTD = jax.lax.dynamic_update_index_in_dim(rows_MBTD, x_BTD, micro_batch, 0)
-            return (jax.lax.ppermute(x_BTD, AXIS, pass_on), rows_MBTD), reports
+            return (jax.lax.ppermute(x_BTD, STAGE, pass_on), rows_MBTD), reports
 
         start = (jnp.zeros_like(x_1MBTD[0, 0]), x_1MBTD[0])
         (_, rows_MBTD), reports = jax.lax.scan(iterate, start, jnp.arange(schedule.iterations))
@@ -166,9 +157,9 @@ def run_stages(
         # Each is [iterations, chunk, ...]; its sums over micro-batches are [R, 1, chunk, ...].
         return last_1MBTD, jax.tree.map(lambda report: jnp.sum(report[items_RM + stage], axis=1)[:, None], reports)
 
-    by_stage, everywhere = PartitionSpec(AXIS), PartitionSpec()
-    in_specs, out_specs = (by_stage, by_stage, everywhere, everywhere), (by_stage, PartitionSpec(None, AXIS))
-    mapped = layout.shard_map(on_stage, in_specs, out_specs, over=(AXIS,))
+    by_stage, everywhere = PartitionSpec(STAGE), PartitionSpec()
+    in_specs, out_specs = (by_stage, by_stage, everywhere, everywhere), (by_stage, PartitionSpec(None, STAGE))
+    mapped = layout.shard_map(on_stage, in_specs, out_specs, over=(STAGE,))
     # Each stage's rows are an entry of one array, all but the last stage's zeros, so that the compiler adds them up, as
     # it does the first's gradients. (A sum within would be computed again in the backward pass.)
     x_PMBTD, reports = mapped(weights, jnp.broadcast_to(x_MBTD, (P, *x_MBTD.shape)), of_tokens, layers_L)
@@ -197,7 +188,7 @@ def _chunks(weights: Any, stage: Array, schedule: Schedule) -> Any:
         for distance in range(P):
             sent = chunks[jnp.minimum((stage + distance - stage * R) % P + P * jnp.arange(slots), R - 1)]
             to = [(sender, (sender + distance) % P) for sender in range(P)]
-            received.append(jax.lax.ppermute(sent, AXIS, to) if distance else sent)
+            received.append(jax.lax.ppermute(sent, STAGE, to) if distance else sent)
         return jnp.concatenate(received)[place_R]
 
     return jax.tree.map(exchange, chunks)
@@ -212,10 +203,11 @@ def _add_entry(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Non
 _read = with_gradient(lambda rows_MBTD, index: ((rows_MBTD, rows_MBTD[index]), index), _add_entry)
 
 
-def check_rows(rows: int, layout: Layout, schedule: Schedule | None, key: str) -> None:
+def check_rows(rows: int, layout: Layout, schedule: Schedule, key: str) -> None:
     """Raises UserError where rows, as many as `key` gives a device, do not divide into micro-batches and shards."""
     shards = layout.shards("batch")
-    if not schedule or rows % (least := schedule.micro_batches * shards) == 0:
+    least = schedule.micro_batches * shards
+    if rows % least == 0:
         return
     by = f" of {shards} shards ({layout.sharded_by('batch')})" if shards > 1 else ""
     near = dict.fromkeys(max(rows + more - rows % least, least) / layout.mesh.size for more in (0, least))

@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,7 @@ from src.config.command_keys import Quantization as Keys
 from src.model import params
 from src.model.block_scaled import BlockProducts
 from src.model.low_precision import FORMATS, Coded, Products, aligned, encode, largest
-from src.model.selection import multiplied, require_matches
-from src.model.spec import LayerGroup
+from src.model.selection import Place, Quantization, multiplied, require_matches
 from src.parallel.mesh import Layout
 from src.parallel.topology import compute_capability, kinds_with, peak_flops
 from src.system.errors import UserError, first_few
@@ -71,55 +70,26 @@ class AtRest:
         return matmul(x * aligned(scales, w_dims, x_dims).astype(x.dtype), codes, einsum)
 
 
-class Place(NamedTuple):
-    """Says how a weight's magnitudes are bounded, and where it lies."""
+def encode_at_rest(chosen: Quantization, weights: params.Tree, on_cpu: bool) -> params.Tree:
+    """Replaces each weight of `chosen` by an `AtRest`, and deletes it, one after the other."""
+    flat = params.by_path(weights)
+    for path, (bounded, _) in chosen.places.items():
+        weight = flat[path]
+        flat[path] = AtRest(jax.block_until_ready(_encoded(weight, bounded)), on_cpu)
+        weight.delete()
+    return params.nested(flat)
 
-    bounded: tuple[int, ...]  # the dims over which a bound holds
-    axes: tuple[str | None, ...]  # logical, of the dims of one layer
 
-
-@dataclass(frozen=True)
-class Quantization:
-    """Says which of a model's weights are multiplied in 8 bits, and how; none where `kind` is empty."""
-
-    kind: str = ""
-    bounds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # fixed ones, as in `Products`
-    places: Mapping[tuple[Any, ...], Place] = field(default_factory=dict)
-    description: str = ""
-
-    def unrolled(self, groups: Sequence[LayerGroup]) -> Self:
-        """Returns the same of a model whose segments have their layers in arrays of their own, [1, ...] each."""
-        places = {}
-        for path, place in self.places.items():
-            if path[0] != "segments" or groups[path[1]].shared:
-                places[path] = place
-                continue
-            _, segment, position, *rest = path
-            for repeat in range(groups[segment].repeats):
-                places["segments", segment, repeat * len(groups[segment].pattern) + position, *rest] = place
-        return dataclasses.replace(self, places=places)
-
-    def kept_in_int8(self, weights: params.Tree, on_cpu: bool) -> params.Tree:
-        """Replaces each such weight by an `AtRest`, and deletes it, one after the other."""
-        flat = params.by_path(weights)
-        for path, (bounded, _) in self.places.items():
-            weight = flat[path]
-            flat[path] = AtRest(jax.block_until_ready(_encoded(weight, bounded)), on_cpu)
-            weight.delete()
-        return params.nested(flat)
-
-    def attach(self, weights: params.Tree, layout: Layout) -> params.Tree:
-        """Replaces each such weight by a `Quantized`."""
-        if not self.kind:
-            return weights
-        block_scaled = self.kind == "mxfp8"
-        products = BlockProducts(layout) if block_scaled else Products(FORMATS[self.kind], layout, self.bounds)
-        flat = params.by_path(weights)
-        for path, (bounded, axes) in self.places.items():
-            # Of all layers at once: within the layers, devices would wait for each other's.
-            bound = None if block_scaled else products.bound(flat[path], bounded)
-            flat[path] = Quantized(flat[path], bound, products, axes)
-        return params.nested(flat)
+def attach(chosen: Quantization, weights: params.Tree, layout: Layout) -> params.Tree:
+    """Replaces each weight of `chosen` by a `Quantized`."""
+    block_scaled = chosen.kind == "mxfp8"
+    products = BlockProducts(layout) if block_scaled else Products(FORMATS[chosen.kind], layout, chosen.bounds)
+    flat = params.by_path(weights)
+    for path, (bounded, axes) in chosen.places.items():
+        # Of all layers at once: within the layers, devices would wait for each other's.
+        bound = None if block_scaled else products.bound(flat[path], bounded)
+        flat[path] = Quantized(flat[path], bound, products, axes)
+    return params.nested(flat)
 
 
 @functools.partial(jax.jit, static_argnames="bounded")
@@ -132,8 +102,6 @@ def select(keys: Keys, declarations: params.Tree, layout: Layout) -> Quantizatio
 
     Raises UserError if the devices have no such products, or `quantization_exclude` names no weight, or every one.
     """
-    if not keys.quantization:
-        return Quantization()
     _check_devices(keys.quantization, layout.mesh.devices.flat[0])
     bounds = tuple(fixed_bound(getattr(keys, name)) for name in CALIBRATION_METHODS)
     words = f"quantization={keys.quantization}"

@@ -1,9 +1,12 @@
-"""Selects weights by the patterns that users type."""
+"""Selects weights by the patterns that users type, and says which are multiplied in 8 bits."""
 
-from collections.abc import Collection, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
 from src.model import params
+from src.model.spec import LayerGroup
 from src.system.errors import UserError, first_few
 
 LOOKED_UP = ("vocab", "position")  # first dims of tables that are not multiplied by
@@ -35,3 +38,32 @@ def weight_roles(declarations: params.Tree, patterns: Sequence[str], adapted: bo
     patterns = list(map(str, patterns)) or ([] if adapted else ["*"])
     require_matches("trainable_parameters", patterns, [path for path in flat if flat[path] != "frozen"], "of")
     return params.nested({path: role if params.matches(path, patterns) else "frozen" for path, role in flat.items()})
+
+
+class Place(NamedTuple):
+    """Says how a weight's magnitudes are bounded, and how it is sharded."""
+
+    bounded: tuple[int, ...]  # the dims over which a bound holds
+    axes: tuple[str | None, ...]  # logical, of the dims of one layer
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Says which of a model's weights are multiplied in 8 bits, and how; none if `kind` is empty."""
+
+    kind: str = ""
+    bounds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # fixed ones, as in `low_precision.Products`
+    places: Mapping[Path, Place] = field(default_factory=dict)
+    description: str = ""
+
+    def unrolled(self, groups: Sequence[LayerGroup]) -> Self:
+        """Returns the same of a model whose segments have their layers in arrays of their own, [1, ...] each."""
+        places = {}
+        for path, place in self.places.items():
+            if path[0] != "segments" or groups[path[1]].shared:
+                places[path] = place
+                continue
+            _, segment, position, *rest = path
+            for repeat in range(groups[segment].repeats):
+                places["segments", segment, repeat * len(groups[segment].pattern) + position, *rest] = place
+        return dataclasses.replace(self, places=places)

@@ -16,6 +16,8 @@ from src.config.schema import size_key
 from src.parallel.slices import any_of, count_slices, joined_by_process, mesh_sizes
 from src.system.errors import UserError
 
+STAGE = "stage"  # the mesh axis of pipeline stages
+
 # The key that a weight's dim of a logical axis has its size from.
 SIZE_KEYS = {
     "vocab": "vocab_size, padded to a multiple of 128",

@@ -10,6 +10,8 @@ import numpy as np
 from src.config.schema import Mesh, size_key
 from src.system.errors import UserError
 
+GPU_MEMORY_FRACTION = 0.9  # of all of a GPU's memory; the rest is CUDA's own, NCCL's and cuDNN's
+
 
 def count_slices(devices: Sequence[jax.Device]) -> int:
     """Counts the groups of devices that the fast interconnect joins: TPU slices, or else hosts."""

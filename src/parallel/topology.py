@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from src.system.errors import UserError, did_you_mean
 
-GPU_MEMORY_FRACTION = 0.9  # of all of a GPU's memory; the rest is CUDA's own, NCCL's and cuDNN's
-
 
 class Chip(NamedTuple):
     """Published figures of one JAX device: a TPU chip, half of one where JAX shows two devices a chip, or a GPU.

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from src.config.schema import Step
 from src.model.flops import FlopsPerToken
-from src.parallel.topology import run_peak
 from src.run.metrics import INTERNALS, TRAIN_KEYS, Entry, MetricsLog, StepPrinter, perplexity
 from src.step.optimizer import learning_rate
 from src.step.state import TrainState
@@ -61,7 +60,11 @@ class Recorder:
         self.recorded = 0  # the last step all of whose lines are written
         self._keys, self._steps, self._log, self._printer = keys, steps, log, printer
         self._flops, self._devices = flops, mesh.size
-        self._peak = run_peak(mesh.devices.flat[0].device_kind, keys.dtype, keys.matmul_precision)
+        self._peak: float | None = None  # no rate of a CPU is published
+        if (device := mesh.devices.flat[0]).platform != "cpu":
+            from src.parallel.topology import run_peak
+
+            self._peak = run_peak(device.device_kind, keys.dtype, keys.matmul_precision)
         self._pending: tuple[int, Metrics, int, float] | None = None
         self._data_wait = 0.0
         self._ended = 0.0  # when the pending step was seen to be computed; 0: it was not yet

@@ -31,14 +31,12 @@ from src.run.recorder import Recorder, Result
 from src.run.saver import Saver
 from src.run.summary import dates, ending, next_commands, print_header, run_header
 from src.step.build import build
-from src.step.compiler_flags import compiler_options
-from src.step.narrow_weights import NarrowWeights
+from src.step.eval_step import ALWAYS
 from src.step.plan import Batch
-from src.step.same_program import check_same_program
 from src.step.state import TrainState, batch_sharding
 from src.step.train_step import Metrics
 from src.system.errors import UserError, printable, say
-from src.system.extras import optional
+from src.system.imports import optional
 
 
 class Run:
@@ -77,9 +75,16 @@ class Run:
         if self._is_writer and (pages := optional("pages.live")):
             self._report = exits.enter_context(contextlib.closing(pages.LiveReport(self.folder)))
         check_hardware(config.run.hardware)
-        options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
+        options, device = {}, jax.local_devices()[0]
+        if config.compile_xla_flags or device.platform in ALWAYS:
+            from src.step.compiler_flags import compiler_options
+
+            options = compiler_options(config.compile_xla_flags, device, count_slices(jax.devices()))
         self.built = build(config, jax.devices(), options, fields)
-        check_same_program(self.built, config.steps)
+        if jax.process_count() > 1:
+            from src.step.same_program import check_same_program
+
+            check_same_program(self.built, config.steps)
         self.plan, self.schedule = self.built.plan, self.built.schedule
         self._place = batch_sharding(self.plan.layout, self.plan.fields)
         self.rows = host_rows(self._place["tokens"], (self.built.rows, config.max_target_length))
@@ -161,8 +166,12 @@ class Run:
         sources = [each.source for each in self.evaluators]
         known = self._checkpointer, start, self.recorder, self._fingerprint, self.inputs.tokenizer, self.data, sources
         self._saver = Saver(config.checkpoint, config.evaluation, self.folder, built, self.rows, *known)
-        self._narrow = NarrowWeights(self.plan, self.state, self.done + config.log_period)
-        say(self._narrow.messages)
+        self._narrow = None
+        if any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(self.state.weights.trainable)):
+            from src.step.narrow_weights import NarrowWeights
+
+            self._narrow = NarrowWeights(self.plan, self.state, self.done + config.log_period)
+            say(self._narrow.messages)
         if self._tracking:
             self._tracking.start(self.folder, self.done if start.resumed else None)
         if config.use_sft:
@@ -249,7 +258,8 @@ class Run:
         self._evaluation_due = bool(self.evaluators) and (done % config.eval_interval == 0 or done == config.steps)
         self._saver.reached(done, state, batch, rows_taken=self._rows_taken, evaluation_due=self._evaluation_due)
         self.recorder.add(done, metrics, self.built.tokens * size // self.built.rows)
-        say(self._narrow.after(done, state))
+        if self._narrow:
+            say(self._narrow.after(done, state))
         self._watchdog.step(done, self._rows_taken, batch.stream_positions)
         if self._preemption.reached(done) and done < config.steps:  # else nothing is left to resume
             self.stopped_by = self._preemption.signal or signal.SIGTERM  # 0: another process got it

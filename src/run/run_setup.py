@@ -13,10 +13,9 @@ from ml_collections import ConfigDict
 
 from src.config.schema import Config, Step
 from src.config.usage import TRAIN, Usage, help_for
-from src.parallel.topology import GPU_MEMORY_FRACTION
+from src.parallel.slices import GPU_MEMORY_FRACTION
 from src.run import resolve_config
 from src.run.environment import version
-from src.step.compiler_flags import check_environment
 from src.system.errors import UserError, say, show
 from src.system.job import ClusterEnv
 
@@ -42,7 +41,10 @@ def configured(
     configure_jax(config.step)
     if joins:
         platforms, mesh = jax.config.jax_platforms, config.mesh  # no platforms: whichever JAX finds
-        check_environment(uses_tpu=not platforms or "tpu" in platforms)
+        if {"XLA_FLAGS", "LIBTPU_INIT_ARGS"} & os.environ.keys():
+            from src.step.compiler_flags import check_environment
+
+            check_environment(uses_tpu=not platforms or "tpu" in platforms)
         if not jax.distributed.is_initialized():
             cluster = ClusterEnv(mesh.coordinator_address, mesh.num_processes, mesh.process_id)
             if not cluster.coordinator_address:

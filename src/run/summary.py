@@ -17,7 +17,6 @@ from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData, is_stream
 from src.model.flops import count_params, flops_per_token
 from src.parallel.slices import describe_mesh
-from src.parallel.topology import memory_of
 from src.run.environment import read_environment
 from src.step.build import TracedStep
 from src.step.optimizer_rules import describe_rules
@@ -66,7 +65,12 @@ def run_header(
     if mesh.size > 1:
         from src.run.whole_arrays import whole_lines
 
-        whole = whole_lines(plan, built.state, memory_of(mesh.devices.flat[0].device_kind))
+        capacity = None
+        if plan.layout.platform != "cpu":
+            from src.parallel.topology import memory_of
+
+            capacity = memory_of(mesh.devices.flat[0].device_kind)
+        whole = whole_lines(plan, built.state, capacity)
     about_data = describe_data(train_specs(config.data), data) + few_documents(inputs, data, built.rows, config.steps)
     rows = [
         ("run", f"{folder.path} (run_name={folder.name} resumes it)"),

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from src.model.latent_attention import undivided_latents
 from src.parallel.mesh import Layout, mesh_axes_of
 from src.step.plan import StepPlan
 from src.step.state import TrainState
@@ -31,8 +30,13 @@ def whole_arrays(state: Any, layout: Layout) -> Counter[str]:
 def whole_lines(plan: StepPlan, state: TrainState, capacity: int | None) -> list[str]:
     """Returns what to tell a user of arrays that are whole on each device of `capacity` bytes (None: not known)."""
     layout, lines = plan.layout, []
-    if problems := undivided_latents(layout, plan.spec):
-        lines.append(f"{'; '.join(problems)}: these weights of latent attention are whole on every device")
+    if any(layer.attention_type == "mla" for layer in plan.spec.layers):
+        from src.model.latent_attention import undivided_latents
+
+        problems = undivided_latents(layout, plan.spec)
+        lines += [f"{'; '.join(problems)}: these weights of latent attention are whole on every device"] * bool(
+            problems
+        )
     sizes = whole_arrays((state.weights, state.opt, state.ema), layout)
     total = sum(sizes.values())
     if capacity and total > SHARE * capacity:

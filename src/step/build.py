@@ -11,11 +11,11 @@ from src.data.batch_schedule import BatchSchedule
 from src.model.spec import model_spec
 from src.model.vocab_tiles import vocab_tiles
 from src.parallel.mesh import Layout, global_batch_size, make_layout
+from src.step.loss import next_token_loss
 from src.step.optimizer import HParams, hparams_at
 from src.step.plan import Batch, StepPlan, make_plan
 from src.step.state import TrainState, abstract_batch, abstract_state
 from src.step.train_step import compile_steps
-from src.step.user_loss import loss_function
 
 
 class TracedStep(NamedTuple):
@@ -63,7 +63,12 @@ def build(
     schedule = BatchSchedule.of(config.batch, rows_of, plan.layout.shards("batch"))
     state, batch = abstract_state(plan), abstract_batch(plan, schedule.rows, config.max_target_length)
     hparams = hparams_at(config.step, config.steps, 0)
-    train, evaluate = compile_steps(plan, state, compiler_options, loss_function(config.step.loss))
+    loss = next_token_loss
+    if config.step.loss:
+        from src.step.user_loss import loss_function
+
+        loss = loss_function(config.step.loss)
+    train, evaluate = compile_steps(plan, state, compiler_options, loss)
     traced = train.trace(state, batch, hparams)
     if plan.eval_metrics:  # a mistake in it ends the run here, not at its first evaluation
         evaluate.eval_shape(state.weights, batch)

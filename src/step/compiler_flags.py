@@ -15,6 +15,7 @@ from importlib.util import find_spec
 import jax
 
 from src.config.hints import hints
+from src.step.eval_step import always
 from src.system.errors import UserError, say
 
 # A collective is fused with the computation it runs beside where both flags are on; today's libtpu has them off.
@@ -36,9 +37,6 @@ _GPU = {
     # Percent of the memory up to which the scheduler starts collectives early: beyond it they wait, one after another.
     "xla_gpu_memory_limit_slop_factor": "112",
 }
-# What every step has, an evaluation's too, whatever `compile_xla_flags` says of other flags. XLA's own kernels for
-# products (Triton) are tuned by trying them on a device: a program compiled without one would have them untuned.
-ALWAYS: dict[str, dict[str, str]] = {"gpu": {"xla_gpu_enable_triton_gemm": "False"}}
 # The flags that `auto` stands for, by `jax.Device.device_kind` (before it "multi-slice", where there are several), or
 # else by platform. docs/aot.md tells what each does, and which of MaxText's and Pax's are left out: those that today's
 # compilers do unasked, or take without a difference.
@@ -87,12 +85,6 @@ def parse_flags(text: str) -> dict[str, str]:
             )
         flags[match[1]] = "true" if match[2] is None else match[2]
     return flags
-
-
-def always(platform: str) -> dict[str, str]:
-    """Returns the options of `ALWAYS` for a platform, but for those that XLA_FLAGS has, over which they would count."""
-    typed = environment_flags().get("XLA_FLAGS", "")
-    return {name: value for name, value in ALWAYS.get(platform, {}).items() if not re.search(rf"--{name}\b", typed)}
 
 
 def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, str]:

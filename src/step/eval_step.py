@@ -1,6 +1,8 @@
 """Compiles what an evaluation computes of a batch: sums of losses, of the bytes of their text, and tokens' scores."""
 
 import functools
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,15 +11,24 @@ import jax.numpy as jnp
 
 from src.config.schema import BatchKeys, Evaluation
 from src.data.types import NOT_TEXT
+from src.model.execution import check_rows
 from src.model.params import Weights
-from src.model.pipeline import check_rows
 from src.parallel.mesh import global_batch_size
 from src.parallel.sequence import from_zigzag
-from src.step.compiler_flags import always
 from src.step.loss import LogitsOf, batch_cross_entropy, hidden_states, in_tiles, in_zigzag
 from src.step.plan import Batch, StepPlan
 from src.step.state import batch_sharding
 from src.system.user_code import call, check_metrics
+
+# Compiler options of every step, an evaluation's too, whatever other flags `compile_xla_flags` has. XLA's own kernels
+# for matmuls (Triton) are tuned by trying them on a device: a program compiled without one would have them untuned.
+ALWAYS: dict[str, dict[str, str]] = {"gpu": {"xla_gpu_enable_triton_gemm": "False"}}
+
+
+def always(platform: str) -> dict[str, str]:
+    """Returns the options of `ALWAYS` for a platform, except for flags in XLA_FLAGS, which options would override."""
+    typed = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in ALWAYS.get(platform, {}).items() if not re.search(rf"--{name}\b", typed)}
 
 
 def compile_eval_step(plan: StepPlan, function: Callable[..., dict[str, Any]] | None = None) -> jax.stages.Wrapped:
@@ -105,5 +116,5 @@ def eval_batch_size(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan) ->
     key = "eval_per_device_batch_size" if evaluation.eval_per_device_batch_size else "per_device_batch_size"
     rows = evaluation.eval_per_device_batch_size or batch.per_device_batch_size
     size = global_batch_size(plan.layout, rows, 1, key)
-    check_rows(size, plan.layout, plan.execution.schedule, key)
+    check_rows(size, plan.layout, plan.execution, key)
     return size

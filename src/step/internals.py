@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from src.model.lora import STACKED
-from src.model.params import Tree, by_path, dotted
+from src.model.params import STACKED, Tree, by_path, dotted
 
 
 def norms(tree: Tree, axes: Tree) -> dict[str, jax.Array]:
@@ -16,11 +15,6 @@ def norms(tree: Tree, axes: Tree) -> dict[str, jax.Array]:
         return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=range(stacked, x.ndim))).reshape(-1)
 
     return {dotted(path): norm(axes_of[path], x) for path, x in by_path(tree).items()}
-
-
-def by_kind(**norms_of: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns norms of each kind by the names that metrics.jsonl has for them."""
-    return {f"{kind}_norm/{name}": norm for kind, of in norms_of.items() for name, norm in of.items()}
 
 
 def activation_rms(reports: Tree, tokens: jax.Array, width: int) -> jax.Array:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from src.model.decoder import Decoder, OutputPart
 from src.model.forward_context import ForwardContext
-from src.model.moe import router
 from src.model.params import Tree, Weights
 from src.parallel.mesh import Layout
 from src.parallel.sequence import to_zigzag
@@ -76,6 +75,8 @@ def objective(
     losses = {"loss": sums.loss / denominator, **({"user_metrics": dict(sums.metrics)} if sums.metrics else {})}
     total = (sums.loss + step.z_loss_multiplier * sums.z) / denominator
     if plan.spec.has_experts and (step.load_balance_loss_weight or step.router_z_loss_weight):
+        from src.model.moe import router
+
         # They are no sums over tokens, so all of a micro-batch's come first, of which a replica has a part.
         replicas = plan.accumulation.manual_axes
         buffers, tokens = jax.lax.psum((router.totals(sums.router), sums.non_padding), replicas)

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from src.model.lora import STACKED
-from src.model.params import by_path, field, nested
+from src.model.params import STACKED, by_path, field, nested
 from src.model.selection import LOOKED_UP
 
 

@@ -7,13 +7,10 @@ factor that an exported folder would need.
 """
 
 import math
-from collections.abc import Callable
-
-from flax import nnx
 
 from src.config.schema import Step
 from src.model import params
-from src.model.params import Rngs, Tree, by_path, nested
+from src.model.params import Tree, by_path, nested
 from src.model.selection import Path, multiplied
 from src.model.spec import ModelSpec
 from src.system.errors import UserError
@@ -23,19 +20,15 @@ READOUTS = ("output", "router", "shared_gate")
 WIDTHS = {"embed", "expert_embed", "heads", "kv_heads", "mlp"}  # logical axes of dims that go with the width
 
 
-def _ratio(keys: Step, spec: ModelSpec) -> float:
-    return spec.emb_dim / keys.mup_base_emb_dim if keys.mup_base_emb_dim else 1.0
-
-
 def learning_rate_scales(keys: Step, spec: ModelSpec, declarations: Tree) -> dict[Path, float]:
     """Returns the factor on each weight's update: 1/m where activations are multiplied by it, else 1.
 
     Weight decay, which adamw adds to the update, has none: what it takes away is a share of the weight at every width.
     Raises UserError for a matrix of which it is not known how it goes with the width.
     """
-    m = _ratio(keys, spec)
+    m = spec.emb_dim / keys.mup_base_emb_dim
     axes, fan_ins = (by_path(params.field(declarations, name)) for name in ("out_sharding", "fan_in"))
-    for path in multiplied(declarations) if keys.mup_base_emb_dim else ():
+    for path in multiplied(declarations):
         written = {axis for dim, axis in enumerate(axes[path]) if dim not in fan_ins[path]}
         if path[-1] not in READOUTS and not written & WIDTHS:
             raise UserError(
@@ -45,14 +38,14 @@ def learning_rate_scales(keys: Step, spec: ModelSpec, declarations: Tree) -> dic
     return dict.fromkeys(axes, 1.0) | dict.fromkeys(multiplied(declarations), 1 / m)
 
 
-def initial(keys: Step, spec: ModelSpec, make: Callable[[Rngs], nnx.Module]) -> Tree:
-    """Returns the initial weights of `make`'s module (`params.initial`).
+def scaled_initial(keys: Step, spec: ModelSpec, tree: Tree) -> Tree:
+    """Scales initial weights by width.
 
     They are declared with a variance of 1/fan_in, as hidden matrices have it. Readouts have 1/fan_in**2, times what
     makes both equal at the base; learned positions, as every table, have values that do not go with the width.
     """
-    m, tree = _ratio(keys, spec), params.initial(make, keys.init_weights_seed)
-    factor = dict.fromkeys(READOUTS, 1 / math.sqrt(m)) | {"position_embedding": math.sqrt(m)}
+    m = spec.emb_dim / keys.mup_base_emb_dim
     if m == 1:
         return tree
+    factor = dict.fromkeys(READOUTS, 1 / math.sqrt(m)) | {"position_embedding": math.sqrt(m)}
     return nested({path: value * factor.get(path[-1], 1.0) for path, value in by_path(tree).items()})

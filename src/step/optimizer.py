@@ -8,9 +8,7 @@ import numpy as np
 import optax
 
 from src.config.schema import Step
-from src.model.lora import ADAPTER_DTYPE
-from src.step.adafactor import clip_matrices, scale_by_adafactor
-from src.step.muon import orthogonal_updates
+from src.model.params import ADAPTER_DTYPE
 from src.step.optimizer_rules import decayed, scaled, where
 
 HParams = dict[str, Any]
@@ -75,12 +73,18 @@ def make_optimizer(
     by_adam = jax.tree.map(lambda rule, muon: rule.opt_type in ("adamw", "muon") and not muon, rules, by_muon)
     scaling: list[optax.GradientTransformation] = []
     if "muon" in types:
+        from src.step.muon import orthogonal_updates
+
         scaling += [optax.masked(trace, by_muon), orthogonal_updates(matrices, by_muon, shardings)]
     if "adafactor" in types:
+        from src.step.adafactor import scale_by_adafactor
+
         scaling.append(scale_by_adafactor(matrices, where(rules, "opt_type", "adafactor")))
     if types & {"adamw", "muon"}:
         scaling.append(adam if types == {"adamw"} else optax.masked(adam, by_adam))
     if keys.adam_clip_threshold:
+        from src.step.adafactor import clip_matrices
+
         scaling.append(clip_matrices(matrices, where(rules, "opt_type", "adamw"), hparams["adam_clip"]))
     scaling += [*scaled(rules, "by_width"), *decayed(rules, decays, hparams["weight_decay"])]
     rate = optax.scale_by_learning_rate(hparams["learning_rate"])

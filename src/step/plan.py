@@ -11,19 +11,16 @@ from flax import nnx
 
 from src.config.schema import BatchKeys, Mesh, Step
 from src.data.batch_transform import Fields, added_fields
-from src.model import lora, params, quantization
+from src.model import params
 from src.model.decoder import Decoder
-from src.model.execution import Execution, make_execution
-from src.model.latent_attention import place_latents
-from src.model.moe import layer as moe
+from src.model.execution import Execution, make_execution, make_schedule
 from src.model.params import Rngs, Weights
 from src.model.parts import kernel_for
-from src.model.pipeline import make_schedule
-from src.model.selection import weight_roles
+from src.model.selection import Quantization, weight_roles
 from src.model.spec import ModelSpec
 from src.parallel.accumulate import Accumulation, Batch
 from src.parallel.mesh import Layout, add_mesh_axes, replica_axes, weight_shardings
-from src.step import mup, optimizer_rules
+from src.step import optimizer_rules
 from src.step.matrices import matrices
 from src.step.optimizer import HParams, make_optimizer
 from src.system.user_code import load_function
@@ -42,7 +39,7 @@ class StepPlan:
     shardings: Any
     decays: Any
     matrices: Any  # each a src/step/matrices.py Matrix
-    quantization: quantization.Quantization
+    quantization: Quantization
     layout: Layout
     execution: Execution
     kernel: str
@@ -56,11 +53,17 @@ class StepPlan:
 
     def init_weights(self) -> Weights:
         """Returns the initial weights."""
-        tree = mup.initial(self.step, self.spec, functools.partial(Decoder, self.spec))
+        tree = params.initial(functools.partial(Decoder, self.spec), self.step.init_weights_seed)
+        if self.step.mup_base_emb_dim:
+            from src.step import mup
+
+            tree = mup.scaled_initial(self.step, self.spec, tree)
         return self.split({**tree, "lora": self.init_adapters()} if self.step.lora_rank else tree)
 
     def init_adapters(self) -> params.Tree:
         """Returns the initial adapters, which change nothing."""
+        from src.model import lora
+
         _, declarations = params.abstract(functools.partial(Decoder, self.spec))
         rngs = Rngs(params.random_stream(self.step.init_weights_seed, params.ADAPTERS))
         return params.values(lora.declare(self.step, declarations)(rngs))
@@ -76,8 +79,14 @@ class StepPlan:
 
     def decoder(self, model_weights: Weights) -> Decoder:
         """Returns the model with these weights."""
-        tree = self.quantization.attach(model_weights.merged(), self.layout)
+        tree = model_weights.merged()
+        if self.quantization.kind:
+            from src.model.quantization import attach
+
+            tree = attach(self.quantization, tree, self.layout)
         if self.step.lora_rank:
+            from src.model import lora
+
             tree = lora.attach(tree, tree.pop("lora"), self.step.lora_alpha)
         return nnx.merge(self.graphdef, tree)
 
@@ -89,13 +98,25 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
     its pipeline stages, the attention kernel or products in 8 bits do not run on its devices, or a pattern of
     `trainable_parameters`, `lora_parameters`, `optimizer_rules` or `quantization_exclude` fits no weight.
     """
-    moe.check_mesh(spec, layout)
-    layout = place_latents(layout, spec)
+    if spec.has_experts:
+        from src.model.moe.layer import check_mesh
+
+        check_mesh(spec, layout)
+    if any(layer.attention_type == "mla" for layer in spec.layers):
+        from src.model.latent_attention import place_latents
+
+        layout = place_latents(layout, spec)
     schedule = make_schedule(mesh, spec, layout)
     graphdef, declarations = params.abstract(functools.partial(Decoder, spec))
-    quantized = quantization.select(step, declarations, layout)
+    quantized = Quantization()
+    if step.quantization:
+        from src.model import quantization
+
+        quantized = quantization.select(step, declarations, layout)
     roles = weight_roles(declarations, step.trainable_parameters, bool(step.lora_rank))
     if step.lora_rank:
+        from src.model import lora
+
         adapters = jax.eval_shape(lambda: lora.declare(step, declarations)(Rngs()))
         declarations = {**declarations, "lora": adapters}
         roles["lora"] = params.roles(adapters)
@@ -105,7 +126,11 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
     updates, trained = trainable, Weights.split(shapes, roles).trainable
     if step.shard_optimizer_over_data:
         updates = jax.tree.map(lambda at, shape: add_mesh_axes(at, shape.shape, replicas), trainable, trained)
-    micro_batches = step.gradient_accumulation_steps
+    micro_batches, scales = step.gradient_accumulation_steps, dict.fromkeys(params.by_path(axes), 1.0)
+    if step.mup_base_emb_dim:
+        from src.step import mup
+
+        scales = mup.learning_rate_scales(step, spec, declarations)
     kernel, why_not_fused = kernel_for(step.attention, spec, batch.max_target_length, layout)
     return StepPlan(
         step=step,
@@ -127,5 +152,5 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
         fields=added_fields(batch, spec.vocab_size),
         eval_metrics=load_function(eval_metrics, "eval_metrics") if eval_metrics else None,
         accumulation=Accumulation(layout, micro_batches, replicas, schedule is not None, trainable, updates),
-        rules=optimizer_rules.assign_rules(step, trained, mup.learning_rate_scales(step, spec, declarations)),
+        rules=optimizer_rules.assign_rules(step, trained, scales),
     )

@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from src.data.types import BATCH_ARRAYS
+from src.model.execution import check_rows
 from src.model.params import ROLES, Tree, Weights
-from src.model.pipeline import check_rows
 from src.parallel.mesh import Layout
 from src.parallel.sequence import sharing_keys, zigzag_order
 from src.step.optimizer import hparams_at
 from src.step.optimizer_shardings import state_shardings
 from src.step.plan import Batch, StepPlan
-from src.step.spikes import empty_window
 from src.system.errors import UserError
 
 EXTRAS = ("ema", "spikes")  # entries of a state that some runs have
@@ -56,7 +55,11 @@ def init_state(plan: StepPlan, weights: Weights | None = None) -> TrainState:
     """Returns the state before the first step, with these weights; None: the initial ones."""
     weights = weights or plan.init_weights()
     opt = plan.optimizer(hparams_at(plan.step, 1, 0)).init(weights.trainable)  # it depends on none of these values
-    spikes = empty_window(plan.step.skip_step_interval) if plan.step.skip_step_on_spikes else {}
+    spikes: Tree = {}
+    if plan.step.skip_step_on_spikes:
+        from src.step.spikes import empty_window
+
+        spikes = empty_window(plan.step.skip_step_interval)
     ema = jax.tree.map(lambda w: w.astype(jnp.float32), weights.trainable) if plan.step.ema_decay else {}
     return TrainState(jnp.zeros((), jnp.int32), weights, opt, ema, spikes)
 
@@ -87,7 +90,7 @@ def abstract_batch(plan: StepPlan, rows: int, length: int, key: str = "per_devic
     """Returns a batch's abstract arrays, `rows` x `length`; raises UserError, naming `key`, if they do not divide."""
     plan.layout.check((rows,), ("batch",))
     zigzag_order(length, plan.layout)
-    check_rows(rows // plan.accumulation.micro_batches, plan.layout, plan.execution.schedule, key)
+    check_rows(rows // plan.accumulation.micro_batches, plan.layout, plan.execution, key)
     tiles, shards = plan.step.num_vocab_tiling, plan.layout.shards("norm_length")
     if length % (tiles * shards):
         sharing, keys = plan.layout.sharded_by("norm_length"), sharing_keys(plan.layout, "norm_length")

@@ -8,16 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from src.model.moe import router
 from src.model.params import DROPOUT, Tree, Weights, random_stream
 from src.parallel.accumulate import accumulate
 from src.step.cast_weights import cast_matrices
 from src.step.eval_step import compile_eval_step
-from src.step.internals import activation_rms, by_kind, norms
 from src.step.loss import LossFunction, Metrics, TokenCounts, count_tokens, next_token_loss, objective
 from src.step.optimizer import HParams, clip
 from src.step.plan import Batch, StepPlan
-from src.step.spikes import skip_spikes
 from src.step.state import TrainState, batch_sharding
 
 
@@ -64,16 +61,20 @@ def train_step(
     counted = jnp.any(batch["loss_mask"] != 0)
     keep, spikes, spike_metrics = finite & counted, state.spikes, {}
     if plan.step.skip_step_on_spikes:
+        from src.step.spikes import skip_spikes
+
         keep, spikes, spike_metrics = skip_spikes(spikes, losses["loss"], grad_norm, keep, hparams["spike_factor"])
     trainable, opt, internals = apply_update(grads, grad_norm, state, hparams, plan, keep_if=keep)
-    totals, rate = router.totals(buffers), plan.step.routed_bias_update_rate
-    stats = router.update_router_bias(state.weights.stats, totals, counts.non_padding, rate)
+    stats, of_experts = state.weights.stats, {}
+    if plan.spec.has_experts:
+        stats, of_experts = experts_update(stats, buffers, counts, plan)
     weights = Weights(trainable, state.weights.frozen, _where(keep, stats, state.weights.stats))
     ema = state.ema
     if plan.step.ema_decay:
         ema = _where(keep, optax.incremental_update(trainable, ema, 1 - hparams["ema_decay"]), ema)
     metrics = {
-        **loss_metrics(losses, totals, counts, plan),
+        **of_experts,
+        **loss_metrics(losses, counts),
         **spike_metrics,
         "loss": jnp.where(counted, losses["loss"], jnp.nan),
         "grad_norm": jnp.where(counted, grad_norm, jnp.nan),
@@ -82,23 +83,32 @@ def train_step(
         "usable": _usable(trainable),
     }
     if plan.step.log_internals:
+        from src.step.internals import activation_rms
+
         outputs = activation_rms(buffers, counts.non_padding, plan.spec.emb_dim)
         metrics["internals"] = {"activation_rms": outputs, **internals}
     return TrainState(state.step + 1, weights, opt, ema, spikes), metrics
 
 
-def loss_metrics(losses: Metrics, totals: Tree, counts: TokenCounts, plan: StepPlan) -> Metrics:
-    """Returns the reported losses, means of a user's own metrics, and each layer's figures from its router's totals."""
+def experts_update(stats: Tree, buffers: Tree, counts: TokenCounts, plan: StepPlan) -> tuple[Tree, Metrics]:
+    """Returns the routers' biases after a step, and each layer's figures, from what its experts did."""
+    from src.model.moe import router
+
+    totals, rate = router.totals(buffers), plan.step.routed_bias_update_rate
+    layers = router.by_layer(totals, counts.non_padding)
+    balance = {name: jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")}
+    figures = {**balance, **{name: layers[name] for name in ("expert_load_max", "tokens_dropped")}}
+    return router.update_router_bias(stats, totals, counts.non_padding, rate), figures
+
+
+def loss_metrics(losses: Metrics, counts: TokenCounts) -> Metrics:
+    """Returns the reported losses, and means of a user's own metrics."""
     if "user_metrics" in losses:
         means = {name: total / count for name, (total, count) in losses["user_metrics"].items()}
         losses = {**losses, "user_metrics": means}
     if "mtp_loss" in losses:  # a mean over the layers, each of which is to have tokens
         losses = {**losses, "mtp_loss": jnp.where(jnp.all(counts.mtp != 0), losses["mtp_loss"], jnp.nan)}
-    if not plan.spec.has_experts:
-        return losses
-    layers = router.by_layer(totals, counts.non_padding)
-    balance = {name: jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")}
-    return {**balance, **losses, **{name: layers[name] for name in ("expert_load_max", "tokens_dropped")}}
+    return losses
 
 
 def with_dropout_keys(batch: Batch, step: jax.Array, plan: StepPlan) -> Batch:
@@ -140,7 +150,7 @@ def apply_update(
     weights = state.weights.trainable
     if plan.accumulation.updates != plan.accumulation.weights:
         weights = jax.lax.with_sharding_constraint(weights, plan.accumulation.updates)
-    of_gradients = norms(grads, plan.axes) if plan.step.log_internals else {}
+    of_gradients = _norms_by_name(grads, plan)
     as_before = weights, state.opt, jax.tree.map(jnp.zeros_like, of_gradients)
     updated = functools.partial(update, grads, grad_norm=grad_norm, hparams=hparams, plan=plan)
     if plan.execution.update_in_branch:
@@ -150,7 +160,9 @@ def apply_update(
     trainable, opt, of_updates = after
     if not plan.step.log_internals:
         return trainable, opt, {}
-    return trainable, opt, by_kind(weight=norms(trainable, plan.axes), gradient=of_gradients, update=of_updates)
+    of_weights = _norms_by_name(trainable, plan)
+    norms = {"weight": of_weights, "gradient": of_gradients, "update": of_updates}
+    return trainable, opt, {f"{kind}_norm/{name}": x for kind, of in norms.items() for name, x in of.items()}
 
 
 def update(
@@ -163,7 +175,16 @@ def update(
     weights = optax.apply_updates(weights, updates)
     if offloaded:
         new = jax.tree.map(lambda new, old: jax.device_put(new, jax.typeof(old).memory_space), new, opt)
-    return weights, new, norms(updates, plan.axes) if plan.step.log_internals else {}
+    return weights, new, _norms_by_name(updates, plan)
+
+
+def _norms_by_name(tree: Tree, plan: StepPlan) -> dict[str, jax.Array]:
+    """Returns the norms that `log_internals` records of weights, gradients or updates; without it none."""
+    if not plan.step.log_internals:
+        return {}
+    from src.step.internals import norms
+
+    return norms(tree, plan.axes)
 
 
 def _usable(trainable: Tree) -> jax.Array:

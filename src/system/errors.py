@@ -23,7 +23,7 @@ class MissingExtra(UserError, ModuleNotFoundError):
     def __init__(self, module: str) -> None:
         names = module.split(".")[:3]
         folder = f"src/{'/'.join(names[1:])}"
-        super().__init__(f"this needs {folder}, which is not here: restore it with git checkout {folder}")
+        super().__init__(f"this needs {folder}, which is not here: restore it from git")
 
 
 # Exit codes.

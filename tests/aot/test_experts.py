@@ -58,7 +58,7 @@ def lowered(overrides, topology, experts, tokens=TOKENS):
 
     def loss(given, x_BTD):
         ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
-        experts = nnx.merge(graphdef, quantized.attach(given, layout))
+        experts = nnx.merge(graphdef, quantization.attach(quantized, given, layout))
         out_BTD, _ = experts(x_BTD, ForwardContext(ones_BT, ones_BT, layout, "dot_product", True))
         return jnp.sum(jnp.square(out_BTD.astype(jnp.float32)))
 

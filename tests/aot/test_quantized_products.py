@@ -53,7 +53,7 @@ def compiled(kind, topology, flags=""):
 
     def loss(weights, x_BTD):
         ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
-        block = nnx.merge(graphdef, quantized.attach(weights, layout))
+        block = nnx.merge(graphdef, quantization.attach(quantized, weights, layout))
         out_BTD, _, _ = block(x_BTD, ForwardContext(ones_BT, ones_BT, layout, "dot_product", True), None, 0)
         return jnp.sum(jnp.square(out_BTD.astype(jnp.float32)))
 

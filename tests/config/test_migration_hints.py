@@ -56,7 +56,7 @@ ANSWERED = [
     ("tfds_data_dir=/data", "dataset_path=/data"),
     ("model_name=llama5-7b", "llama2-7b"),
     ("interleave_moe_layer_step=2", "decoder_segments"),
-    ("quantization=nvfp4", "no products of 4 bits, whose gradients jax.nn makes in 16: quantization=mxfp8"),
+    ("quantization=nvfp4", "no 4-bit matmuls, because jax.nn computes their gradients in 16 bits: quantization=mxfp8"),
     ("quantization=fp8_full", "quantization=fp8"),
     ("attention=cudnn_flash_te", "attention=cudnn_flash"),
     ("hardware=gpu_multiprocess", "hardware=gpu"),

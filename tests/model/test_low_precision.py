@@ -15,7 +15,7 @@ from src.model.decoder import Decoder
 from src.model.forward_context import ForwardContext
 from src.model.lora import Adapted
 from src.model.low_precision import FORMATS, MAX_SUMMED, Products, largest
-from src.model.quantization import Quantized, select
+from src.model.quantization import Quantized, attach, select
 from src.parallel.mesh import make_layout
 from src.parallel.topology import peak_flops
 from src.system.errors import UserError
@@ -199,7 +199,7 @@ def test_fixed_bounds_clip():
 def test_fixed_bounds_of_weights_are_theirs():
     ranges = {"weight": "fixed,-0.25,0.25", "act": "fixed,-8,8", "bwd": "fixed,-0.5,0.5"}
     _, plan = make(quantization="fp8", **{f"{of}_quantization_calibration_method": it for of, it in ranges.items()})
-    query = plan.quantization.attach(random_weights(plan), plan.layout)["segments"][0][0]["attention"]["query"]
+    query = attach(plan.quantization, random_weights(plan), plan.layout)["segments"][0][0]["attention"]["query"]
     assert query.products.bounds == (0.25, 8.0, 0.5)
     np.testing.assert_array_equal(query.bound, np.full((2, 1, 1, 1), 0.25))
 
@@ -299,7 +299,10 @@ def test_keys_that_do_not_go_together_are_refused():
     assert load(quantization="fp8", **fixed)
     for keys, message in [
         ({"quantization": "int4"}, "quantization=int4 is none of"),
-        ({"quantization": "nvfp4"}, "no products of 4 bits, whose gradients jax.nn makes in 16: quantization=mxfp8"),
+        (
+            {"quantization": "nvfp4"},
+            "no 4-bit matmuls, because jax.nn computes their gradients in 16 bits: quantization=mxfp8",
+        ),
         ({"quantization": "int8", **fixed}, "needs quantization=fp8"),
         ({"quantization": "fp8", "act_quantization_calibration_method": "fixed,-2,3"}, "expected absmax, or a range"),
         ({"quantization": "fp8", "compile_xla_flags": "--xla_gpu_enable_triton_gemm"}, "makes no product of"),

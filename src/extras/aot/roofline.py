@@ -16,7 +16,7 @@ from src.model import flops
 from src.model.execution import Execution
 from src.model.low_precision import FORMATS
 from src.model.parts import layer_costs
-from src.model.quantization import Quantization
+from src.model.selection import Quantization
 from src.model.spec import ModelSpec
 from src.parallel.topology import Chip
 from src.step.build import TracedStep

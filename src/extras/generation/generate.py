@@ -20,7 +20,7 @@ from src.model.execution import Execution
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
 from src.model.parts import kernel_for, mixer
-from src.model.quantization import Quantization, select_at_rest
+from src.model.selection import Quantization
 from src.model.spec import LayerGroup, LayerSpec, ModelSpec
 from src.parallel.mesh import Layout, add_mesh_axes, axes_of_dim
 from src.step.plan import StepPlan
@@ -126,9 +126,11 @@ def kept_in_int8(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tuple[St
 
     Their products are then of the activations' dtype. Raises UserError if `quantization_exclude` fits no weight.
     """
+    from src.model.quantization import encode_at_rest, select_at_rest
+
     _, declarations = params.abstract(lambda rngs: Decoder(loaded.spec, rngs))
     chosen = select_at_rest(plan.step, declarations).unrolled(loaded.spec.layer_groups)
-    tree = chosen.kept_in_int8(weights.merged(), plan.layout.platform == "cpu")
+    tree = encode_at_rest(chosen, weights.merged(), plan.layout.platform == "cpu")
     return dataclasses.replace(plan, quantization=Quantization()), Weights(tree)
 
 

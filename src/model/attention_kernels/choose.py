@@ -6,7 +6,6 @@ from typing import NamedTuple
 from src.model.attention_kernels.scores import FLASH_BLOCK, ScoreSpec
 from src.parallel.mesh import Layout
 from src.parallel.sequence import zigzag_parts
-from src.parallel.topology import compute_capability
 from src.system.errors import UserError
 
 PLATFORMS = {"flash": "tpu", "cudnn_flash": "gpu"}  # of the fused kernels
@@ -55,6 +54,8 @@ def kernel_obstacle(
             return f"needs dtype=bfloat16, not {dtype}"
         if length % 2:
             return f"needs an even max_target_length, not {length}"
+        from src.parallel.topology import compute_capability
+
         # As JAX's own function checks (cuDNN 9.10 and newer).
         hopper = compute_capability(layout.mesh.devices.flat[0]) >= 9.0
         largest, on_these = (256, "") if hopper else (128, " on GPUs older than Hopper (H100)")

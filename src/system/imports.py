@@ -1,7 +1,8 @@
-"""Imports optional modules of `src/extras/`."""
+"""Imports what only some runs need, when they need it."""
 
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from src.system.errors import MissingExtra
 
@@ -12,3 +13,9 @@ def optional(module: str) -> ModuleType | None:
         return import_module(f"src.extras.{module}")
     except MissingExtra:
         return None
+
+
+def named(place: str) -> Any:
+    """Returns what `module:name` names, such as an entry of a table of optional parts."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from src.config.checks import check_config
 from src.config.hints import hints
 from src.config.keys import frozen
 from src.config.model_checks import check_value, read_list
-from src.config.requirements import TYPED, Setting, unused_keys
-from src.config.schema import KEYS, Config, defaults, keys_of
+from src.config.requirements import TYPED, Setting, to_settings, unused_keys
+from src.config.schema import KEYS, Config, defaults
 from src.config.yaml import BASE, CONFIGS, NOTHING, Plain, convert, dump, file_name, literal, parse_argument, parse_keys
-from src.system.errors import UserError, changed_keys, clipped, first_few
+from src.system.errors import UserError, changed_keys, clipped
 
 ENTRY_LISTS = ("datasets", "eval_datasets", "optimizer_rules", "load_weights_rules")  # entries.py reads them
 
@@ -76,7 +76,7 @@ def _load(
             with _collected(problems):
                 from_run = {"load_parameters_path": str(run), "load_full_state_path": "", "load_ema": Plain("false")}
                 weights = from_run if uses_weights else {}
-                files = _settings(run_configs.run_keys(run) | weights, f"in {run}")
+                files = to_settings(run_configs.run_keys(run) | weights, f"in {run}")
         else:
             files = _chain(Path(argv[0]), problems)
     arguments = list(_arguments(words, problems))
@@ -85,15 +85,25 @@ def _load(
         notes.append(f"{key} is typed more than once: the last counts, {key}={last[key]}")
     model_name = _model_name([*files, *arguments])
     model: list[Setting] = []
-    if not run:
+    if not run and model_name:
+        from src.config import named_model
+
         with _collected(problems):
-            model = _model_settings(model_name, uses_weights, read_folder, problems)
-            if _file_of_model(model_name) != _file_of_model(_model_name(files)):
-                problems += _another_model(model_name, model, files, {setting.key for setting in arguments})
-    elif model_name != _model_name(files):
+            model = named_model.model_settings(
+                model_name, uses_weights, read_folder, lambda path: _read(path, problems), problems
+            )
+            if not named_model.same_file(model_name, _model_name(files)):
+                typed = {setting.key for setting in arguments}
+                problems += named_model.replaced_settings(model_name, model, files, typed)
+    elif run and model_name != _model_name(files):
         problems.append(f"model_name={model_name}: {run} is a run with a model of its own, which keeps it")
     settings = [*model, *files, *arguments]
-    config, failed = _resolve([*_kept_defaults(settings), *settings], problems, notes)
+    below: list[Setting] = []
+    if any(setting.key == "run_name" for setting in settings):
+        from src.config.older_runs import former_defaults
+
+        below = former_defaults(settings)
+    config, failed = _resolve([*below, *settings], problems, notes)
     # The model of another run has the name that it has there.
     config["model_name"] = next((str(setting.value) for setting in model if setting.key == "model_name"), model_name)
     problems += check_config(config, failed)
@@ -118,10 +128,6 @@ def _collected(problems: list[str]) -> Iterator[None]:
         yield
     except UserError as error:
         problems.append(str(error))
-
-
-def _settings(keys: Mapping[str, Any], where: str) -> list[Setting]:
-    return [Setting(key, value, where) for key, value in keys.items()]
 
 
 def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Setting]:
@@ -172,7 +178,7 @@ def _chain(path: Path, problems: list[str], keys: dict[str, Any] | None = None) 
         visited.append(resolved)
         keys = _read(path, problems) if keys is None else keys
         below = file_name(str(keys.pop("base_config", "")))
-        settings = _settings(keys, f"in {path}") + settings
+        settings = to_settings(keys, f"in {path}") + settings
         if not below:
             break
         beside = path.parent / below
@@ -198,70 +204,6 @@ def _model_name(settings: Sequence[Setting]) -> str:
     """Returns the model name that wins; empty for none, which MaxText calls default."""
     names = ["", *(setting.value for setting in settings if setting.key == "model_name")]
     return "" if names[-1] in (*NOTHING, "default") else file_name(str(names[-1]))
-
-
-def _kept_defaults(settings: Sequence[Setting]) -> list[Setting]:
-    """Returns the rule of latents that the run has with which these go on, if it began when the default was []."""
-    typed = {"base_output_directory": defaults()["base_output_directory"], "run_name": ""}
-    typed |= {setting.key: str(setting.value) for setting in settings}
-    path = f"{typed['base_output_directory']}/{typed['run_name']}"
-    # A store is not asked for what changes no weight.
-    is_asked = "://" not in path or "mla" in f"{typed.get('attention_type')} {typed.get('decoder_segments')}"
-    with contextlib.suppress(UserError):  # which the command meets when it opens the run
-        if typed["run_name"] and is_asked and (run := run_configs.run_folder(path)):
-            rules = run_configs.run_keys(run).get("logical_axis_rules")
-            if isinstance(rules, Mapping) and rules.get("latent") == []:
-                return [Setting("logical_axis_rules.latent", [], f"in {path}")]
-    return []
-
-
-def _file_of_model(name: str) -> str:
-    return Path(name).name.removesuffix(".yml")
-
-
-def _another_model(name: str, model: Sequence[Setting], files: Sequence[Setting], typed: Set[str]) -> Iterator[str]:
-    """Says which facts of the model that the command line names a file replaces, written for another model."""
-    of_model = {setting.key: setting.value for setting in model if setting.key in keys_of("model")}
-    of_model.pop("vocab_size", None)  # which goes with the tokenizer
-    replaced = []
-    for key, each in {each.key: each for each in files}.items():
-        if key in of_model and key not in typed:
-            with contextlib.suppress(UserError, ValueError):  # of another type, which is told with its key and file
-                value, of_it = (convert(value, KEYS[key].default) for value in (each.value, of_model[key]))
-                replaced += [(each, value, of_it)] * (value != of_it)
-    if replaced:
-        keys = first_few(f"{each.key}={dump(value)} in place of {dump(of_it)}" for each, value, of_it in replaced)
-        yield (
-            f"model_name={name} would not be that model: {replaced[0][0].where} are {keys}. Give a file that says "
-            "nothing of them, such as configs/base.yml, or name the model in the file if it is to be changed so"
-        )
-
-
-def _model_settings(name: str, uses_weights: bool, read_folder: FolderReader, problems: list[str]) -> list[Setting]:
-    """Returns the settings of the model file that `name` names, or of the file, run or model folder at that path.
-
-    A tokenizer in the folder, or beside a file that is given by its path, is the model's. Raises UserError: there is no
-    such model.
-    """
-    if not name:
-        return []
-    try:
-        run = run_configs.run_folder(name)
-        keys = run_configs.model_keys(run) if run else read_folder(name, False)
-    except UserError as error:
-        raise UserError(f"model_name={name}: {error}") from None
-    if keys is not None:
-        return _settings({**keys, **({"load_parameters_path": name} if uses_weights else {})}, f"in {name}")
-    path = Path(os.path.expanduser(name)) if name.endswith((".yml", ".py")) else CONFIGS / "models" / f"{name}.yml"
-    if not path.is_file():
-        from src.config import not_found
-
-        raise UserError(not_found.no_model(name, path))
-    settings = _settings(_read(path, problems), f"in {path}")
-    for setting in settings:
-        if setting.key in KEYS and KEYS[setting.key].section != "model":
-            problems.append(f"{path}: {setting.key} does not describe a model; a model file has only keys that do")
-    return settings + _settings(read_folder(str(path.parent), True) or {}, f"beside {path}")
 
 
 def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str]) -> tuple[dict[str, Any], set[str]]:

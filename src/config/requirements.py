@@ -140,6 +140,11 @@ class Setting(NamedTuple):
     where: str
 
 
+def to_settings(keys: Mapping[str, Any], where: str) -> list[Setting]:
+    """Makes settings of the keys that a file or a folder gives."""
+    return [Setting(key, value, where) for key, value in keys.items()]
+
+
 def unused_keys(
     settings: Sequence[Setting], config: Mapping[str, Any], failed: set[str], command: str, notes: list[str]
 ) -> list[tuple[str, str]]:

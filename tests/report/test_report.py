@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from src.config import load as config
-from src.extras.pages.comparison import key_figures, show_number
+from src.extras.pages.figures import key_figures, show_number
 from src.extras.pages.history import Curve, History
 from src.extras.pages.page import main
 from src.run.metrics import EVAL_KEYS, perplexity, read_entry

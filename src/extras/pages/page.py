@@ -12,20 +12,23 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
 from src.checkpoint.run_folder import read_text
 from src.config.schema import KEYS
 from src.config.yaml import dump, literal, parse_keys
-from src.extras.pages.comparison import Run, finite, key_figures, loss_note, read_runs, tables
+from src.extras.pages.figures import finite, key_figures
 from src.extras.pages.history import Curve, History, Point
 from src.run.environment import read_environment
 from src.run.metrics import TRAIN_KEYS
 from src.system.disk import any_path
 from src.system.errors import UserError, counted, first_few, show
 from src.system.outputs import write_output
+
+if TYPE_CHECKING:
+    from src.extras.pages.comparison import Run
 
 _FOLDER = Path(__file__).parent
 USAGE = """usage: python -m src.report RUN_DIR [OTHER_RUN_DIR ...]
@@ -47,6 +50,8 @@ def main(argv: Sequence[str]) -> None:
     argv = list(dict.fromkeys(str(any_path(path)) for path in argv))  # a run that is named twice is one
     folder = epath.Path(argv[0])
     page_file = folder / ("report.html" if len(argv) == 1 else "comparison.html")
+    from src.extras.pages.comparison import read_runs
+
     try:
         runs = read_runs(argv)
         if len(argv) == 1:
@@ -59,8 +64,10 @@ def main(argv: Sequence[str]) -> None:
     show(f"wrote {page_file}")
 
 
-def comparison_text(runs: Mapping[str, Run]) -> str:
+def comparison_text(runs: "Mapping[str, Run]") -> str:
     """Returns the tables of several runs as lines."""
+    from src.extras.pages.comparison import loss_note, tables
+
     lines = []
     for title, rows in tables(runs).items():
         rows = list(zip(*rows, strict=True)) if len(runs) > _MAX_COLUMNS else rows
@@ -100,8 +107,10 @@ def page(folder: epath.Path, history: History) -> str:
     return _page({folder.name: history}, folder.name, status, top, sections, unit)
 
 
-def comparison_page(runs: Mapping[str, Run]) -> str:
+def comparison_page(runs: "Mapping[str, Run]") -> str:
     """Returns the page of several runs: what they reached, what differs in their configurations, and their curves."""
+    from src.extras.pages.comparison import loss_note, tables
+
     # A column for each run is headed by the color of its curves.
     head = "".join(f'<th><i data-run="{run}"></i>{html.escape(name)}</th>' for run, name in enumerate(runs))
     cards = [

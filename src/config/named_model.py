@@ -1,0 +1,67 @@
+"""Reads the settings of the model that `model_name` names."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from src.config import not_found, run_configs
+from src.config.requirements import Setting, to_settings
+from src.config.schema import KEYS, keys_of
+from src.config.yaml import CONFIGS, convert, dump
+from src.system.errors import UserError, first_few
+
+
+def same_file(name: str, other: str) -> bool:
+    """Returns whether two names of models are of files with one name."""
+    return Path(name).name.removesuffix(".yml") == Path(other).name.removesuffix(".yml")
+
+
+def replaced_settings(name: str, model: Sequence[Setting], files: Sequence[Setting], typed: Set[str]) -> Iterator[str]:
+    """Explains which settings of the model named on the command line a file for another model would replace."""
+    of_model = {setting.key: setting.value for setting in model if setting.key in keys_of("model")}
+    of_model.pop("vocab_size", None)  # which goes with the tokenizer
+    replaced = []
+    for key, each in {each.key: each for each in files}.items():
+        if key in of_model and key not in typed:
+            with contextlib.suppress(UserError, ValueError):  # of another type, which is told with its key and file
+                value, of_it = (convert(value, KEYS[key].default) for value in (each.value, of_model[key]))
+                replaced += [(each, value, of_it)] * (value != of_it)
+    if replaced:
+        keys = first_few(f"{each.key}={dump(value)} in place of {dump(of_it)}" for each, value, of_it in replaced)
+        yield (
+            f"model_name={name} would not be that model: {replaced[0][0].where} are {keys}. Give a file that says "
+            "nothing of them, such as configs/base.yml, or name the model in the file if it is to be changed so"
+        )
+
+
+def model_settings(
+    name: str,
+    uses_weights: bool,
+    read_folder: Callable[[str, bool], Mapping[str, Any] | None],
+    read_config: Callable[[Path], Mapping[str, Any]],
+    problems: list[str],
+) -> list[Setting]:
+    """Returns the settings of the model file that `name` names, or of the file, run or model folder at that path.
+
+    A tokenizer in the folder, or beside a file that is given by its path, is the model's. Raises UserError: there is no
+    such model.
+    """
+    try:
+        run = run_configs.run_folder(name)
+        keys = run_configs.model_keys(run) if run else read_folder(name, False)
+    except UserError as error:
+        raise UserError(f"model_name={name}: {error}") from None
+    if keys is not None:
+        if uses_weights:
+            keys = {**keys, "load_parameters_path": name}
+        return to_settings(keys, f"in {name}")
+    path = Path(os.path.expanduser(name)) if name.endswith((".yml", ".py")) else CONFIGS / "models" / f"{name}.yml"
+    if not path.is_file():
+        raise UserError(not_found.no_model(name, path))
+    settings = to_settings(read_config(path), f"in {path}")
+    for setting in settings:
+        if setting.key in KEYS and KEYS[setting.key].section != "model":
+            problems.append(f"{path}: {setting.key} does not describe a model; a model file has only keys that do")
+    return settings + to_settings(read_folder(str(path.parent), True) or {}, f"beside {path}")

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 _MAX_NAMED = 100  # files that a fingerprint names one by one, so that an error can say which of them is another
 _CHUNK_BYTES = 1 << 24
 _THREADS = 32
-_REQUESTS, _DEPTH = 128, 6  # that read ahead: at a time, and for each packing stream
 # What a fingerprint reads of the files: all of them, or so many blocks spread evenly over their bytes.
 _SAMPLED_BLOCKS, _BLOCK_BYTES = 256, 1 << 16
 _WATCHED, _WATCHED_IN_STORES = 1 << 14, 1 << 6  # files of which a run looks whether they are written

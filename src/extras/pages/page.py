@@ -25,7 +25,6 @@ from src.run.environment import read_environment
 from src.run.metrics import TRAIN_KEYS
 from src.system.disk import any_path
 from src.system.errors import UserError, counted, first_few, show
-from src.system.outputs import write_output
 
 if TYPE_CHECKING:
     from src.extras.pages.comparison import Run
@@ -51,6 +50,7 @@ def main(argv: Sequence[str]) -> None:
     folder = epath.Path(argv[0])
     page_file = folder / ("report.html" if len(argv) == 1 else "comparison.html")
     from src.extras.pages.comparison import read_runs
+    from src.system.outputs import write_output
 
     try:
         runs = read_runs(argv)

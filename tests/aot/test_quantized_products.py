@@ -141,7 +141,7 @@ def test_an_evaluation_on_a_gpu_multiplies_in_float8_too():
 def test_a_gpus_program_with_wider_products_is_refused():
     """Triton's: its float8 becomes float16."""
     program = SimpleNamespace(as_text=lambda: compiled("fp8", "a3", "--xla_gpu_enable_triton_gemm=true"))
-    with pytest.raises(UserError, match=r"quantization=fp8: the compiled step has .* these in more: .*in_8_bits"):
+    with pytest.raises(UserError, match=r"quantization=fp8: the compiled step has .* these in more bits: .*in_8_bits"):
         eight_bits.check(program, PLAN)
 
 
@@ -155,9 +155,13 @@ def test_a_gpus_program_without_the_products_of_one_pass_is_refused():
         lines = [line for line in text.splitlines() if "in_8_bits" not in line or not is_lost("transpose(" in line)]
         return SimpleNamespace(as_text=lambda: "\n".join(lines))
 
-    with pytest.raises(UserError, match=r"has [1-9]\d* products of 8 bits, and these in more: every forward one\. "):
+    with pytest.raises(
+        UserError, match=r"has [1-9]\d* matmuls in 8 bits, and these in more bits: every forward one\. "
+    ):
         eight_bits.check(without(lambda is_backward: not is_backward), PLAN)
-    with pytest.raises(UserError, match=r"has [1-9]\d* products of 8 bits, and these in more: every backward one\. "):
+    with pytest.raises(
+        UserError, match=r"has [1-9]\d* matmuls in 8 bits, and these in more bits: every backward one\. "
+    ):
         eight_bits.check(without(lambda is_backward: is_backward), PLAN)
     # As where the layers' weights are frozen, and the output's alone are trained.
     some_frozen = SimpleNamespace(**vars(PLAN) | {"roles": {"wi": "frozen", "output": "trainable"}})
@@ -166,5 +170,5 @@ def test_a_gpus_program_without_the_products_of_one_pass_is_refused():
     fixed = SimpleNamespace(**vars(PLAN) | {"roles": {"wi": "trainable", "layer_scalar": "frozen"}})
     with pytest.raises(UserError, match="every backward one"):
         eight_bits.check(without(lambda is_backward: is_backward), fixed)
-    with pytest.raises(UserError, match=r"has 0 products of 8 bits, .*: every forward one, every backward one"):
+    with pytest.raises(UserError, match=r"has 0 matmuls in 8 bits, .*: every forward one, every backward one"):
         eight_bits.check(without(lambda is_backward: True), PLAN)

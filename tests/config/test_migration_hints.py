@@ -96,7 +96,7 @@ ANSWERED = [
     ("lora.lora_rank=8", "lora_rank=8"),
     ("--exp=tasks.lm.params.mine.Mine", "model_name=NAME"),
     ("--job_log_dir=gs://bucket", "base_output_directory=gs://bucket"),
-    ("--exp tasks.lm.params.c4.C4Spmd1BAdam4Replicas --mode decode_once", "mode is a name of Pax; type prompt=TEXT"),
+    ("--exp tasks.lm.params.c4.C4Spmd1BAdam4Replicas --mode decode_once", "mode is a Pax name; type prompt=TEXT"),
     ("--exp tasks.lm.params.c4.C4Spmd1BAdam4Replicas --mode decode_once", "configs/recipes/pax-c4-1b-v4-8.yml"),
     ("block_size=1024", "type max_target_length=1024 instead"),
     ("n_embd=768", "base_emb_dim=768"),

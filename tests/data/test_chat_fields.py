@@ -269,7 +269,7 @@ WRONG = [
     ),
     ({"functions": [{"name": "a"}]}, '"functions" is not read.*"tools"'),
     ({"documents": [{"text": "a"}]}, '"documents" is not read.*"chat_template_kwargs"'),
-    ({"images": ["a.png"]}, '"images" is not read here: write conversations of text alone'),
+    ({"images": ["a.png"]}, '"images" is not read here: write conversations of text only'),
     ({"weight": 0.5}, '"weight" is not read here: .*in messages not to be learned'),
     ({"train": False}, '"train" is not read here: .*in messages not to be learned'),
     ({"tools": {"name": "a"}}, '"tools" as a list'),

@@ -199,7 +199,7 @@ def test_a_weight_that_the_family_does_not_have_is_named(tmp_path):
         ("deepseek_v32", r"is deepseek_v2; they differ in .*index_topk"),
         ("gptj", r"is gpt2; they differ in rotary_dim"),
         ("gpt_neox", r"is llama; they differ in .*use_parallel_residual"),
-        ("ernie4_5", r"is llama; they differ in no entry, so by what its code computes"),
+        ("ernie4_5", r"is llama; they differ in no entry, so only their code differs"),
     ],
 )
 def test_a_model_of_another_kind_is_answered_with_the_nearest_and_what_differs(tmp_path, kind, nearest):

@@ -1,4 +1,4 @@
-"""Streams a dataset by Hugging Face's package `datasets`: `dataset_type=hf`, of the hub or of a local folder."""
+"""Streams a dataset with Hugging Face's package `datasets`: `dataset_type=hf`, from the hub or a local folder."""
 
 import functools
 import os
@@ -18,10 +18,10 @@ from src.system.user_code import call
 
 
 def open_source(spec: SourceSpec, inputs: InputSpec) -> StreamSource:
-    """Opens this host's share of a split: each N-th file, or each N-th row where N hosts do not divide the files.
+    """Opens this host's share of a split: every N-th file, or every N-th row if N hosts do not divide the files.
 
-    `dataset_path` is a folder or a dataset of the hub, NAME, ORG/NAME or either with @REVISION, and `dataset_name` one
-    of its configurations. Raises UserError where there is no such dataset, revision, split or column.
+    `dataset_path` is a folder or a dataset on the hub, NAME, ORG/NAME or either with @REVISION, and `dataset_name` one
+    of its configurations. Raises UserError if there is no such dataset, revision, split or column.
     """
     import datasets
     from datasets.distributed import split_dataset_by_node
@@ -37,7 +37,7 @@ def open_source(spec: SourceSpec, inputs: InputSpec) -> StreamSource:
     elif match := re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?", path):
         path, revision = match.groups()
         commit = call(what, lambda: HfApi().dataset_info(path, revision=revision).sha)
-        facts |= {"dataset": path, "commit": commit}  # else a run would go on with whatever the hub has by then
+        facts |= {"dataset": path, "commit": commit}  # pinned: a resumed run must not use a later version
     builder = call(what, lambda: datasets.load_dataset_builder(path, spec.dataset_name or None, revision=commit))
     _check_inside(what, path, builder.config.data_files or {})
     whole = call(what, builder.as_streaming_dataset, spec.split)
@@ -50,12 +50,12 @@ def open_source(spec: SourceSpec, inputs: InputSpec) -> StreamSource:
 
 
 def _check_inside(what: str, path: str, data_files: Mapping[str, Iterable[str]]) -> None:
-    """Raises UserError if the files of a folder, which its README.md may name, or of the hub are elsewhere."""
+    """Raises UserError if a dataset's files, which its README.md may name, are outside of its folder or the hub."""
     root = os.path.realpath(path)
-    if os.path.basename(os.path.dirname(root)) == "snapshots":  # of the hub's cache, with links to blobs beside it
+    if os.path.basename(os.path.dirname(root)) == "snapshots":  # in the hub's cache, files are links to ../../blobs
         root = os.path.dirname(os.path.dirname(root))
     inside = f"{root}/" if os.path.isdir(path) else "hf://datasets/"
     names = [name for of_split in data_files.values() for name in of_split]
     places = {name: name if "://" in name else os.path.realpath(name) for name in names}
     if outside := [name for name, place in places.items() if not place.startswith(inside)]:
-        raise UserError(f"{what}: its files are to be within it, and these are not: {first_few(outside)}")
+        raise UserError(f"{what}: its files must be within it, but these are not: {first_few(outside)}")

@@ -1,4 +1,4 @@
-"""OLMo 2: norms after attention and feed-forward, and of all heads at once; OLMo 3: windows in three of four layers."""
+"""OLMo 2: norms after attention and feed-forward, QK norm over all heads together; OLMo 3: windows in 3 of 4 layers."""
 
 from dataclasses import replace
 

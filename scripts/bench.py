@@ -31,7 +31,7 @@ from src.system.exit_codes import run_command
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
-# case: the config, and changed keys
+# case: the config, and changed keys.
 CASES = {
     "quickstart": ("quickstart.yml", []),
     "1b": ("base.yml", ["per_device_batch_size=4", "remat_policy=minimal_with_context"]),

@@ -107,8 +107,8 @@ def _ring(axis: str, n: int, length: int, heads: int, interpret: bool) -> Callab
         dq, dk, dv = gradients(late, q[:, half:], k, v, *(x[:, half:] for x in rest))
         return _behind(dq, 0.0), dk, dv
 
-    def backward(kept: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
-        q, k, v, *rest = kept
+    def backward(saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        q, k, v, *rest = saved
         rest.append(cotangent)
         dq, dk, dv = gradients(own, q, k, v, *rest)
         device = jax.lax.axis_index(axis)
@@ -122,11 +122,11 @@ def _ring(axis: str, n: int, length: int, heads: int, interpret: bool) -> Callab
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return forward(q, k, v)[0]
 
-    def kept(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def forward_saving(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         out, total = forward(q, k, v)
         return out, (q, k, v, out, total)
 
-    attend.defvjp(kept, backward)
+    attend.defvjp(forward_saving, backward)
     return attend
 
 

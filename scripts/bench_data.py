@@ -48,7 +48,7 @@ B, T = 16, 2048
 VOCAB_SIZE = 8_000
 TOKENIZERS = ("byte", "sentencepiece", "huggingface")
 CASES = (*TOKENIZERS, "tokens", "conversations")
-# Maximum bytes per document: the config's default, and a size that fits into a row with any tokenizer
+# Maximum bytes per document: the config's default, and a size that fits into a row with any tokenizer.
 DOCUMENTS = {"documents of up to 64 KiB": 64 * 1024, "documents of up to 2,000 bytes": 2_000}
 WARM_UP_TOKENS = 4 * B * T
 
@@ -89,9 +89,7 @@ def main(argv: list[str]) -> None:
 
 
 def compare(argv: list[str], turns: int, seconds: float, has_short_documents: bool) -> None:
-    """Prints both sides' tokens per second on one thread, and with the fastest parallel setting of each on two
-    cores.
-    """
+    """Prints both sides' tokens per second on one thread, and with each side's fastest setting for two cores."""
     config = resolve_config.load(argv)
     path, tokenizer = config.dataset_path, make_tokenizer(config.data, config.vocab_size)
     packers = {"concat then split": concat_then_split}

@@ -35,7 +35,7 @@ def serve(folder: str, latency: float, urls: "multiprocessing.Queue[str]") -> No
         def __init__(self) -> None:
             super().__init__("data")
 
-            # bypasses http.server's parser, which would use up the two cores
+            # Bypasses http.server's parser, which would use up the two cores.
             def answer_quickly(handler: object) -> None:
                 head = handler.rfile.readline(65537)
                 line = first = head

@@ -132,8 +132,8 @@ def curves(losses: dict[tuple[str, int], list[float]], seeds: list[int]) -> str:
     for row, kind in enumerate(KINDS):
         line = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in zip(ends, means[kind], strict=True))
         parts.append(f'<polyline points="{line}" fill="none" stroke="{COLORS[kind]}" stroke-width="1.5"/>')
-        place = f'x="{WIDTH - MARGIN - 90}" y="{MARGIN + 24 * (row + 1)}"'
-        parts.append(f'<text {place} font-size="{FONT}" fill="{COLORS[kind]}">{kind or "float32"}</text>')
+        position = f'x="{WIDTH - MARGIN - 90}" y="{MARGIN + 24 * (row + 1)}"'
+        parts.append(f'<text {position} font-size="{FONT}" fill="{COLORS[kind]}">{kind or "float32"}</text>')
     title = f"training loss (nats per byte) by step, mean of {len(seeds)} seeds"
     return "\n".join([*parts, f'<text x="{MARGIN}" y="24" font-size="{FONT}">{title}</text>', "</svg>", ""])
 

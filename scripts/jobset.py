@@ -15,7 +15,7 @@ from src.system.errors import UserError
 from src.system.exit_codes import run_command
 
 # Values of the node labels cloud.google.com/gke-tpu-accelerator and gke-accelerator (docs.cloud.google.com/
-# kubernetes-engine/docs/concepts/plan-tpus and concepts/gpus), by the names in src/parallel/topology.py
+# kubernetes-engine/docs/concepts/plan-tpus and concepts/gpus), by the names in src/parallel/topology.py.
 ACCELERATORS = {
     "v4": "tpu-v4-podslice",
     "v5e": "tpu-v5-lite-podslice",
@@ -48,8 +48,10 @@ def manifest(name: str, kind: str, slices: int, image: str, command: Sequence[st
     try:
         topology = parse_topology(kind, slices)
     except UserError as error:
-        said = str(error).replace("compile_topology_num_slices=", "--slices ").replace("compile_topology=", "--type ")
-        raise UserError(said) from None
+        message = (
+            str(error).replace("compile_topology_num_slices=", "--slices ").replace("compile_topology=", "--type ")
+        )
+        raise UserError(message) from None
     if topology.platform == "cpu":
         raise UserError(f"--type {kind}: expected a TPU slice or a GPU host, such as v5e-256 or a3")
     family = topology.name if topology.platform == "gpu" else re.split("[-:]", topology.name)[0]

@@ -17,7 +17,7 @@ from maxtext.trainers.pre_train import train_compile
 
 KEYS = "dataset_type=synthetic enable_checkpointing=false jax_cache_dir= base_output_directory=/tmp run_name=none "
 KEYS += "attention=flash"
-# From MaxText's own scripts (configs/tpu): v5e/16b.sh, v5p/llama2_7b.sh and v6e/llama2_7b_4096.sh
+# From MaxText's own scripts (configs/tpu): v5e/16b.sh, v5p/llama2_7b.sh and v6e/llama2_7b_4096.sh.
 GATHERS = (
     "xla_enable_async_all_gather xla_tpu_overlap_compute_collective_tc xla_tpu_enable_async_collective_fusion "
     "xla_tpu_enable_async_collective_fusion_multiple_steps xla_tpu_enable_async_collective_fusion_fuse_all_gather "

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Distributions that a run on synthetic data imports, or whose versions it reports
+# Distributions that a run on synthetic data imports, or whose versions it reports.
 NEEDED = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "ml_collections", "absl-py", "PyYAML")
 NEEDED += ("tensorboardX", "protobuf", "tensorstore", "etils", "rich")
 STEPS, WARM_UP = 20, 5  # steps of a run, and untimed ones among these
-# About 1.1B parameters at 4,096 tokens, and its replacement on a CPU
+# About 1.1B parameters at 4,096 tokens, and its replacement on a CPU.
 MODEL = ("max_target_length=4096", "per_device_batch_size=4", "remat_policy=minimal_with_context")
 TINY = ("max_target_length=64", "base_emb_dim=64", "base_mlp_dim=128", "base_num_decoder_layers=2", "vocab_size=256")
 TINY += ("base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=16", "per_device_batch_size=1")
@@ -35,8 +35,8 @@ TOPOLOGIES = {
     "NVIDIA B200": "a4:1",
     "cpu": "cpu-1",
 }
-# Required ranges: check, figure, minimum and maximum. Decoding and other models are only measured: there is no figure
-# of another trainer to compare with.
+# Required ranges: check, figure, minimum and maximum. Decoding and other models are only measured: other trainers
+# have published no figures to compare with.
 TARGETS = (
     ("bfloat16", "mfu", 0.55, 1.0),
     ("kernels", "greatest_difference", 0.0, 0.02),
@@ -56,13 +56,13 @@ class Machine:
         self.runs_done = self.seconds_done = 0.0  # by checks
         self.kind = ""  # JAX's name of the device
         self.keys = [*(MODEL if self.is_gpu else TINY), "dataset_type=synthetic", "enable_checkpointing=false"]
-        # use one GPU, even if there are more
+        # Use one GPU, even if there are more.
         own = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES") or "0"}
         self.environment = os.environ | (own if self.is_gpu else {"JAX_PLATFORMS": "cpu"})
         self.shared: dict[str, dict | RuntimeError] = {}
 
     def left(self) -> float | None:
-        """Returns the remaining seconds, None if there is no limit."""
+        """Returns the remaining seconds, None without a limit."""
         return None if math.isinf(self.end) else max(1.0, self.end - time.monotonic())
 
     def count(self, runs: float, seconds: float) -> None:
@@ -204,9 +204,7 @@ def soft_cap(machine: Machine) -> dict:
 
 
 def head_dim_256(machine: Machine) -> dict:
-    """Trains a model with half as many heads of 256, which cuDNN supports on Hopper and newer, and checks its
-    kernel.
-    """
+    """Trains a model with half as many heads, of 256, which cuDNN supports from Hopper on, and checks its kernel."""
     heads = 8 if machine.is_gpu else 1
     keys = ("head_dim=256", f"base_num_query_heads={heads}", f"base_num_kv_heads={heads}")
     found = machine.beside_plain("head_dim_256", *keys)
@@ -328,7 +326,7 @@ def judged(checks: dict[str, dict]) -> dict[str, bool]:
 
 
 def described(machine: Machine) -> dict:
-    """Returns the device, the software and the CUDA versions; raises RuntimeError if there is no device to check.
+    """Returns the device, the software and the CUDA versions; raises RuntimeError without a device to check.
 
     The ahead-of-time compilers may be for another CUDA version than the run's, so both are printed.
     """

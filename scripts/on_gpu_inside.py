@@ -27,9 +27,7 @@ def facts(keys: Sequence[str]) -> dict[str, str]:
 
 
 def compilers(keys: Sequence[str]) -> dict[str, str]:
-    """Returns the CUDA version for ahead-of-time compilation: the run's, or the one installed by `bash setup.sh
-    aot`.
-    """
+    """Returns the CUDA version for ahead-of-time compilation: the run's, or that of `bash setup.sh aot`."""
     import src.extras.aot.compilers  # noqa: F401  it extends the path
 
     return {"CUDA ahead of time": cuda()}
@@ -65,7 +63,7 @@ def kernels(keys: Sequence[str]) -> dict[str, Any]:
     found = {}
     for name, packed, window in (("packed", True, 0), ("unpacked", False, 0), ("window", False, T // 4)):
         found[f"attention_{name}"] = attention_differs(B, T, N, N, H, packed, window)
-        # sequences as long as the trained model's, with fewer key heads than query heads
+        # Sequences as long as the trained model's, with fewer key heads than query heads.
         found[f"attention_{name}_grouped"] = attention_differs(1, 4 * T, N, N // 4, H, packed, window)
     # In pieces, as for sequences of more than 4,096 tokens; then with latent attention's query and value sizes.
     found["attention_pieces"] = attention_differs(1, 8 * T, N, N // 4, H, True, 0)

@@ -29,7 +29,7 @@ class Value(NamedTuple):
 
     name: str  # with its index in a tuple
     type: str
-    place: int  # the offset in bytes
+    offset: int  # in bytes
     size: int
     first: int
     last: int
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
     print(f"{moment.size / 1e9:.3f} GB of temporaries at {moment.instruction}, {made_by(program, moment.instruction)}")
     listed: dict[tuple[int, int], Value] = {}
     for value in moment.values:
-        listed.setdefault((value.place, value.size), value)
+        listed.setdefault((value.offset, value.size), value)
     for value in listed.values():
         if value.size >= LEAST:
             print(f"  {value.size / 1e9:7.3f}  {value.type}  {made_by(program, value.name)}")
@@ -77,8 +77,8 @@ def fullest(assignment: str, ranges: str) -> Fullest:
     """
     alive = {name + index: (int(first), int(last)) for name, index, first, last in _ranges(ranges)}
     values = [
-        Value(name, type_, place, size, *alive[name])
-        for name, type_, place, size in _temporaries(assignment)
+        Value(name, type_, offset, size, *alive[name])
+        for name, type_, offset, size in _temporaries(assignment)
         if name in alive
     ]
     if not values:
@@ -86,7 +86,7 @@ def fullest(assignment: str, ranges: str) -> Fullest:
     moments = sorted({value.first for value in values})
     at = max(moments, key=lambda moment: _taken(values, moment))
     schedule = dict(re.findall(r"^\s+(\d+):(\S+)$", ranges, re.MULTILINE))
-    there = sorted((v for v in values if v.first <= at <= v.last), key=lambda v: (-v.size, v.place, v.first))
+    there = sorted((v for v in values if v.first <= at <= v.last), key=lambda v: (-v.size, v.offset, v.first))
     return Fullest(schedule[str(at)], _taken(values, at), there)
 
 
@@ -110,9 +110,9 @@ def _temporaries(text: str) -> Iterator[tuple[str, str, int, int]]:
 def _taken(values: Sequence[Value], moment: int) -> int:
     """Counts the bytes in use at a moment; values may share bytes."""
     total = end = 0
-    for place, size in sorted((v.place, v.size) for v in values if v.first <= moment <= v.last):
-        total += max(place + size, end) - max(place, end)
-        end = max(place + size, end)
+    for offset, size in sorted((v.offset, v.size) for v in values if v.first <= moment <= v.last):
+        total += max(offset + size, end) - max(offset, end)
+        end = max(offset + size, end)
     return total
 
 

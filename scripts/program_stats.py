@@ -34,10 +34,10 @@ from src.step.build import build
 from src.step.compiler_flags import compiler_options
 from src.system.exit_codes import run_command
 
-# Cycles per second: a chip's published peak over its matrix units' operations per cycle (v4, v5e, v5p: 128 x 128 each)
+# Cycles per second: a chip's published peak over its matrix units' operations per cycle (v4, v5e, v5p: 128 x 128 each).
 CLOCK = {"TPU v4": 1.05e9, "TPU v5 lite": 1.5e9, "TPU v5": 1.75e9, "TPU v6 lite": 1.75e9, "TPU7x": 2.2e9}
 LISTED = 20  # copies and kernels
-# Operations that move an array without computing
+# Operations that move an array without computing.
 MOVES = {"copy", "transpose", "reshape", "bitcast", "parameter", "tuple", "get-tuple-element", "constant", "slice"}
 MOVES |= {"dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "broadcast"}
 LAYS_OUT = {"copy", "transpose", "reshape"}  # the ones that a better program might avoid
@@ -134,14 +134,12 @@ def numbered_mesh(text: str) -> Any:
 
 
 def statistics(text: str, mesh: Mesh, kind: str, bundles: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Computes all statistics except memory, for a program on this kind of device; `bundles` are by instruction
-    name.
-    """
+    """Computes all statistics except memory, for a program on this kind of device; `bundles` are by instruction."""
     found = list(instructions(text))
     cycles, seconds = Counter(), CLOCK.get(kind)
     for each in found:
         cycles[category(each)] += each.times * estimated_cycles(each.instruction)
-    result = {"cycles": dict(cycles), "products": products(found)}
+    result = {"cycles": dict(cycles), "matmuls": matmuls(found)}
     result |= {"kernels": kernels(found, bundles), "copies": copies(found)}
     if seconds:
         result["seconds"] = {name: count / seconds for name, count in [*cycles.items(), ("sum", sum(cycles.values()))]}
@@ -187,7 +185,7 @@ def category(each: Executed) -> str:
     """Classifies an instruction's cycles; a fusion of a matmul and a collective counts as a matmul."""
     opcodes = {instruction.opcode for _, instruction in each.inside}
     if opcodes & {"convolution", "dot"} or is_gemm(each):
-        return "products"
+        return "matmuls"
     if {opcode.removesuffix("-start").removesuffix("-done") for opcode in opcodes} & set(RING_SHARE):
         return "collectives"
     return "copies" if opcodes <= MOVES and opcodes & LAYS_OUT else "elementwise"
@@ -213,7 +211,7 @@ def target(instruction: Instruction) -> str:
     return found[1] if found and instruction.opcode == "custom-call" else ""
 
 
-def products(found: Sequence[Executed]) -> list[dict[str, Any]]:
+def matmuls(found: Sequence[Executed]) -> list[dict[str, Any]]:
     """Counts matmuls by implementation and dtypes of inputs and output, most frequent first.
 
     A fusion may convert a matmul's result: the output dtype is before the conversion.
@@ -277,7 +275,7 @@ def print_statistics(result: Mapping[str, Any]) -> None:
     print("  ".join(f"{name} {size / 1e9:.3f} GB" for name, size in result["memory"].items()))
     unit, amounts = ("s", result["seconds"]) if "seconds" in result else ("cycles", result["cycles"])
     print("  ".join(f"{name} {amount:.4g} {unit}" for name, amount in amounts.items()))
-    for title in ("products", "kernels"):
+    for title in ("matmuls", "kernels"):
         print(f"\n{title} (places, executions)")
         for each in result[title][:LISTED]:
             of = f" ({each['bundles']:,} bundles)" if "bundles" in each else ""

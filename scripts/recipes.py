@@ -94,12 +94,12 @@ def read(path: Path) -> Recipe:
     """Reads a recipe and its opening comment."""
     text = path.read_text()
     comment = re.match(r"(?:#.*\n)+", text)[0]
-    said = yaml.safe_load(re.sub(r"^# ?", "", comment, flags=re.MULTILINE))
-    figures = said.pop("published")
+    comment_keys = yaml.safe_load(re.sub(r"^# ?", "", comment, flags=re.MULTILINE))
+    figures = comment_keys.pop("published")
     none = figures if isinstance(figures, str) else ""
     published = {} if none else {slices: Figures(**{**_UNSTATED, **stated}) for slices, stated in figures.items()}
     return Recipe(
-        **{"attention_flops": "", **said},
+        **{"attention_flops": "", **comment_keys},
         name=path.stem,
         published=published,
         unpublished=none,

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 from scripts import results_plots as plots  # noqa: E402 (the path is set above)
 
 MODEL = ROOT / "docs" / "results" / "model.yml"
-BLOCK, HELD_OUT_EVERY = 64, 100  # paragraphs per block; one block in so many is held out
+BLOCK, HELD_OUT_EVERY = 64, 100  # paragraphs per block; one block in HELD_OUT_EVERY is held out
 POINTS = 150  # points stored of a curve
 
 
@@ -69,10 +69,10 @@ class Lab:
         digests = [hashlib.sha256((self.text / part / "text.txt").read_bytes()).hexdigest() for part in parts.values()]
         asked = "\n".join([config.read_text(), *digests, *keys])  # a run of the same name may have had other settings
         if not (run / "finished").exists() or (run / "finished").read_text() != asked:
-            place = [f"run_name={name}", f"base_output_directory={self.folder}", "quiet=true"]
+            where = [f"run_name={name}", f"base_output_directory={self.folder}", "quiet=true"]
             print(" ".join([name, *keys]), flush=True)
             shutil.rmtree(run, ignore_errors=True)  # remove a stopped run's files
-            _command("src.train", str(config), *sources, *place, *keys, core=core)
+            _command("src.train", str(config), *sources, *where, *keys, core=core)
             (run / "finished").write_text(asked)
         return _read(run, list(keys))
 
@@ -103,8 +103,8 @@ def split(source: Path, out: Path) -> Path:
     blocks = [b"".join(lines[i : i + BLOCK]) for i in range(0, len(lines), BLOCK)]
     for name, held in ("train", False), ("held_out", True):
         (out / name).mkdir(parents=True, exist_ok=True)
-        kept = [block for i, block in enumerate(blocks) if (i % HELD_OUT_EVERY == 0) is held]
-        (out / name / "text.txt").write_bytes(b"".join(kept))
+        part = [block for i, block in enumerate(blocks) if (i % HELD_OUT_EVERY == 0) is held]
+        (out / name / "text.txt").write_bytes(b"".join(part))
     return out
 
 
@@ -159,7 +159,7 @@ def sizes(lab: Lab, out: Path) -> dict[str, Any]:
             keys = [*_width(width), f"base_num_decoder_layers={layers}", "mup_base_emb_dim=64", "learning_rate=8e-3"]
             keys += ["steps=1500", *_seed(seed)]
             points.append((width, layers, lab.train(f"sizes-{width}-{seed}", *keys)))
-    # without embeddings and output, as Kaplan et al.
+    # Without embeddings and output, as Kaplan et al.
     parameters = [it.parameters - 2 * 258 * width for width, _, it in points]
     losses = [it.held_out_loss for _, _, it in points]
     law = power_law(parameters, losses)
@@ -238,9 +238,7 @@ def experts(lab: Lab, out: Path) -> dict[str, Any]:
 
 
 def lora(lab: Lab, out: Path) -> dict[str, Any]:
-    """Finetunes a model of English on Python source: all weights, or adapters of each matrix, with the best rate of
-    each.
-    """
+    """Finetunes a model of English on Python source: all weights, or adapters, with the best rate of each."""
     shape = _width(128)
     lab.train("lora-base", *shape, "steps=2000", "enable_checkpointing=true", "checkpoint_period=2000")
     python = [*shape, "dataset_path=", "eval_dataset_path=", "eval_steps=64", "steps=400"]
@@ -266,8 +264,7 @@ def lora(lab: Lab, out: Path) -> dict[str, Any]:
 
 
 def compression(lab: Lab, out: Path) -> dict[str, Any]:
-    """Trains six layers of 320 on SentencePiece and on bytes: bits per byte of held-out text, compared with
-    compressors.
+    """Trains six layers of 320 on SentencePiece and on bytes; compares bits per byte with compressors.
 
     Two single-threaded runs in parallel take half the time of two runs with two threads in sequence; the third, a
     second seed of bytes, uses both cores.
@@ -276,7 +273,7 @@ def compression(lab: Lab, out: Path) -> dict[str, Any]:
     model = ["base_emb_dim=320", "base_mlp_dim=896", "base_num_decoder_layers=6", "base_num_query_heads=5"]
     model += ["base_num_kv_heads=5", "opt_type=muon", "learning_rate=4e-3", "steps=1000"]
     model += ["enable_checkpointing=true", "checkpoint_period=1000"]
-    # src.evaluate cuts the held-out text; a training run would see one document of 282 KB
+    # src.evaluate cuts the held-out text; a training run would see one document of 282 KB.
     model += ["eval_interval=-1"]
     pieces = ["tokenizer_type=sentencepiece", f"tokenizer_path={lab.folder / 'pieces.model'}", "vocab_size=4096"]
     kinds = {
@@ -336,7 +333,7 @@ def activations(metrics: Path) -> list[float]:
 
 
 def crossing(steps: Sequence[int], losses: Sequence[float], target: float) -> float:
-    """Returns where a line through the points (steps, losses) first falls to `target`.
+    """Finds the step at which a line through the points (steps, losses) first falls to `target`.
 
     Raises ValueError if the first loss is not above it, or no loss reaches it: the crossing is then unknown.
     """
@@ -361,9 +358,7 @@ def knee(curve: Sequence[tuple[int, float]]) -> tuple[int, float]:
 
 
 def power_law(sizes: Sequence[float], losses: Sequence[float]) -> dict[str, float]:
-    """Fits loss = factor * size^-exponent by least squares of logarithms, with the exponent's ordinary standard
-    error.
-    """
+    """Fits loss = factor * size^-exponent by least squares of logarithms; returns the standard error too."""
     x, y = [math.log(size) for size in sizes], [math.log(loss) for loss in losses]
     fit = statistics.linear_regression(x, y)
     left = sum((b - fit.intercept - fit.slope * a) ** 2 for a, b in zip(x, y, strict=True))

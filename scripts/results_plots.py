@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
 Labels = tuple[str, str]  # of x and of y
-# Okabe and Ito's, distinguishable for color-blind readers
+# Okabe and Ito's, distinguishable for color-blind readers.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#666666", "#e69f00")
 plt.rcParams.update(
     {"font.size": 12, "svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "mintext", "axes.grid": True}

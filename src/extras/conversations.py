@@ -33,7 +33,7 @@ _EXPECTED = (
 _OF_RECORD = ("system", "tools", "chat_template_kwargs")
 _OF_LOSS = ("weight", "train")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # alternative names of one message field, by precedence
-# Fields by which other trainers change what the model sees or learns, and what to write instead here
+# Fields by which other trainers change what the model sees or learns, and what to write instead here.
 _INSTEAD = {
     **dict.fromkeys(("conversations", "history"), 'all turns in "messages"'),
     **dict.fromkeys(("functions", "function_call"), '"tools", and "tool_calls" in messages'),
@@ -44,9 +44,7 @@ _INSTEAD = {
 
 
 class ChatFields:
-    """Extracts the record fields that a chat template and the loss can use; `unused` collects the names of other
-    fields.
-    """
+    """Extracts record fields for the chat template and the loss; `unused` collects the names of other fields."""
 
     def __init__(self, inputs: InputSpec, **shown: Any) -> None:
         of = inputs.tokenizer
@@ -100,7 +98,7 @@ def _as_shown(message: Message) -> Message:
 class ConversationSource(Source):
     """Reads .jsonl files of conversations, or of prompts with completions. Opening checks all lines.
 
-    The first arguments are as in `DocumentFiles`. Raises UserError if there is no file, or a line is neither.
+    The first arguments are as in `DocumentFiles`. Raises UserError for missing files, or a line that is neither.
     """
 
     reader, expected = "use_sft=true", _EXPECTED
@@ -117,7 +115,7 @@ class ConversationSource(Source):
         digest = hashlib.sha256()
         for file, lines in itertools.groupby(map(self._files.locate, range(len(self))), operator.itemgetter(0)):
             extents = [extent for _, *extent in lines]
-            # in one read: for a remote file, each line would be a request
+            # In one read: for a remote file, each line would be a request.
             content = b"".join(files.chunks(file, extents[-1][1]))
             digest.update(content)
             for start, stop in extents:
@@ -203,9 +201,7 @@ def read_message(message: Any, number: int) -> Message:
 
 
 def is_left_out(message: Message) -> bool:
-    """Tells whether a message has `weight: 0` or `train: false`; raises ValueError for values that have no meaning
-    here.
-    """
+    """Tells whether a message has `weight: 0` or `train: false`; raises ValueError for unusable values."""
     role, values = message["role"], [message.get(name) for name in _OF_LOSS]
     if any(value not in (None, 0, role == "assistant") for value in values):  # other roles are never learned
         said = '"weight" and "train" may be 0 and false, in messages of the assistant also 1 and true'

@@ -1,6 +1,4 @@
-"""Explains other trainers' names, from the tables of docs/from_maxtext_and_pax.md, and suggests the intended
-command.
-"""
+"""Explains other trainers' names, from tables in docs/from_maxtext_and_pax.md, and suggests what to type."""
 
 import difflib
 import fnmatch
@@ -19,7 +17,7 @@ from src.config.yaml import CONFIGS, NOTHING, Plain, dump, literal, parse, parse
 from src.system.errors import UserError, did_you_mean, from_here
 
 PAGE = shipped("docs") / "from_maxtext_and_pax.md"
-# other programs' words for mesh axes in their size keys
+# Other programs' words for mesh axes in their size keys.
 MESH_WORDS = {
     **{"dp": "data", "replica": "data", "stage": "pipeline", "pp": "pipeline", "cp": "context", "sp": "context"},
     **{"ep": "expert", "model": "tensor", "mdl": "tensor", "tp": "tensor"},
@@ -87,7 +85,7 @@ def read_page() -> Page:
 
     A third one has model sizes from which the program derives others.
 
-    Without docs/ (src/ and configs/ were copied without it), there are no tables: only MinText's own names are known.
+    Without docs/ (src/ and configs/ were copied without it), the tables are empty: only MinText's own names are known.
     """
     names: dict[str, Renamed | Explained] = {}
     values: dict[tuple[str, str], str] = {}
@@ -129,9 +127,7 @@ def migration_hint(key: str, value: Any) -> Hint | None:
 
 
 def meant(key: str) -> str:
-    """Suggests similar keys, ` Did you mean ...?`, translating other trainers' words for mesh axes; "" if there is
-    none.
-    """
+    """Suggests similar keys, ` Did you mean ...?`, knowing other trainers' words for mesh axes; else ""."""
     match = re.fullmatch(rf"(ici|dcn)_({'|'.join(MESH_WORDS)})(_parallelism)?", key)
     return did_you_mean(f"{match[1]}_{MESH_WORDS[match[2]]}_parallelism" if match else key, KEYS)
 
@@ -175,11 +171,9 @@ def environment_notes(variables: Iterable[str]) -> list[str]:
 
 
 def _fill(template: str | dict[str, str], value: Any) -> tuple[str, bool]:
-    """Fills the value into `template`; also tells if that is certain. A dict without the value gives all its
-    answers.
-    """
+    """Fills the value into `template`, and tells if that is certain; an unknown value gives all answers of a dict."""
     if isinstance(template, dict):
-        # Pax's files contain Python such as jnp.bfloat16 and layers.GELU
+        # Pax's files contain Python such as jnp.bfloat16 and layers.GELU.
         bare = Plain(_spell(value).rpartition(".")[2])
         for theirs, typed in template.items():
             if _same(value, Plain(theirs)) or _same(bare, Plain(theirs)) or fnmatch.fnmatchcase(bare, theirs):

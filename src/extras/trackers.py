@@ -40,7 +40,7 @@ RATE = "train/learning_rate"  # in every step, and sent to MLflow as a step's la
 
 Steps = Mapping[int, Mapping[str, float]]  # scalars by step, in order
 # A tracker's file in the run's folder: the tracked run's `id`, the last `step` it received, the digest `trained_by`,
-# and the step `since` which the digest applies
+# and the step `since` which the digest applies.
 Saved = Mapping[str, Any]
 
 
@@ -58,7 +58,7 @@ class Tracking:
         self._names, self._followers = report_to, list[_Follower]()
         for name in report_to:
             spec = find_spec(name)
-            # a `wandb` folder of offline runs looks like a package without origin
+            # A `wandb` folder of offline runs looks like a package without origin.
             if spec is None or spec.origin is None:
                 raise UserError(f"report_to={name} needs a package that is not installed: bash setup.sh trackers")
         if "mlflow" in report_to and not os.environ.get("MLFLOW_TRACKING_URI"):
@@ -68,9 +68,7 @@ class Tracking:
             )
 
     def start(self, folder: RunFolder, resume_step: int | None) -> None:
-        """Starts following the run's metrics.jsonl, continuing the tracked runs in its folder; `resume_step` None: a
-        new run.
-        """
+        """Follows the run's metrics.jsonl, continuing its folder's tracked runs; `resume_step` None: a new run."""
         for name in dict.fromkeys(self._names):
             self._followers.append({"wandb": _Wandb, "mlflow": _Mlflow}[name](name, folder, resume_step))
             self._followers[-1].start()
@@ -97,8 +95,8 @@ class _Follower(threading.Thread):
     """Sends a run's metrics to a tracker, from one thread. Any error in its package means that it is unreachable.
 
     A subclass has `_begin(keys) -> Saved`, which starts a tracked run with the config's keys or continues the saved
-    one, and returns the last step it has; `_log(steps)`, which yields the last step sent so far, so that none is lost
-    if it fails; and `_finish(sample)`, with the text generated at the run's end.
+    one, and returns the last step it has; `_log(steps)`, which yields the last step sent so far, so that no step is
+    lost if it fails; and `_finish(sample)`, with the text generated at the run's end.
     """
 
     def __init__(self, name: str, folder: RunFolder, resume_step: int | None) -> None:
@@ -209,8 +207,8 @@ class _Wandb(_Follower):
         if self._run:  # of a failed try: its id is in use until it is finished
             try:
                 self._run.finish()
-            # W&B's own process is gone, and this raises the same; the next try starts another process
             except Exception:
+                # W&B's own process is gone. This makes it start another one, and raises the same.
                 with contextlib.suppress(Exception):
                     wandb.teardown()
         # Silent: without an API key it would ask for one on the terminal, in the middle of a run. Both timeouts also
@@ -247,7 +245,7 @@ class _Mlflow(_Follower):
     """MLflow, with server and experiment from its own environment variables."""
 
     def _begin(self, keys: Mapping[str, Any]) -> Saved:
-        # its default, 7, takes minutes; this thread retries itself
+        # Its default, 7, takes minutes; this thread retries itself.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         import mlflow
         from mlflow.entities import Param, RunTag

@@ -81,7 +81,7 @@ def test_a_tpu_makes_every_product_with_a_weight_of_int8(topology):
     products = re.findall(r'= (\w+)\[\S* convolution\((.*?)\), .*?op_name="([^"]*)"', text)
     with_weights = [dtype for dtype, _, name in products if "SKH" not in name]  # that is attention's
     assert with_weights == ["s32"] * 3 * WEIGHTS
-    assert [narrow for _, _, narrow in eight_bits.products(text)] == [True] * 3 * WEIGHTS
+    assert [narrow for _, _, narrow in eight_bits.matmuls(text)] == [True] * 3 * WEIGHTS
     assert sent(text, "all-gather") == {"s8"}
     assert sent(text, "all-reduce") == {"bf16"}  # gradients, no sum of 32 bits
     # No device waits for another's largest magnitudes, but for the weights', which are found before the first layer.
@@ -96,8 +96,8 @@ def test_a_tpu_makes_every_product_with_a_weight_of_int8(topology):
 def test_a_tpu7x_makes_every_product_with_a_weight_of_float8():
     text = compiled("fp8", "tpu7x-8")
     made = {"f8e4m3fn x f8e4m3fn": WEIGHTS, "f8e5m2 x f8e4m3fn": 2 * WEIGHTS}  # forward, backward
-    assert Counter(how for _, how, narrow in eight_bits.products(text) if narrow) == made
-    assert all(narrow for *_, narrow in eight_bits.products(text))
+    assert Counter(how for _, how, narrow in eight_bits.matmuls(text) if narrow) == made
+    assert all(narrow for *_, narrow in eight_bits.matmuls(text))
     assert sent(text, "all-gather") == {"f8e4m3fn"}
 
 
@@ -114,14 +114,14 @@ def test_a_gpu_makes_every_product_with_a_weight_of_float8():
         operations += math.prod(shapes[name]) * shapes[left][int(summed)]
     assert operations == 3 * T * ELEMENTS
     assert sent(text, "all-gather") == {"f8e4m3fn"}
-    assert all(narrow for _, _, narrow in eight_bits.products(text))
+    assert all(narrow for _, _, narrow in eight_bits.matmuls(text))
 
 
 @pytest.mark.long
 @needs_cuda
 def test_a_blackwell_gpu_makes_every_product_with_a_weight_in_blocks():
     text = compiled("mxfp8", "a4")
-    found = eight_bits.products(text)
+    found = eight_bits.matmuls(text)
     assert [(how, narrow) for _, how, narrow in found] == [("__cudnn$blockScaledDot", True)] * 3 * WEIGHTS
     assert sent(text, "all-gather") == {"f8e4m3fn", "f8e8m0fnu"}  # weights as codes, with the blocks' scales
     assert sent(text, "reduce-scatter") == {"bf16"}

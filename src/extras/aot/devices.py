@@ -10,11 +10,11 @@ from jax.experimental import topologies
 from src.parallel.topology import Topology
 from src.system.errors import UserError
 
-# libtpu's names for TPU generations
+# libtpu's names for TPU generations.
 _GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
 CUDA = 13 if find_spec("jax_cuda13_plugin") else 12  # the CUDA version of JAX's plugin; setup.sh installs 12
 
-# GPU properties for XLA's compiler, as the driver reports them (xla/backends/gpu/target_config/specs in openxla/xla)
+# GPU properties for XLA's compiler, as the driver reports them (xla/backends/gpu/target_config/specs in openxla/xla).
 _EVERY_GPU = """
     threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
     block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535

@@ -30,7 +30,7 @@ def check(program: jax.stages.Compiled, plan: StepPlan) -> None:
     if not (text := program.as_text()):
         say([f"quantization={kind}: the program came from the compilation cache without its text, and was not checked"])
         return
-    listed = products(text)
+    listed = matmuls(text)
     wide = [f"{name} of {how}" for name, how, is_narrow in listed if not is_narrow]
     is_backward = {"transpose(" in name and "rematted" not in name for name, _, _ in listed}
     wide += [] if False in is_backward else ["every forward one"]
@@ -46,7 +46,7 @@ def check(program: jax.stages.Compiled, plan: StepPlan) -> None:
         )
 
 
-def products(text: str) -> list[tuple[str, str, bool]]:
+def matmuls(text: str) -> list[tuple[str, str, bool]]:
     """Lists the matmuls that low_precision.py makes in a program: model line, implementation, and whether in 8 bits.
 
     cuBLASLt has a call for float8 matmuls, and cuDNN one for blocked formats. On GPUs, Triton computes matmuls within

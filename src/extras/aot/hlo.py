@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 
 from src.parallel.slices import slice_of
 
-# Share of the whole array that each of n devices sends, with parts passed around a ring (Patarasuk and Yuan 2009)
+# Share of the whole array that each of n devices sends, with parts passed around a ring (Patarasuk and Yuan 2009).
 RING_SHARE: dict[str, Callable[[int], float]] = {
     **dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all"), lambda n: (n - 1) / n),
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "collective-permute": lambda n: 1.0,
     "collective-broadcast": lambda n: 1.0,  # passed from each device to the next
-    # if every device sends equal amounts; the real amounts depend on the data
+    # If every device sends equal amounts; the real amounts depend on the data.
     "ragged-all-to-all": lambda n: (n - 1) / n,
 }
 
@@ -91,16 +91,16 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
     operations: list[Collective] = []
     computations, entry = parse(text)
     partitions = re.search(r"num_partitions=(\d+)", text)
-    places = _MeshPlaces(mesh, int(partitions[1]) if partitions else 1)
+    mesh_map = _MeshMap(mesh, int(partitions[1]) if partitions else 1)
     wrapped = set(re.findall(rf" async-start\(.*{_CALLS['async-start']}", text))
     for computation, instruction, times, with_unknown in executed(computations, entry):
         kind = instruction.opcode.removesuffix("-start")
         if instruction.opcode == "send" and "_xla_megascale_target" in instruction.attributes:
             if re.search(r'_ragged_operand_index="[1-9]', instruction.attributes):
                 continue  # a ragged exchange also sends its sizes in four messages of a few bytes: skip them
-            kind, groups, whole = _between_slices(instruction, computations[computation], places)
+            kind, groups, whole = _between_slices(instruction, computations[computation], mesh_map)
         elif kind in RING_SHARE and not _continues(instruction, computations[computation]):
-            groups = places.numbers(_groups(instruction.attributes, places.partitions))
+            groups = mesh_map.numbers(_groups(instruction.attributes, mesh_map.partitions))
             # An asynchronous collective has the type (input, output, ...).
             is_pair = instruction.opcode.endswith("-start") and kind != "all-reduce"
             whole = type_bytes(_TYPE.findall(instruction.type[1:-1])[1] if is_pair else instruction.type)
@@ -108,18 +108,17 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
                 whole *= groups.shape[1]
             elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"  # the TPU compiler fuses a sum with a slice of it
-            # either side has room for more rows than are sent; neither can exceed the smaller
-            elif kind == "ragged-all-to-all":
+            elif kind == "ragged-all-to-all":  # each side has room for more rows; the smaller one bounds them
                 whole = min(whole, type_bytes(computations[computation][instruction.operands[0]].type))
         else:
             continue
         # A start may be synchronous: XLA's GPU compiler marks it so if nothing runs in the meantime.
         starts = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
         asynchronous = starts or instruction.opcode == "send" or "chain_id" in instruction.attributes
-        facts = {"dtype": first_array(instruction.type)[0], "asynchronous": asynchronous or computation in wrapped}
-        on_networks = places.collectives(kind, groups, times, whole)
-        facts |= {"name": instruction.name, "per_round": with_unknown - times}
-        operations += [replace(collective, **facts) for collective in on_networks]
+        fields = {"dtype": first_array(instruction.type)[0], "asynchronous": asynchronous or computation in wrapped}
+        on_networks = mesh_map.collectives(kind, groups, times, whole)
+        fields |= {"name": instruction.name, "per_round": with_unknown - times}
+        operations += [replace(collective, **fields) for collective in on_networks]
     return operations
 
 
@@ -144,8 +143,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
 def executed(
     computations: Mapping[str, Computation], name: str, times: int = 1, with_unknown: int = 1
 ) -> Iterator[tuple[str, Instruction, int, int]]:
-    """Yields (computation, instruction, executions, executions) for everything that `times` runs of a computation
-    execute.
+    """Yields (computation, instruction, executions, executions) for all that `times` runs of a computation execute.
 
     Loops without a known trip count run zero times in the first count, and once in the second.
     """
@@ -181,9 +179,9 @@ def loop_rounds(loop: Instruction, caller: Computation, computations: Mapping[st
     counter = condition[compare.operands[0]]
     if counter.opcode != "get-tuple-element" or "direction=LT" not in compare.attributes:
         return None
-    place = int(re.search(r"index=(\d+)", counter.attributes)[1])
-    start, bound = _constant(caller, before.operands[place]), _constant(condition, compare.operands[1])
-    added = body[after.operands[place]]
+    index = int(re.search(r"index=(\d+)", counter.attributes)[1])
+    start, bound = _constant(caller, before.operands[index]), _constant(condition, compare.operands[1])
+    added = body[after.operands[index]]
     step = _constant(body, added.operands[1]) if added.opcode == "add" else None
     return None if start is None or bound is None or not step else math.ceil((bound - start) / step)
 
@@ -267,9 +265,8 @@ def _iota(text: str) -> np.ndarray:
     return ids.transpose(_ints(order) if order else None).ravel()
 
 
-def _between_slices(send: Instruction, computation: Computation, places: "_MeshPlaces") -> tuple[str, np.ndarray, int]:
-    """Returns the kind, groups and bytes of a collective between TPU slices, which another runtime (Megascale)
-    executes.
+def _between_slices(send: Instruction, computation: Computation, mesh_map: "_MeshMap") -> tuple[str, np.ndarray, int]:
+    """Returns kind, groups and bytes of a collective between TPU slices, which another runtime (Megascale) runs.
 
     Each group lists device ids; {1,2}x{0:255} stands for one group per number from 0 to 255, with the devices of that
     number in slices 1 and 2. A device's id is 100000 times its slice plus that number.
@@ -281,7 +278,7 @@ def _between_slices(send: Instruction, computation: Computation, places: "_MeshP
         ids = [[100_000 * s + i for s in _ints(match[1])] for i in range(int(match[2]), int(match[3]) + 1)]
     else:
         ids = [_ints(group.replace("->", ",")) for group in re.findall(r"\{([\d,>\-]+)\}", target)]
-    groups = np.array([[places.by_id[i] for i in group] for group in ids])
+    groups = np.array([[mesh_map.by_id[i] for i in group] for group in ids])
     sent = type_bytes(_ARRAY.search(send.type)[0])
     whole = sent * groups.shape[1] if kind == "ALL_GATHER" else sent
     if kind == "RAGGED_ALL_TO_ALL":  # as within a slice, the smaller side bounds the rows
@@ -291,7 +288,7 @@ def _between_slices(send: Instruction, computation: Computation, places: "_MeshP
     return "collective-permute" if kind == "ONE_TO_ONE" else kind.lower().replace("_", "-"), groups, whole
 
 
-class _MeshPlaces:
+class _MeshMap:
     """Maps a program's partitions to the mesh, to slices or hosts, and to a slice's torus."""
 
     def __init__(self, mesh: Mesh, partitions: int) -> None:

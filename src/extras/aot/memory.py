@@ -17,10 +17,10 @@ from src.parallel.mesh import mesh_axes_of
 from src.step.build import TracedStep
 from src.step.plan import StepPlan
 
-KEPT, LOGITS = "kept for the backward pass", "logits and their gradient"
+SAVED, LOGITS = "kept for the backward pass", "logits and their gradient"
 # Only results of these operations are stored; others are fused into their consumers.
-_PRODUCTS = ("dot_general", "ragged_dot_general", "pallas_call", "shard_map", "custom_partitioning")
-# Operations that only wrap part of a program
+_STORED = ("dot_general", "ragged_dot_general", "pallas_call", "shard_map", "custom_partitioning")
+# Operations that only wrap part of a program.
 _WRAPPERS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
 
 
@@ -34,9 +34,9 @@ class Memory(NamedTuple):
     @property
     def total(self) -> int:
         """Peak bytes: saved activations, plus either the logits (in the loss) or a block's backward pass."""
-        kept, logits = self.temporaries[KEPT], self.temporaries[LOGITS]
-        block = sum(self.temporaries.values()) - kept - logits
-        return sum(self.arguments.values()) + kept + max(logits, block)
+        saved, logits = self.temporaries[SAVED], self.temporaries[LOGITS]
+        block = sum(self.temporaries.values()) - saved - logits
+        return sum(self.arguments.values()) + saved + max(logits, block)
 
 
 def memory(built: TracedStep) -> Memory:
@@ -50,7 +50,7 @@ def memory(built: TracedStep) -> Memory:
     gradients = device_bytes(weights)
     if micro_batches > 1:  # plus the accumulated sum
         gradients += device_bytes(jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), weights))
-    # One tile of one micro-batch in the matmul dtype, as TPUs and GPUs store it
+    # One tile of one micro-batch in the matmul dtype, as TPUs and GPUs store it.
     logits = built.tokens // micro_batches // plan.step.num_vocab_tiling * plan.spec.padded_vocab_size
     logits *= jnp.dtype(plan.spec.dtype).itemsize
     return Memory(
@@ -62,7 +62,7 @@ def memory(built: TracedStep) -> Memory:
             "scalars": device_bytes((state.step, state.spikes, hparams)),
         },
         temporaries={
-            KEPT: _kept_bytes(built),
+            SAVED: _saved_bytes(built),
             LOGITS: 2 * (logits // math.prod(plan.layout.shards(axis) for axis in ("batch", "length", "vocab"))),
             "gradients": gradients,
             "a block's weights, gathered": _gathered_bytes(built.plan),
@@ -83,9 +83,7 @@ def scores_bytes(built: TracedStep) -> int:
 
 
 def device_bytes(tree: Any, on_host: bool = False) -> int:
-    """Counts one device's bytes of arrays in its memory, or in host memory; an array without a sharding counts
-    whole.
-    """
+    """Counts one device's bytes of arrays in its memory, or in host memory; unsharded arrays count whole."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
@@ -95,10 +93,10 @@ def device_bytes(tree: Any, on_host: bool = False) -> int:
     return total
 
 
-def _kept_bytes(built: TracedStep) -> int:
+def _saved_bytes(built: TracedStep) -> int:
     # Loops stack what layers save, and the reversed loop reads it. Layers that are not scanned count as nothing.
     schedule, total = built.plan.execution.schedule, 0
-    for array in _kept(built.traced.jaxpr.jaxpr, set()):
+    for array in _saved(built.traced.jaxpr.jaxpr, set()):
         if array.memory_space != jax.memory.Space.Device:
             continue
         shape = array.shape[1:]  # without the loop dim; a pipeline loops over iterations, and inside over layers
@@ -110,9 +108,7 @@ def _kept_bytes(built: TracedStep) -> int:
 
 
 def _shards(built: TracedStep, shape: tuple[int, ...]) -> int:
-    """Returns into how many shards an array is split: a weight, or an activation by its batch, tokens, heads or
-    units.
-    """
+    """Returns an array's number of shards: of a weight, or an activation with its batch, tokens, heads or units."""
     layout, spec = built.plan.layout, built.plan.spec
     if not _is_activation(built, shape):
         return layout.shards("embed")
@@ -147,7 +143,7 @@ def _rows(built: TracedStep) -> set[int]:
     return {rows, rows // schedule.micro_batches} if schedule else {rows}
 
 
-def _kept(jaxpr: Jaxpr, stacked: set[Any]) -> Iterator[Any]:
+def _saved(jaxpr: Jaxpr, stacked: set[Any]) -> Iterator[Any]:
     """Yields the arrays that loops stack and reversed loops read; `stacked` are the ones seen so far."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
@@ -161,7 +157,7 @@ def _kept(jaxpr: Jaxpr, stacked: set[Any]) -> Iterator[Any]:
             in_map = equation.primitive.name == "shard_map"  # the two loops of a pipeline are each in one
             if in_map:
                 _follow(stacked, equation.invars, inner.invars)
-            yield from _kept(inner, stacked)
+            yield from _saved(inner, stacked)
             if in_map:
                 _follow(stacked, inner.outvars, equation.outvars)
 
@@ -178,13 +174,11 @@ def _follow(variables: set[Any], old: Sequence[Any], new: Sequence[Any]) -> None
 
 
 def _block_bytes(built: TracedStep) -> int:
-    """Returns the largest total of matmul and kernel outputs in one iteration of a reversed loop, gradients
-    included.
-    """
+    """Returns the most bytes of matmul and kernel outputs in one iteration of a reversed loop, with gradients."""
     blocks = [
         sum(
             array.size * array.dtype.itemsize // _shards(built, array.shape)
-            for array in _products(body)
+            for array in _matmuls(body)
             if _is_activation(built, array.shape)
         )
         for body in _backward_bodies(built.traced.jaxpr.jaxpr)
@@ -192,13 +186,13 @@ def _block_bytes(built: TracedStep) -> int:
     return max(blocks, default=0)
 
 
-def _products(jaxpr: Jaxpr) -> Iterator[Any]:
+def _matmuls(jaxpr: Jaxpr) -> Iterator[Any]:
     for equation in jaxpr.eqns:
-        if equation.primitive.name in _PRODUCTS:
+        if equation.primitive.name in _STORED:
             yield from (var.aval for var in equation.outvars)
         elif equation.primitive.name in _WRAPPERS:
             for inner in jaxprs_in_params(equation.params):
-                yield from _products(inner)
+                yield from _matmuls(inner)
 
 
 def _backward_bodies(jaxpr: Jaxpr) -> Iterator[Jaxpr]:

@@ -54,7 +54,7 @@ def chosen_step(keys: Aot, built: TracedStep, header: Header, folder: epath.Path
         return load(keys.compiled_trainstep_file, header, built)
     check_platform(keys, built.plan.layout.platform)
     if keys.pgle == "auto":
-        # JAX compiles internally, out of our reach: check a separate compilation of the same matmuls
+        # JAX compiles internally, out of our reach: check a separate compilation of the same matmuls.
         if built.plan.quantization.kind:
             eight_bits.compiled(built)
         return _automatic(built.train)
@@ -85,9 +85,7 @@ def options(path: str, header: Header) -> dict[str, bytes]:
 
 
 def check_used(path: str, option: Mapping[str, bytes], text: str) -> None:
-    """Raises UserError if the compiled `text` has fewer than half of the instructions timed in the profile at
-    `path`.
-    """
+    """Raises UserError if the compiled `text` has fewer than half of the instructions timed in the profile."""
     names = set(profiled(option["fdo_profile"]))
     # The profiler prefixes names with the program's digest before scheduling; XLA ignores other digests.
     digest = re.search(r'fingerprint_before_lhs="(\w+)"', text)

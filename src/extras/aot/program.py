@@ -50,7 +50,7 @@ STEP_FILE = FileKind(
     "compiled_trainstep_file", b"MinText compiled training step, format 2\n", "src.train_compile", "compiled"
 )
 
-# All classes and functions in a pickled step, in JAX 0.10.2 and 0.11.2, on CPU, TPU and GPU
+# All classes and functions in a pickled step, in JAX 0.10.2 and 0.11.2, on CPU, TPU and GPU.
 # fmt: off
 PICKLED = frozenset((
     "jax.P", "jax._src.core.ManualAxisType", "jax._src.core.MemorySpace", "jax._src.core.ShapedArray",
@@ -87,7 +87,7 @@ RUN_TIME_KEYS = frozenset((
 ))
 # fmt: on
 
-# Header parts that are JSON objects whose values must all match
+# Header parts that are JSON objects whose values must all match.
 COMPARED = ("devices", "mesh", "versions", "compiler_options", "environment", "jax_config")
 
 
@@ -117,7 +117,7 @@ def header(built: TracedStep, *sections: Model | Step | BatchKeys | Mesh) -> Hea
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", *packages) if name in installed},
         "compiler_options": dict(built.compiler_options),
         "environment": environment_flags(),
-        # only settings that this version of JAX has
+        # Only settings that this version of JAX has.
         "jax_config": {name: str(jax.config.values[name]) for name in JAX_SETTINGS if name in jax.config.values},
         "program": _digest(program_text(built.traced, kernel_text)),
         "config": {
@@ -225,9 +225,7 @@ def write_file(kind: FileKind, path: str, header: Header, content: bytes) -> Non
 
 
 def read_file(kind: FileKind, path: str, header: Header) -> bytes:
-    """Reads a file from `write_file`; raises UserError if it is of another kind, damaged, or does not match
-    `header`.
-    """
+    """Reads a file from `write_file`; raises UserError if it is foreign, damaged, or does not match `header`."""
     where, not_loaded = f"{kind.key}={path}", f"It is not loaded; {kind.maker} writes one."
     try:
         whole = epath.Path(path).expanduser().read_bytes()

@@ -19,8 +19,8 @@ from src.extras.aot.roofline import COMPUTE_REACHED, MEMORY_REACHED
 from src.parallel.topology import Chip
 
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
-# cuDNN's attention [B, N, T, H] in matmuls of T x T x H per head: forward, and backward, which recomputes the scores
-_ATTENTION_PRODUCTS = {"fmha": 2, "Backward": 5}
+# cuDNN's attention [B, N, T, H] in matmuls of T x T x H per head: forward, and backward, which recomputes the scores.
+_ATTENTION_MATMULS = {"fmha": 2, "Backward": 5}
 _SCRATCH = re.compile(r"[su]8\[\d+\]")  # a library's workspace, of which it uses a part
 
 
@@ -38,9 +38,7 @@ class Replay(NamedTuple):
 
 
 def replay(text: str, mesh: Mesh, chip: Chip, peak: float) -> Replay:
-    """Replays `compiled.as_text()`, a program for GPUs of `mesh` with a peak of `peak` bfloat16 operations per
-    second.
-    """
+    """Replays `compiled.as_text()`, a program for GPUs of `mesh` with `peak` bfloat16 operations per second."""
     computations, entry = hlo.parse(text)
     wire: Counter[str] = Counter()
     for moved in hlo.collectives(text, mesh):
@@ -79,8 +77,8 @@ class _Clock(NamedTuple):
                 computed += times * longest.compute_seconds
                 sent += times * longest.communication_seconds
             elif instruction.opcode not in _FREE:
-                products = self.operations(instruction, computation) / COMPUTE_REACHED
-                seconds = max(products, self.moved(instruction, computation))
+                matmul_seconds = self.operations(instruction, computation) / COMPUTE_REACHED
+                seconds = max(matmul_seconds, self.moved(instruction, computation))
                 now, computed = now + seconds, computed + seconds
         return Replay(max(now, free), computed, sent)
 
@@ -99,9 +97,9 @@ class _Clock(NamedTuple):
         if target and "fmha" in target[1]:
             B, T, N, H = first_array(computation[instruction.operands[0]].type)[1]
             S = first_array(computation[instruction.operands[1]].type)[1][1]
-            products = _ATTENTION_PRODUCTS["Backward" if "Backward" in target[1] else "fmha"]
+            matmuls = _ATTENTION_MATMULS["Backward" if "Backward" in target[1] else "fmha"]
             half = 0.5 if re.search(r'"mask_type": ?"\w*CAUSAL"', instruction.attributes) else 1.0
-            return 2 * products * B * N * T * S * H * half / self.peak
+            return 2 * matmuls * B * N * T * S * H * half / self.peak
         return 0.0
 
     def moved(self, instruction: Instruction, computation: Computation) -> float:

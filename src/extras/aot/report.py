@@ -84,7 +84,7 @@ def make_report(
 def device_memory(topology: Topology, built: TracedStep, compiled: jax.stages.Compiled | None, refusal: str) -> Report:
     """Returns a device's needed bytes, capacity and parts; `needed` is a lower bound if the compiler failed."""
     parts, capacity = memory(built), device_capacity(topology)
-    kept_on_host = 0
+    saved_on_host = 0
     if compiled:
         stats = compiled.memory_analysis()
         sizes = {
@@ -96,7 +96,7 @@ def device_memory(topology: Topology, built: TracedStep, compiled: jax.stages.Co
         }
         if topology.platform != "cpu":  # on a CPU the peak covers only the arguments
             sizes["peak"] = stats.peak_memory_in_bytes
-        kept_on_host = stats.host_temp_size_in_bytes
+        saved_on_host = stats.host_temp_size_in_bytes
         # The TPU compiler rejects programs that don't fit, and its "temporaries" count loop carries twice. Elsewhere,
         # outputs that reuse donated arguments need no memory.
         in_all = sizes["arguments"] + sizes["temporaries"] + sizes["outputs"] - sizes["donated"]
@@ -114,14 +114,12 @@ def device_memory(topology: Topology, built: TracedStep, compiled: jax.stages.Co
         "fits": compiled is not None and (capacity is None or needed <= capacity),
         "argument_parts": parts.arguments,
         "temporary_parts": parts.temporaries,
-        "host": {"optimizer": parts.on_host, "kept for the backward pass": kept_on_host},
+        "host": {"optimizer": parts.on_host, "kept for the backward pass": saved_on_host},
     }
 
 
 def device_capacity(topology: Topology) -> int | None:
-    """Returns the bytes a program may use, None for a CPU; raises UserError for an invalid fraction in the
-    environment.
-    """
+    """Returns the bytes a program may use, None for a CPU; raises UserError for a bad fraction in the environment."""
     if topology.platform != "gpu":
         return topology.chip.memory if topology.chip else None
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")

@@ -24,7 +24,7 @@ from src.step.build import TracedStep
 # The best matmuls reach 86% of the published peak on an A100 and 80% on an H100, whose clock falls under load (Bekman,
 # "Machine Learning Engineering", maximum achievable matmul FLOPS); on TPUs whole training steps have reached 80%.
 COMPUTE_REACHED = 0.85
-# fraction that a copy in an H100's memory reaches
+# Fraction that a copy in an H100's memory reaches.
 MEMORY_REACHED = 0.9
 NONE = Quantization()
 # Weights are gathered while the previous layer computes, but a sum of activations blocks the next matmul. The program
@@ -131,7 +131,7 @@ def step_work(
     passes = 5 if execution.remat_policy == "none" else 7
     arrays = pairs = 0.0
     for layer, count in flops.all_layers(spec).items():
-        # With embedding width: the input, its norm, attention's output, their sum, its norm, and the last sum
+        # With embedding width: the input, its norm, attention's output, their sum, its norm, and the last sum.
         costs = layer_costs(layer)
         arrays += count * (6 * spec.emb_dim * sharing + sum(part.width for part in costs.values()))
         if scores := costs["attention"].scores:

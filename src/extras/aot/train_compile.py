@@ -39,9 +39,7 @@ MAX_SECONDS_TO_TRY = 600  # no further change is compiled after this
 
 
 def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
-    """Runs the command line `argv`; returns its report, or None for --help. A step that does not fit raises no
-    error.
-    """
+    """Runs the command line `argv`; returns its report, or None for --help. A step that does not fit is no error."""
     config = configured(argv, USAGE, joins=False)
     if config is None:
         return None

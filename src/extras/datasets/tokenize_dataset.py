@@ -34,7 +34,7 @@ from src.data.fingerprint import differences
 from src.data.open import open_source
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec
-from src.extras.readers.tokens import FORMAT, IDS_FILE, INDEX_FILE, SUMMARY, UNFINISHED, ShardFacts, missing_files
+from src.extras.readers.tokens import FORMAT, IDS_FILE, INDEX_FILE, SUMMARY, UNFINISHED, ShardEntry, missing_files
 from src.run import resolve_config
 from src.system.disk import lock, new_file
 from src.system.errors import UserError, first_few, show
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
         if failure_of(error) is Failure.TRANSIENT:
             raise
         raise UserError(f"tokenized_path={config.tokenized_path} can't be written: {error}") from error
-    shards = [ShardFacts(**shard) for shard in summary["shards"]]
+    shards = [ShardEntry(**shard) for shard in summary["shards"]]
     size = sum(shard.ids_bytes + shard.index_bytes for shard in shards)
     show(
         f"{folder}: {sum(shard.documents for shard in shards):,} documents, "
@@ -130,7 +130,7 @@ class Items:
         (document,) = encode(self._inputs, self._source[i])
         return document.ids
 
-    def facts(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Lists everything that the tokens depend on, as stored in tokens.json."""
         return {
             "dtype": self.dtype,
@@ -165,16 +165,14 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _plan(folder: Path, items: Items) -> dict[str, Any]:
-    """Returns the content of tokens.json, without `shards` if the folder is unfinished; checks the folder's other
-    files.
-    """
-    facts = items.facts()
+    """Returns tokens.json's content, without `shards` if the folder is unfinished; checks the folder's other files."""
+    expected = items.summary()
     for path in (folder / SUMMARY, folder / UNFINISHED):
         if path.exists():
             plan = _read_json(path)
-            # differing keys are clearer than their effect on the source
-            names = sorted(facts, key=lambda name: name == "source")
-            if changes := differences({name: plan.get(name) for name in names}, facts):
+            # Differing keys are clearer than their effect on the source.
+            names = sorted(expected, key=lambda name: name == "source")
+            if changes := differences({name: plan.get(name) for name in names}, expected):
                 raise UserError(
                     f"tokenized_path={folder} has tokens of other data or settings ({first_few(changes, '; ')}): "
                     "name a new folder, or delete this one"
@@ -182,7 +180,7 @@ def _plan(folder: Path, items: Items) -> dict[str, Any]:
             return plan
     if other_files := sorted(path.name for path in folder.iterdir() if path.suffix != ".part"):
         raise UserError(f"tokenized_path={folder} has other files ({first_few(other_files)}): name a new folder")
-    plan = facts | {"format": FORMAT, "items_per_shard": items.per_shard()}
+    plan = expected | {"format": FORMAT, "items_per_shard": items.per_shard()}
     _write_json(folder / UNFINISHED, plan)
     return plan
 
@@ -191,7 +189,7 @@ def _write(config_text: str, folder: Path, items: int, plan: Mapping[str, Any]) 
     """Writes missing or incomplete shards, on all cores, then tokens.json; returns its content."""
     per_shard = plan["items_per_shard"]
     parts = [range(items)[start : start + per_shard] for start in range(0, items, per_shard)]
-    written = {int(path.stem): _read_json(path, ShardFacts) for path in folder.glob("[0-9]*.json")}
+    written = {int(path.stem): _read_json(path, ShardEntry) for path in folder.glob("[0-9]*.json")}
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     shards = {number: shard for number, shard in written.items() if not missing_files({number: shard}, sizes)}
     going_on = f"resuming: {len(shards)} of {len(parts)} shards are finished"
@@ -248,7 +246,7 @@ def _start_process() -> None:
 _items_of_process = functools.cache(Items)
 
 
-def _write_shard(config_text: str, folder: Path, number: int, part: range) -> ShardFacts:
+def _write_shard(config_text: str, folder: Path, number: int, part: range) -> ShardEntry:
     items = _items_of_process(config_text)
     dtype = np.dtype(items.dtype).newbyteorder("<")
     pair_starts = array.array("q", [0])  # a list would take four times the memory
@@ -267,7 +265,7 @@ def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Sh
     with new_file(folder / INDEX_FILE.format(number)) as file:
         file.write(index.getvalue())
     counts, of_index = (len(pair_starts) - 1, ids_bytes // dtype.itemsize), hashlib.sha256(index.getvalue())
-    shard = ShardFacts(*counts, largest_id, digest.hexdigest(), ids_bytes, index.tell(), of_index.hexdigest())
+    shard = ShardEntry(*counts, largest_id, digest.hexdigest(), ids_bytes, index.tell(), of_index.hexdigest())
     _write_json(folder / f"{number:06d}.json", shard._asdict())
     return shard
 
@@ -279,6 +277,6 @@ def _read_json(path: Path, make: Callable[..., Any] = dict) -> Any:
         raise UserError(f"{path} is damaged ({error}): delete it, or name a new folder") from None
 
 
-def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     with new_file(path) as file:
-        file.write(json.dumps(facts, indent=1).encode() + b"\n")
+        file.write(json.dumps(content, indent=1).encode() + b"\n")

@@ -1,7 +1,6 @@
 """Answers the requests of an evaluation harness: how likely texts are, and how a model continues them.
 
-Requests and answers match those of EleutherAI's lm-evaluation-harness with `--model hf`; its package is not needed
-here.
+Requests and answers are as in EleutherAI's lm-evaluation-harness with `--model hf`, whose package is not needed here.
 """
 
 import dataclasses
@@ -25,10 +24,10 @@ from src.step.eval_step import eval_batch_size
 from src.step.plan import StepPlan
 from src.system.errors import UserError
 
-# aliases, the first one present counts
+# Aliases, the first one present counts.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _DEFAULT_LENGTH = 256
-# Keywords of transformers' generate with values that change nothing
+# Keywords of transformers' generate with values that change nothing.
 _IDLE = {"num_beams": 1, "repetition_penalty": 1.0, "min_p": 0.0, "return_full_text": False}
 
 
@@ -50,8 +49,7 @@ class Answers:
         self._plan, self._weights = in_training(plan, weights)
 
     def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Returns, for each (context, continuation), the continuation's log-probability in nats, and whether it is
-        greedy.
+        """Returns each continuation's log-probability in nats, given its context, and whether it is greedy.
 
         It is greedy if each of its tokens is the most likely one. Sequences longer than T + 1 tokens lose their
         beginning. Raises UserError if a continuation has no token, or more than T.
@@ -72,13 +70,12 @@ class Answers:
         return [sum(next(sums)[0] for _ in each) for each in windows]
 
     def _sums(self, parts: Sequence[tuple[np.ndarray, int]]) -> list[tuple[float, bool]]:
-        """Returns, per sequence, the summed log-probability of its last ids, and whether each of them is the most
-        likely.
+        """Sums the log-probabilities of each sequence's last ids, and tells if each of them is the most likely.
 
         `parts` gives each sequence's ids and how many of them count.
         """
         self.truncated += sum(len(ids) > self._T + 1 for ids, _ in parts)
-        # similar lengths share a padded length
+        # Similar lengths share a padded length.
         order = sorted(range(len(parts)), key=lambda index: -len(parts[index][0]))
         scores = self._score([parts[index][0][-(self._T + 1) :] for index in order])
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(parts)
@@ -122,7 +119,7 @@ class Answers:
 
     def _text(self, completion: Completion, until: Sequence[str]) -> str:
         """Decodes only the generated tokens, as transformers does, and cuts the text at a string of `until`."""
-        text = self.tokenizer.decode(np.array([token for token, _ in completion.drawn], np.int32))
+        text = self.tokenizer.decode(np.array([token for token, _ in completion.sampled], np.int32))
         for stop in until:  # the harness splits by one after the other, regardless of which comes first in the text
             text = text.split(stop)[0]
         return text
@@ -141,8 +138,7 @@ class Answers:
 
 
 def split_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[np.ndarray, int]:
-    """Tokenizes a context and its continuation as the harness does; returns the ids, and how many are the
-    continuation's.
+    """Tokenizes a context and its continuation as the harness does; also returns the continuation's length.
 
     Spaces at the context's end are tokenized with the continuation. An empty context is replaced by bos, unless the
     continuation begins with it.

@@ -87,8 +87,10 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         tasks = find_tasks(config.harness)  # report a mistake in them before reading the weights
         sections = config.evaluation, config.batch, config.decoding
         answers = Answers(*sections, *load_model(config, tokenizer), tokenizer)
-        facts = {name: config[name] for name in ("load_parameters_path", "max_target_length", "dtype")}
-        results, lines = run_tasks(tasks, config.use_chat_template, answers, {"model": "mintext", "model_args": facts})
+        model_args = {name: config[name] for name in ("load_parameters_path", "max_target_length", "dtype")}
+        results, lines = run_tasks(
+            tasks, config.use_chat_template, answers, {"model": "mintext", "model_args": model_args}
+        )
         say(lines)
         write_results(config.results_path, results)
         numbers = {f"{task}/{name}": x for task, each in results["results"].items() for name, x in each.items()}

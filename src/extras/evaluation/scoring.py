@@ -29,9 +29,7 @@ _SHORTEST_ROW = 128  # tokens; kernels need sequence lengths that are multiples 
 
 
 class Scorer:
-    """Computes log-probabilities of given ids, in sequences padded to T, T / 2, ... tokens: each length compiles
-    once.
-    """
+    """Computes log-probabilities of given ids, padded to T, T / 2, ... tokens: each length compiles once."""
 
     def __init__(self, evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weights: Weights) -> None:
         self._plan, self._weights, self._T = plan, weights, batch.max_target_length
@@ -74,7 +72,7 @@ def score_texts(
 
     A line is a JSON object: `text`, `ids` (including the tokenizer's beginning of a text), `log_probs` of each id given
     the ids before it, in nats (null for the first), and `log_prob`, their sum. Raises UserError if a text is malformed
-    or has more than T tokens, or if there is no text.
+    or has more than T tokens, or if the file is empty.
     """
     path, T = Path(evaluation.texts_path).expanduser(), batch.max_target_length
     texts = read_lines(path, "texts_path", _text_of_json)
@@ -145,9 +143,7 @@ def compute_logits(plan: StepPlan, weights: Weights, tokens_BT: np.ndarray) -> n
 
 
 def whole_texts(plan: StepPlan, length: int) -> StepPlan:
-    """Adapts the plan to sequences of `length` tokens, a text each; raises UserError if kernel or positions don't
-    fit.
-    """
+    """Adapts the plan to one text per sequence of `length`; raises UserError if kernel or positions don't fit."""
     if 0 < (positions := plan.spec.trainable_position_size) < length:
         raise UserError(f"sequences of {length} tokens are longer than the model's {positions} positions")
     kernel = kernel_for(plan.step.attention, plan.spec, length, plan.layout).name
@@ -162,9 +158,7 @@ def _padded(rows: Sequence[np.ndarray], B: int, T: int) -> np.ndarray:
 
 
 def _compiled(plan: StepPlan, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles `function(weights, *arrays, plan)` for arrays [B, T]; every process passes and gets whole host
-    arrays.
-    """
+    """Compiles `function(weights, *arrays, plan)` for arrays [B, T]; every process passes and gets whole arrays."""
     row_sharding = plan.layout.sharding(("batch", None))
     in_shardings = (plan.split(plan.shardings), row_sharding)
     compiled = jax.jit(lambda weights, arrays: function(weights, *arrays, plan=plan), in_shardings=in_shardings)

@@ -19,9 +19,9 @@ from src.system.errors import UserError, did_you_mean, first_few
 
 
 class _Model(LM):
-    def __init__(self, answers: Answers, facts: Mapping[str, Any]) -> None:
+    def __init__(self, answers: Answers, model_info: Mapping[str, Any]) -> None:
         super().__init__()
-        self._answers, self._facts = answers, facts
+        self._answers, self._model_info = answers, model_info
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         return self._answers.log_likelihoods([request.args for request in requests])
@@ -39,12 +39,12 @@ class _Model(LM):
         return self._answers.tokenizer.chat_template or ""
 
     def get_model_info(self) -> dict[str, Any]:
-        return dict(self._facts)
+        return dict(self._model_info)
 
     @property
     def tokenizer_name(self) -> str:
-        facts = json.dumps(self._answers.tokenizer.fingerprint(), sort_keys=True)
-        return hashlib.sha256(facts.encode()).hexdigest()[:16]
+        fingerprint = json.dumps(self._answers.tokenizer.fingerprint(), sort_keys=True)
+        return hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
 
 
 class _Unknown(UserError):
@@ -81,9 +81,7 @@ class Tasks(TaskManager):
 
 
 def find_tasks(keys: HarnessTasks) -> Tasks:
-    """Loads the tasks with their data. Raises UserError if one is unknown, can't be loaded, or needs unsupported
-    features.
-    """
+    """Loads the tasks and their data. Raises UserError if one is unknown, can't be loaded, or is not supported."""
     if keys.include_path:  # listing the harness's own tasks takes ten seconds
         with contextlib.suppress(_Unknown):
             return _loaded(keys, include_defaults=False)
@@ -112,13 +110,13 @@ def _loaded(keys: HarnessTasks, include_defaults: bool) -> Tasks:
 
 
 def run_tasks(
-    tasks: Tasks, use_chat_template: bool, answers: Answers, facts: Mapping[str, Any]
+    tasks: Tasks, use_chat_template: bool, answers: Answers, model_info: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns the harness's results, including these facts of the model, as JSON values; and lines for the user."""
+    """Returns the harness's results, including `model_info`, as JSON values; and lines for the user."""
     keys, num_fewshot = tasks.keys, tasks.keys.num_fewshot
     try:
         results = simple_evaluate(
-            model=_Model(answers, facts),
+            model=_Model(answers, model_info),
             tasks=[*tasks.loaded["tasks"]],
             num_fewshot=None if num_fewshot == -1 else num_fewshot,
             limit=(keys.limit if keys.limit < 1 else int(keys.limit)) or None,

@@ -72,21 +72,21 @@ class Completion:
         # Printed before the text. A chat's heading includes special tokens, which separate its turns.
         self.heading = tokenizer.decode_spelled(self.prompt).rstrip("\n") + "\n" if is_chat else self.prompt_text
         self.text = ""  # without the prompt
-        # generated ids and their log-probabilities, including the id that ended the text
-        self.drawn: list[tuple[int, float]] = []
+        # Generated ids and their log-probabilities, including the id that ended the text.
+        self.sampled: list[tuple[int, float]] = []
         self.done = False
         self._tokenizer, self._stop_texts = tokenizer, list(decoding.decode_stop)
         # A stop text is within this many ids at the end: each character takes at most four.
         self._tail = _CONTEXT + 4 * max(map(len, self._stop_texts), default=0)
         self._ids: list[int] = self.prompt.tolist()
         self._stable = ""  # the text so far, up to its last complete character
-        # id counts at which the text is complete: one to decode from, and all later ones
+        # Id counts at which the text is complete: one to decode from, and all later ones.
         self._whole = [0, len(self._ids)]
         self._max_tokens = min(len(self.prompt) + (decoding.sample_length or max_target_length), max_target_length)
 
     def add(self, token: int, log_prob: float = 0.0) -> None:
         """Appends the next token, with the log-probability the model gave it."""
-        self.drawn.append((token, log_prob))
+        self.sampled.append((token, log_prob))
         self.done = token in self._tokenizer.stop_ids
         if not self.done:
             self._ids.append(token)
@@ -98,9 +98,7 @@ class Completion:
                 self.text, self.done = self.text[: min(ends)], True
 
     def stable_text(self) -> str:
-        """Returns the part of the text that later tokens can't change: complete characters, and no start of a stop
-        text.
-        """
+        """Returns the text that later tokens can't change: complete characters, and no start of a stop text."""
         if self.done:
             return self.text
         first, last = self._whole[0], self._whole[-1]
@@ -135,10 +133,10 @@ def generate(
             first_token = time.perf_counter()
         else:
             speed.decoded_tokens += sum(not completion.done for completion in completions)
-        drawn_B = zip(next_B.tolist(), np.asarray(generator.log_probs_B).tolist(), strict=True)
-        for completion, drawn in zip(completions, drawn_B, strict=False):  # further rows only pad the batch
+        sampled_B = zip(next_B.tolist(), np.asarray(generator.log_probs_B).tolist(), strict=True)
+        for completion, sampled in zip(completions, sampled_B, strict=False):  # further rows only pad the batch
             if not completion.done:
-                completion.add(*drawn)
+                completion.add(*sampled)
         if stream:
             text = completions[0].stable_text()
             write_now(text[printed:])

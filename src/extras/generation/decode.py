@@ -24,8 +24,8 @@ from src.data.tokenizer import make_tokenizer
 from src.data.types import Conversation, InputSpec, Message, Tokenizer, missing_template
 from src.extras.conversations import ChatFields, read_message
 from src.extras.generation.completion import Completion, Prompt, generate, length_note, make_generator, write_now
-from src.extras.generation.generate import Generator, in_training, kept_in_int8, unrolled
-from src.extras.generation.loaded_model import load_model, model_facts
+from src.extras.generation.generate import Generator, in_training, quantize_at_rest, unrolled
+from src.extras.generation.loaded_model import load_model, model_fingerprint
 from src.model.params import Weights
 from src.run.startup import configured
 from src.step.plan import StepPlan
@@ -68,16 +68,16 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     plan, weights = unrolled(loaded, weights)
     if decoding.quantize_weights:
         before = _bytes(weights)
-        plan, weights = kept_in_int8(plan, weights, loaded)
+        plan, weights = quantize_at_rest(plan, weights, loaded)
         say([f"weights: {_bytes(weights) / 1e6:,.1f} MB in memory, {before / 1e6:,.1f} before quantize_weights=int8"])
     generator = make_generator(decoding, length, plan, weights)
     rows = math.ceil(config.per_device_batch_size * plan.layout.mesh.size)
     if config.interactive:
         texts = converse(decoding, tokenizer, generator)
     elif decoding.decode_path:
-        facts = {**model_facts(config), "tokenizer": tokenizer.fingerprint()}
-        facts |= {"chat_template": tokenizer.chat_template, "tool_template": tokenizer.tool_template}
-        texts = write_completions(decoding, tokenizer, generator, prompts, rows, facts)
+        settings = {**model_fingerprint(config), "tokenizer": tokenizer.fingerprint()}
+        settings |= {"chat_template": tokenizer.chat_template, "tool_template": tokenizer.tool_template}
+        texts = write_completions(decoding, tokenizer, generator, prompts, rows, settings)
     else:
         texts = complete_all(generator, completions, rows)
     say(generator.speed.lines())
@@ -121,7 +121,7 @@ class DocumentPrompts(Sequence[Prompt]):
                 )
             say([f"decode_metrics takes prompts only from {specs[0].name}, the first dataset of {key}: {names}"])
         source, limit = open_source(specs[0], self._inputs), decoding.decode_num_prompts
-        self._tokens, self.facts = decoding.decode_prompt_tokens, source.fingerprint()
+        self._tokens, self.fingerprint = decoding.decode_prompt_tokens, source.fingerprint()
         if isinstance(source, StreamSource) and limit != -1:
             if jax.process_count() > 1:
                 raise UserError(f"{source.name} is streamed per process: use a job with one process")
@@ -178,8 +178,8 @@ def complete_batch(
     generate(generator, batch, rows, first)
     return [
         {"id": number // count, "sample": number % count, "prompt": each.prompt_text, "text": each.text}
-        | {"ids": [token for token, _ in each.drawn], "log_probs": [log_prob for _, log_prob in each.drawn]}
-        | {"log_prob": sum(log_prob for _, log_prob in each.drawn)}
+        | {"ids": [token for token, _ in each.sampled], "log_probs": [log_prob for _, log_prob in each.sampled]}
+        | {"log_prob": sum(log_prob for _, log_prob in each.sampled)}
         for number, each in zip(numbers, batch, strict=True)
     ]
 
@@ -190,21 +190,21 @@ def write_completions(
     generator: Generator,
     prompts: Sequence[Prompt],
     rows: int,
-    facts: Mapping[str, Any],
+    settings: Mapping[str, Any],
 ) -> list[str]:
     """Writes `complete_batch`'s lines for all prompts to `decode_path`; returns the texts that this process generated.
 
-    Continues after the complete batches in the file, which were computed as they would be now. `facts` are what the
+    Continues after the complete batches in the file, which were computed as they would be now. `settings` are what the
     texts depend on in addition to the keys. Raises UserError if the file has texts of other settings, or can't be
     written.
     """
     path, total, texts = Path(decoding.decode_path).expanduser(), decoding.decode_samples * len(prompts), []
-    of_prompts = prompts.facts if isinstance(prompts, DocumentPrompts) else list(map(str, prompts))
+    of_prompts = prompts.fingerprint if isinstance(prompts, DocumentPrompts) else list(map(str, prompts))
     keys = {key: value for key, value in vars(decoding).items() if key not in ("decode_path", "decode_metrics")}
-    facts = {**facts, **keys, "prompts": of_prompts, "rows": rows, "max_target_length": generator.length}
+    settings = {**settings, **keys, "prompts": of_prompts, "rows": rows, "max_target_length": generator.length}
     try:
         is_writer = jax.process_index() == 0
-        done = gather_json(_written(path, json.loads(json.dumps(facts)), rows, total) if is_writer else 0)[0]
+        done = gather_json(_written(path, json.loads(json.dumps(settings)), rows, total) if is_writer else 0)[0]
         for first in range(done, total, rows):
             lines = complete_batch(decoding, tokenizer, generator, prompts, first, rows)
             texts += [line["text"] for line in lines]
@@ -217,16 +217,16 @@ def write_completions(
     return texts
 
 
-def _written(path: Path, facts: Mapping[str, Any], rows: int, total: int) -> int:
-    """Counts the texts of complete batches in the file, and removes the rest; `path`.settings stores `facts`."""
-    settings, data = path.with_name(f"{path.name}.settings"), path.read_bytes() if path.exists() else b""
-    if data and (changed := changed_keys(read_object(settings) if settings.exists() else {}, facts)):
+def _written(path: Path, settings: Mapping[str, Any], rows: int, total: int) -> int:
+    """Counts the texts of complete batches in the file, removes the rest; `path`.settings has their settings."""
+    settings_file, data = path.with_name(f"{path.name}.settings"), path.read_bytes() if path.exists() else b""
+    if data and (changed := changed_keys(read_object(settings_file) if settings_file.exists() else {}, settings)):
         raise UserError(
             f"decode_path={path} has texts from other settings ({first_few(changed)}): name a new file, or delete it"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     if not data:  # existing settings are not rewritten: a kill in between would lose the texts
-        write_output("decode_path's settings", str(settings), json.dumps(facts).encode())
+        write_output("decode_path's settings", str(settings_file), json.dumps(settings).encode())
     whole = data.count(b"\n")
     done = whole if whole == total else whole // rows * rows
     with open(path, "ab") as file:

@@ -77,9 +77,8 @@ def filter_logits(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
         logits_BV = _likeliest(logits_BV, jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:], sampling.top_k)
     if sampling.nucleus_p < 1.0:  # of the remaining probabilities (Holtzman et al. 2019, section 3.1)
         rising_BV = jnp.sort(logits_BV, axis=-1)
-        # probability of each token and all less likely ones
+        # The probability of each token and all less likely ones; the most likely token is never left out.
         below_BV = jnp.cumsum(jax.nn.softmax(rising_BV, axis=-1), axis=-1)
-        # never the last one
         left_out_B1 = jnp.sum(below_BV[:, :-1] <= 1.0 - sampling.nucleus_p, axis=-1, keepdims=True)
         logits_BV = _likeliest(logits_BV, jnp.take_along_axis(rising_BV, left_out_B1, axis=-1), V - left_out_B1)
     return logits_BV
@@ -123,7 +122,7 @@ def unrolled(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
     return dataclasses.replace(plan, quantization=quantization, **changes), Weights(tree)
 
 
-def kept_in_int8(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tuple[StepPlan, Weights]:
+def quantize_at_rest(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tuple[StepPlan, Weights]:
     """Quantizes the matmul weights of `unrolled`'s plan and weights to int8; deletes the old arrays.
 
     Matmuls still run in the activations' dtype. `loaded` is the plan before unrolling. Raises UserError if
@@ -184,9 +183,7 @@ _map = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, CacheArra
 
 
 def cache_arrays(spec: ModelSpec, rows: int, length: int) -> list[list[dict[str, CacheArray]]]:
-    """Declares caches for `rows` texts of up to `length` tokens, by group and pattern position; dim 0 is the
-    repeats.
-    """
+    """Declares caches for `rows` texts of up to `length` tokens, by group and pattern position; dim 0: repeats."""
 
     def declare(layer: LayerSpec, repeats: int) -> dict[str, CacheArray]:
         arrays = mixer(layer).cache_arrays(layer, rows, length)
@@ -274,9 +271,7 @@ class Generator:
         self.speed.compile_seconds += time.perf_counter() - start
 
     def tokens(self, tokens_BT: np.ndarray, lengths_B: np.ndarray, indices_B: np.ndarray) -> Iterator[np.ndarray]:
-        """Yields the tokens after each row's prompt, int32 [B] per step, endlessly; `indices_B` as in
-        `sample_tokens`.
-        """
+        """Yields each row's next tokens, int32 [B] per step, endlessly; `indices_B` as in `sample_tokens`."""
         B, T = tokens_BT.shape
         self.compile(B, T)
         prefill, step = self._compiled[B, T], self._compiled[B,]

@@ -38,9 +38,8 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> tuple[StepPlan, W
     return plan, plan.split(weights)
 
 
-def model_facts(config: Config) -> dict[str, str]:
-    """Lists what log-probabilities depend on besides text, tokenizer and kernels: the model, its weights, the
-    precision.
+def model_fingerprint(config: Config) -> dict[str, str]:
+    """Identifies the model, its weights and precision, which log-probabilities depend on besides the tokenized text.
 
     It is saved with computed results, so that they are not continued with another model.
     """

@@ -25,7 +25,7 @@ HEADS = (
 ATTENTION_BIAS = Field("attention_bias", "attention_bias", absent=False)
 MLP_BIAS = Field("mlp_bias", "mlp_bias", absent=False)
 
-# transformers' names of activations -> ours
+# transformers' names of activations -> ours.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "relu": "relu", "relu2": "squared_relu"}
 ACTIVATIONS["gelu"] = "gelu_exact"
 GATED = {theirs: (ours, "linear") for theirs, ours in ACTIVATIONS.items()}

@@ -51,5 +51,5 @@ EXPERTS = (
     TensorMap("layer.feed_forward.wo", LAYER + "mlp.experts.{E}.down_proj.weight", "D F -> E F D"),
 )
 
-# angle tables that old files contain in addition to the weights
+# Angle tables that old files contain in addition to the weights.
 ROTARY_TABLES = r"rotary_emb\.inv_freq$"

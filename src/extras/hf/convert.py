@@ -60,7 +60,7 @@ USAGE = "\n".join(line.strip() for line in __doc__.splitlines() if line.startswi
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# Copy of the config.json that a model.yml was made from, for entries without a key in base.yml
+# Copy of the config.json that a model.yml was made from, for entries without a key in base.yml.
 ORIGINAL = "hf_config.json"
 ODD_TEXTS = ("Hello  world ", " a", "a\n\n b\t", "don't 12345", "\u00e9\u4e2d\U0001f600 e\u0301", "<s>a</s> b")
 ROWS, LENGTH = 2, 64  # maximum size of the random ids to compare
@@ -97,9 +97,7 @@ def _folder(text: str) -> Path:
 
 
 def from_hf(hf_dir: Path, out_dir: Path) -> None:
-    """Writes a folder's model.yml, checkpoint/ and tokenizer to `out_dir`, which must be new or empty; raises
-    UserError.
-    """
+    """Writes the model.yml, checkpoint/ and tokenizer to `out_dir`; raises UserError unless it is new or empty."""
     folder = open_folder(hf_dir)
     family, keys = folder_model(folder)
     spec = model_spec(*_model_sections(keys))
@@ -150,7 +148,7 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "", ema: bool = False) -> No
 
 
 def to_peft(source: Path, out_dir: Path) -> None:
-    """Writes a run's adapters as a folder that peft loads; raises UserError as `to_hf`, or if there are no adapters."""
+    """Writes a run's adapters as a folder that peft loads; raises UserError as `to_hf`, or for a run without adapters."""
     keys, checkpoint, model_folder = _find(source)
     model, step, length = _model_sections(keys)
     family, _ = find_family(model, length, _original_config(model_folder).get("model_type", ""))
@@ -163,7 +161,7 @@ def to_peft(source: Path, out_dir: Path) -> None:
 
 
 def _write_tokenizer(data: Data, model_folder: Path | None, out_dir: Path, notes: list[str]) -> dict[str, Any]:
-    """Writes a tokenizer's files and returns its config.json entries; adds to `notes` if there is no tokenizer."""
+    """Writes a tokenizer's files and returns its config.json entries; adds a line to `notes` if it can't."""
     if data.tokenizer_type == "huggingface" or all_synthetic(data):
         path = Path(local_folder(data.tokenizer_path, weights=False)).expanduser()
         own_folder = data.tokenizer_path and (path if path.is_dir() else path.parent)
@@ -220,9 +218,7 @@ def _model_sections(keys: Mapping[str, Any]) -> tuple[Model, Step, int]:
 
 
 def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:
-    """Locates a model or run: its keys, the folder of its checkpoint or checkpoints, and the model file's folder, if
-    any.
-    """
+    """Locates a model or run: its keys, the folder of its checkpoints, and the model file's folder, if any."""
     if (source / "model.yml").is_file():
         keys = from_yaml((source / "model.yml").read_text(encoding="utf-8"))
         # The folder also has the tokenizer, if there is one.
@@ -295,7 +291,7 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
     except ImportError as error:
         sentence = f"check needs transformers and torch, which are not installed ({error}): pip install both"
         raise UserError(sentence) from None
-    # a table of learned positions may be shorter than LENGTH
+    # A table of learned positions may be shorter than LENGTH.
     length = min(LENGTH, read_model_keys(hf_dir).get("trainable_position_size", LENGTH))
     settings = ("dtype=float32", "weight_dtype=float32", "matmul_precision=highest", "remat_policy=none")
     config = resolve_config.load([str(BASE), f"model_name={hf_dir}", f"max_target_length={length}", *settings])
@@ -316,9 +312,7 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
 
 
 def compare_ids(hf_dir: Path, vocab_size: int) -> str:
-    """Reports for how many texts transformers' tokenizer gives other ids: the folder's own texts, and some unusual
-    ones.
-    """
+    """Counts the texts, the folder's own and some unusual ones, for which transformers' tokenizer gives other ids."""
     from transformers import AutoTokenizer
 
     files = [file for end in ("md", "jinja", "txt") for file in sorted(hf_dir.glob(f"*.{end}"))]
@@ -342,7 +336,7 @@ def agreement(ours_BTV: np.ndarray, theirs_BTV: np.ndarray) -> Agreement:
     return Agreement(
         largest_difference=float(difference.max()),
         mean_difference=float(difference.mean()),
-        # rounding may make it slightly negative
+        # Rounding may make it slightly negative.
         kl_divergence=max(0.0, float(np.sum(np.exp(theirs) * (theirs - ours), axis=-1).mean())),
         top_1=float(np.mean(ours_BTV.argmax(-1) == theirs_BTV.argmax(-1))),
     )

@@ -24,7 +24,7 @@ Layers = Sequence[Model]  # the settings of each layer, first to last
 
 REQUIRED, UNSET = object(), object()  # values of `Field.absent`
 
-# Key values that mean "none" or "same as another key": no number in config.json has this meaning
+# Key values that mean "none" or "same as another key": no number in config.json has this meaning.
 NOT_IN_JSON = {
     **dict.fromkeys(("attn_logits_soft_cap", "final_logits_soft_cap", "query_pre_attn_scalar"), 0),
     **dict.fromkeys(("mlp_activations_limit", "sliding_window_size", "chunk_attn_window_size", "base_moe_mlp_dim"), 0),
@@ -42,8 +42,8 @@ class Field:
     # The key's value if the entry is absent or null, or a function that computes it from the keys read so far.
     # REQUIRED: the entry must exist. UNSET: base.yml's default applies.
     absent: Any = REQUIRED
-    # config.json's values -> the key's, if they differ. An export writes the first entry with the key's value, or the
-    # very first one if none has it.
+    # config.json's values -> the key's, if they differ. An export writes the first entry with the key's value, or
+    # else the very first one.
     values: Mapping[str, Any] | None = None
     written: Callable[[Model], Any] | None = None  # computes the entry from a layer, if reversing `read` is not enough
 
@@ -58,7 +58,7 @@ class Field:
         if hf.get(self.name) is None:
             if self.absent is not UNSET:
                 return {self.key: self.absent(keys) if callable(self.absent) else self.absent}
-            # transformers treats null as false
+            # transformers treats null as false.
             return {self.key: False} if isinstance(default, bool) and self.name in hf else {}
         if self.values:
             if (value := hf[self.name]) not in list(self.values):
@@ -130,7 +130,7 @@ def entry(hf: Mapping[str, Any], name: str, default: Any) -> Any:
     if value is None:
         return False if isinstance(default, bool) and name in hf else default
     fits = {float: (int, float), tuple: list}.get(type(default), type(default))
-    # a bool is an int in Python
+    # A bool is an int in Python.
     if not isinstance(value, fits) or isinstance(value, bool) != isinstance(default, bool):
         expected = type_name(default).partition(",")[0]
         raise UserError(f"config.json has {name} {json.dumps(value)}: expected {expected}")
@@ -166,7 +166,7 @@ def require_known(hf: Mapping[str, Any], known: Collection[str]) -> None:
         )
 
 
-# Entries that change no logits in any family: names, dtypes, special tokens, settings for training or generation only
+# Entries that change no logits in any family: names, dtypes, special tokens, settings for training or generation only.
 # fmt: off
 INERT = frozenset((
     "_name_or_path", "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map",
@@ -184,10 +184,10 @@ INERT = frozenset((
     "return_dict_in_generate", "unsloth_fixed", "unsloth_version",
 ))
 # fmt: on
-# Entries for which transformers' class assumes one value, in any family
+# Entries for which transformers' class assumes one value, in any family.
 ONLY = {"is_causal": True, "is_encoder_decoder": False}
 
-# Tensors that multi-modal folders have in addition to the text model, and prefixes of the text model's names
+# Tensors that multi-modal folders have in addition to the text model, and prefixes of the text model's names.
 NOT_TEXT = re.compile(
     r"(model\.)?(vision_(tower|model)|multi_modal_projector|mm_projector|connector|audio_tower|embed_(vision|audio))\."
 )
@@ -205,7 +205,7 @@ class Family:
     other_model_types: tuple[str, ...] = ()  # of models that differ only in this name
     class_name: str = ""  # transformers' class, if it does not follow from model_type
     defaults: Mapping[str, Any] = field(default_factory=dict)  # values that transformers uses for absent entries
-    # Keys that all of its models share without an entry, besides RMS norms and rotary positions
+    # Keys that all of its models share without an entry, besides RMS norms and rotary positions.
     keys: Mapping[str, Any] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)  # entries that are always written
     only: Mapping[str, Any] = field(default_factory=dict)  # entries with only one supported value, besides ONLY
@@ -226,9 +226,7 @@ class Family:
         return self.class_name or f"{''.join(map(str.capitalize, words))}ForCausalLM"
 
     def read_config(self, hf: Mapping[str, Any]) -> Keys:
-        """Converts config.json to keys, with a segment per layer if layers differ; raises UserError for unsupported
-        entries.
-        """
+        """Converts config.json to keys, with a segment per layer if layers differ; raises UserError if unsupported."""
         require(hf, **{**ONLY, **self.only})
         require_known(hf, self.known)
         for alias, name in self.aliases.items():
@@ -238,9 +236,7 @@ class Family:
         return {"normalization": "rms", "position_type": "rope", **self.keys, **read}
 
     def write_config(self, layers: Layers, max_target_length: int) -> Json:
-        """Writes the config.json that `read_config` reads as these layers' keys, if the family supports such a
-        model.
-        """
+        """Writes the config.json that `read_config` reads as these layers' keys, if the family supports them."""
         longest = "max_position_embeddings"
         length = {} if longest in self.aliases else {longest: max_target_length}
         return {**length, **write_fields(self.fields, layers), **self.constants}

@@ -13,7 +13,7 @@ from src.system.errors import TransientError, UserError, clipped
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"  # a folder of weights has one of these
 # Files copied unchanged next to converted weights. Together with the two above and the two below, these are the only
-# files of a model that are read, besides its weights.
+# files read of a model, besides its weights.
 COMPANIONS = (
     *("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"),
     *("special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja"),
@@ -39,8 +39,7 @@ def pinned(path: str, saved_path: str = "") -> str:
 
 
 def local_folder(path: str, weights: bool = True) -> str:
-    """Returns the local folder of a path on the hub, after fetching the needed files; other paths are returned
-    unchanged.
+    """Returns the local folder of a path on the hub, after fetching the needed files; other paths are unchanged.
 
     If several processes on a host need the files, the cache's locks let only one fetch them. Raises UserError if there
     is no such model or revision, it is gated, HF_HUB_OFFLINE is set and the cache lacks it, or the disk is full. Raises
@@ -62,7 +61,7 @@ def _fetched(path: str, weights: bool) -> str:
     if weights:  # which a repository may have in several formats
         index, names = Path(folder, INDEX), {SINGLE, ADAPTER_WEIGHTS}
         if index.is_file():
-            # the reader reports what is wrong
+            # The reader reports what is wrong.
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 names = set(map(str, json.loads(index.read_bytes())["weight_map"].values()))
         _snapshot(f"{HUB}{_parts(path)[0]}@{Path(folder).name}", (*_SMALL, *sorted(names)))

@@ -20,13 +20,13 @@ from src.system.storage_errors import one_line
 # Disable the tokenizers package's threads and its warning about forks; the loader has its own threads.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# transformers' classes that construct normalizer and pre-tokenizer themselves -> CRC-32 of these, as JSON
+# transformers' classes that construct normalizer and pre-tokenizer themselves -> CRC-32 of these, as JSON.
 BUILT_BY_CLASS = {
     **{"LlamaTokenizer": 2368733425, "GemmaTokenizer": 2427428179, "Qwen2Tokenizer": 2791178372},
     **{"GPT2Tokenizer": 138731014, "CohereTokenizer": 1446254178, "GPTNeoXTokenizer": 2004846466},
 }
 
-# The files that name special tokens, by precedence: by text, then by id
+# The files that name special tokens, by precedence: by text, then by id.
 _TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _ID_FILES = ("generation_config.json", "config.json")
 
@@ -58,7 +58,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model_vocab_size = model_vocab_size
         beside = [file.parent / name for name in (*_TOKEN_FILES, *_ID_FILES)]
         named = {path.name: read_object(path) if path.is_file() else {} for path in beside}
-        # The texts of bos_token, eos_token, unk_token etc., and the ids; the first file takes precedence
+        # The texts of bos_token, eos_token, unk_token etc., and the ids; the first file takes precedence.
         tokens = {
             key: well_formed(text)
             for name in reversed(_TOKEN_FILES)
@@ -162,7 +162,7 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             return encode()
         except BaseException as error:
-            # a Rust panic, which is not an Exception
+            # A Rust panic, which is not an Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise UserError(
@@ -202,12 +202,12 @@ def added_tokens(
     found = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     added = []
     for token in [*decoder, *named.values(), *further]:
-        facts = {"content": token, "special": True} if isinstance(token, str) else dict(token)
-        if facts["content"] not in found:
-            found.add(facts["content"])
-            facts.pop("__type", None)
-            facts["special"] = facts.get("special", True) or facts["content"] in named.values()
-            added.append(tokenizers.AddedToken(**facts))
+        fields = {"content": token, "special": True} if isinstance(token, str) else dict(token)
+        if fields["content"] not in found:
+            found.add(fields["content"])
+            fields.pop("__type", None)
+            fields["special"] = fields.get("special", True) or fields["content"] in named.values()
+            added.append(tokenizers.AddedToken(**fields))
     return added
 
 
@@ -225,9 +225,7 @@ def class_caveat(entries: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> st
 
 
 def _chat_templates(folder: Path, named: dict[str, dict[str, Any]]) -> tuple[Path, str | None, str | None]:
-    """Reads the chat template and the one for tools from chat_template.jinja or tokenizer_config.json; also returns the
-    file.
-    """
+    """Reads the chat templates, general and for tools, from chat_template.jinja or tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         files = file, folder / "additional_chat_templates" / "tool_use.jinja"

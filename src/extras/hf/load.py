@@ -26,7 +26,7 @@ def load_weights(path: str | os.PathLike[str], tree: Tree, notes: list[str] | No
 
     Weights go to the devices one tensor at a time, so host memory holds only one. Padded vocabulary rows are zeros.
     `notes` gets a line for each kind of tensor that is left out. Raises UserError if the folder cannot be read
-    (folder.py), or if its tensors are not those of the model.
+    (folder.py), or if its tensors do not match the model.
     """
     leaves, arrays = by_path(tree), dict[WeightPath, _PartialArray]()
     for piece, tensor in progress(match_tensors(open_folder(path), tree, notes), f"reading {path}"):
@@ -108,7 +108,7 @@ class _PartialArray:
             at = [start - first for (start, _), (first, _) in zip(shared, region, strict=True)]
             for device in devices:
                 self._buffers[device] = _update(self._buffers[device], jax.device_put(block, device), at)
-        # wait, else blocks would pile up in host memory
+        # Wait, else blocks would pile up in host memory.
         jax.block_until_ready(list(self._buffers.values()))
 
     def whole(self) -> jax.Array:

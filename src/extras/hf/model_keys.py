@@ -64,9 +64,7 @@ def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
 
 
 def find_family(model: Model, max_target_length: int, preferred: str = "") -> tuple[Family, Json]:
-    """Returns the first family, trying `preferred` first, whose config.json reads back as this model; raises
-    UserError.
-    """
+    """Finds a family, `preferred` first, whose config.json reads back as this model; raises UserError otherwise."""
     spec, layers = _spec(model, max_target_length), _layers(model)
     missing: dict[str, list[str]] = {}  # by family
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):

@@ -1,6 +1,4 @@
-"""LoRA adapters in the format of the package `peft`: a folder of two files, for the matrices of a Hugging Face
-model.
-"""
+"""LoRA adapters in the format of the package `peft`: a folder of two files, for a Hugging Face model."""
 
 import json
 import re
@@ -96,11 +94,11 @@ def save_adapters(
     shapes: Shapes,
     vocab_size: int,
     adapters: Mapping[WeightPath, tuple[np.ndarray, np.ndarray]],
-    facts: Mapping[str, Any],
+    lora: Mapping[str, Any],
 ) -> None:
     """Writes adapters, each weight's (down, up), as a folder that `peft` loads.
 
-    `facts` are the rank, alpha and base of a checkpoint's meta. Raises UserError if a tensor in the files contains
+    `lora` has the rank, alpha and base from a checkpoint's meta. Raises UserError if a tensor in the files contains
     several weights, each with a separate adapter here, or if a weight has an adapter per expert.
     """
     pieces = lay_out(family.tensors, shapes, vocab_size, family.architecture)
@@ -118,8 +116,8 @@ def save_adapters(
         fan_in_first = matrices[2]
     modules = {name.split(".lora_")[0].rpartition(".")[2] for name in arrays}
     entries = {
-        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": facts["base"], "bias": "none"},
-        **{"r": facts["rank"], "lora_alpha": facts["alpha"], "target_modules": sorted(modules), "lora_dropout": 0.0},
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": lora["base"], "bias": "none"},
+        **{"r": lora["rank"], "lora_alpha": lora["alpha"], "target_modules": sorted(modules), "lora_dropout": 0.0},
         **{"fan_in_fan_out": fan_in_first, "inference_mode": True},
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")

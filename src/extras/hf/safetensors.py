@@ -19,7 +19,7 @@ from src.system.json_text import parse_json
 
 Index = tuple[slice, ...]  # a slice with start and stop per dim
 
-# safetensors' dtype names -> numpy dtypes
+# safetensors' dtype names -> numpy dtypes.
 DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -28,23 +28,23 @@ DTYPES = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "U8": np.dtype(np.uint8),
 }
-# for other dtypes, which no weight has, such as an int64 table of positions
+# For other dtypes, which no weight has, such as an int64 table of positions.
 UNREADABLE = np.dtype("V1")
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 BFLOAT16 = DTYPES["BF16"]
-# dtypes of scales: any float, or a power of two, as in DeepSeek's later folders
+# Dtypes of scales: any float, or a power of two, as in DeepSeek's later folders.
 SCALES = tuple(DTYPES[name] for name in ("F8_E8M0", "BF16", "F16", "F32"))
 
-# The sixteen values of a float with two exponent bits and one mantissa bit (OCP Microscaling Formats 1.0, 5.3.3)
+# The sixteen values of a float with two exponent bits and one mantissa bit (OCP Microscaling Formats 1.0, 5.3.3).
 FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 MX_BLOCK = 32  # elements that share a scale
 MX_BIAS = 127  # of a scale, which is a power of two
 
 
 class Tensor(NamedTuple):
-    """A tensor on disk; shape and dtype are those of the result of `read`, also for quantized tensors."""
+    """A tensor on disk; shape and dtype describe the result of `read`, also for quantized tensors."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -123,7 +123,7 @@ def block_scaled(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tens
         spans = [(at.start // n * n, at, n) for at, n in zip(index, block, strict=True)]
         factors = scales.read(tuple(slice(first // n, -(-at.stop // n)) for first, at, n in spans))
         factors = factors.astype(np.float32)
-        for dim, (first, at, n) in enumerate(spans):  # the first block that was read begins at `first`
+        for dim, (first, at, n) in enumerate(spans):  # `first` is where the first block begins
             factors = np.repeat(factors, n, axis=dim).take(range(at.start - first, at.stop - first), axis=dim)
         return (values.read(index).astype(np.float32) * factors).astype(BFLOAT16)
 

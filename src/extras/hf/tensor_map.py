@@ -113,8 +113,7 @@ class Piece(NamedTuple):
         return block.reshape([stop - start for start, stop in region])
 
     def low_rank(self, down: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool] | None:
-        """Converts an adapter's matrices to the file's, [r, in] and [out, r]; also returns whether `in` is its first
-        dim.
+        """Converts an adapter to the file's matrices, [r, in] and [out, r], and whether `in` is the file's first dim.
 
         `down` [*in, r] and `up` [r, *out] belong to the whole weight, with a leading dim of stacked layers. Returns
         None for other forms, such as an adapter per expert.

@@ -113,7 +113,7 @@ class ChatTemplate:
         if self._process is None:
             command = _python(f"serve({CPU_SECONDS}, {MEMORY_BYTES})")
             streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            # in a new session, so that Ctrl-C does not reach it
+            # In a new session, so that Ctrl-C does not reach it.
             self._process = subprocess.Popen(command, **streams, start_new_session=True)
             self._send(self._setup)
         self._send(request)
@@ -138,7 +138,7 @@ class ChatTemplate:
 
 def serve(cpu_seconds: int, memory_bytes: int) -> None:
     """Renders conversations, one JSON line each on stdin, and writes each one's text or error as a line to stdout."""
-    # a job may send it to all its processes; this one ends when stdin closes
+    # A job may send it to all its processes; this one ends when stdin closes.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setup = json.loads(sys.stdin.readline())
     template = None
@@ -213,9 +213,7 @@ def try_tokenizer(file: Path, digest: str) -> None:
 
 
 def trial(seconds: int) -> None:
-    """Loads and uses the tokenizer on stdin, within limits; Python exceptions are ignored, as actual loading reports
-    them.
-    """
+    """Loads and uses the tokenizer on stdin, within limits; ignores Python exceptions, which actual loading reports."""
     _limit(seconds, TRIAL_MEMORY_BYTES)
     import tokenizers
 

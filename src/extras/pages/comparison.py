@@ -18,10 +18,10 @@ from src.run.metrics import duration, eval_key, eval_sets, perplexity
 from src.system.errors import UserError, clipped
 
 Table = list[list[str]]  # rows; the first has the runs' names, the first column the rows' names
-_FACTS = ("MinText", "jax", "Python", "devices", "mesh", "model", "step", "data")  # of environment.json
+_ENVIRONMENT = ("MinText", "jax", "Python", "devices", "mesh", "model", "step", "data")  # of environment.json
 _MAX_ROWS = 10  # approximate limit for a table of steps
 # Keys that determine an evaluation's tokens; then further ones if it takes a number of batches, and if its data is held
-# out from the training data
+# out from the training data.
 _EVAL_KEYS = ("eval_dataset_path", "eval_dataset_name", "eval_split", "eval_datasets", "eval_steps", "eval_mode")
 _EVAL_KEYS += ("max_target_length", "packing", "long_documents", "max_document_bytes", "use_sft")
 _EVAL_KEYS += ("data_shuffle_seed", "dataset_column", "sft_train_on_completion_only", "batch_transform")
@@ -34,13 +34,11 @@ class Run(NamedTuple):
 
     history: History
     config: Mapping[str, Any]
-    facts: Mapping[str, str]  # environment.json
+    environment: Mapping[str, str]  # environment.json
 
 
 def read_runs(paths: Sequence[str]) -> dict[str, Run]:
-    """Reads runs' folders, by name; raises UserError for a folder without a run or a malformed file, OSError if
-    unreadable.
-    """
+    """Reads runs' folders, by name; raises UserError for a missing or malformed file, OSError if unreadable."""
     runs = {}
     names = [epath.Path(path).name for path in paths]  # the path as typed, if names are not unique
     for name, path in zip(names, paths, strict=True):
@@ -51,8 +49,8 @@ def read_runs(paths: Sequence[str]) -> dict[str, Run]:
                 raise UserError(f"{folder} has no {file}: expected the folder of a run, such as runs/NAME.{hint}")
         history.read(folder / "metrics.jsonl")
         config = literal(parse_keys((folder / "config.yml").read_text(), f"{folder}/config.yml"))
-        facts = read_environment(folder)
-        runs[name if names.count(name) == 1 else path] = Run(history, config, facts)
+        environment = read_environment(folder)
+        runs[name if names.count(name) == 1 else path] = Run(history, config, environment)
     return runs
 
 
@@ -110,11 +108,11 @@ def _rows(columns: Sequence[Mapping[str, str]]) -> Table:
 
 
 def _settings(run: Run) -> dict[str, str]:
-    """Returns keys and environment facts; a key missing in an older version's config.yml has today's default."""
+    """Returns keys and environment entries; a key missing in an older version's config.yml has today's default."""
     keys = {name: key.default for name, key in KEYS.items()} | dict(run.config)
     keys |= {"run_name": "", "base_output_directory": ""}  # always different
-    facts = {name: str(run.facts[name]) for name in _FACTS if name in run.facts}
-    return {name: clipped(dump(value), 200) for name, value in keys.items()} | facts
+    environment = {name: str(run.environment[name]) for name in _ENVIRONMENT if name in run.environment}
+    return {name: clipped(dump(value), 200) for name, value in keys.items()} | environment
 
 
 def _at_steps(curves: Sequence[Curve], ends: Sequence[int]) -> Table:

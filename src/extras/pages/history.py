@@ -14,7 +14,7 @@ Point = tuple[int, float | None]  # step and value; None for a non-finite value,
 
 _BLOCKS = 1000  # minimum blocks of a downsampled curve
 
-# titles of the lines that `log_internals` adds, by kind
+# Titles of the lines that `log_internals` adds, by kind.
 TITLES = {
     "activation_rms": "Outputs of layers, root mean square",
     "weight_norm": "Norm of a layer's weights",
@@ -103,15 +103,15 @@ def by_layer(entry: Entry) -> dict[str, dict[str, float | None]]:
         parts = name.removeprefix("lora.").split(".")
         if kind in TITLES and parts[0] == "segments":
             for repeat, value in enumerate(values):
-                place = int(parts[1]), repeat, int(parts[2])  # in layer order: segment, repeat, position
-                squares[kind][place] += math.nan if value is None else value**2
+                position = int(parts[1]), repeat, int(parts[2])  # in layer order: segment, repeat, position
+                squares[kind][position] += math.nan if value is None else value**2
     activations = entry.get("activation_rms", [])
     layers = [f"layer {layer}" for layer in range(len(activations))]
     figures = {"activation_rms": dict(zip(layers, activations, strict=True))}
     for kind, of in squares.items():
-        places = sorted(of)
-        names = layers if len(of) == len(layers) else [f"segments.{s}.{p}, repeat {r}" for s, r, p in places]
-        figures[kind] = {name: math.sqrt(of[place]) for name, place in zip(names, places, strict=True)}
+        positions = sorted(of)
+        names = layers if len(of) == len(layers) else [f"segments.{s}.{p}, repeat {r}" for s, r, p in positions]
+        figures[kind] = {name: math.sqrt(of[position]) for name, position in zip(names, positions, strict=True)}
     return {TITLES[kind]: {name: _shown(value) for name, value in of.items()} for kind, of in figures.items()}
 
 

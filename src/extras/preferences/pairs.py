@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 class PairSource(ConversationSource):
     """Reads .jsonl files of preference pairs, as TRL writes them; its arguments are the first of `DocumentFiles`.
 
-    Opening checks all lines. Raises UserError if there is no file, or a line is not a pair.
+    Opening checks all lines. Raises UserError for missing files, or a line that is not a pair.
     """
 
     reader, expected = "src.train_dpo", _EXPECTED
@@ -112,15 +112,15 @@ class PairRows(RowSource):
         (chosen, rejected, first), T = self._source[i], self._inputs.batch.max_target_length
         examples = [encode_conversation(self._inputs.tokenizer, each, True, first) for each in (chosen, rejected)]
         documents = [document for example in examples for document in example]
-        tokens, place = sum(len(document.ids) - 1 for document in documents), files.line_name
+        tokens, line = sum(len(document.ids) - 1 for document in documents), files.line_name(chosen.file, chosen.start)
         if len(documents) > 2:
             raise UserError(
-                f"{place(chosen.file, chosen.start)}: an answer has several turns of the assistant, and the "
+                f"{line}: an answer has several turns of the assistant, and the "
                 "tokenizer's chat template rewrites earlier ones: remove the line"
             )
         if tokens > T:
             raise UserError(
-                f"{place(chosen.file, chosen.start)}: the pair has {tokens:,} tokens (each answer with the "
+                f"{line}: the pair has {tokens:,} tokens (each answer with the "
                 f"prompt), more than max_target_length={T:,}: raise it, or remove the line. Pairs are not truncated"
             )
         return documents

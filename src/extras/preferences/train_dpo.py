@@ -19,7 +19,7 @@ from src.data.host_arrays import gather_json
 from src.data.open import train_validation_split
 from src.data.tokenizer import make_tokenizer
 from src.data.types import EvalSet, InputSpec, TrainData
-from src.extras.generation.loaded_model import model_facts
+from src.extras.generation.loaded_model import model_fingerprint
 from src.extras.preferences.dpo import LOSS, measure
 from src.extras.preferences.pairs import PairRows, PairSource, pair_batch, pair_fields, pair_keys
 from src.model.params import Weights
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
             raise UserError(f"src.train_dpo needs {key}, {what}: the model is compared with a trained one")
     advice = advice_on_memory(config.per_device_batch_size, config.remat_policy)
     with stack_traces(config.diagnostics), advice, contextlib.ExitStack() as exits:
-        # packing: kernels must separate the pair's answers, which are two segments of a row
+        # packing: kernels must separate the pair's answers, which are two segments of a row.
         return train(config.replace(loss=LOSS, use_sft=False, packing=True), exits)
 
 
@@ -79,7 +79,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
     # ---- Data
     tokenizer = make_tokenizer(config.data, config.vocab_size)
-    # the settings for reading: conversations, one pair per row
+    # The settings for reading: conversations, one pair per row.
     of_chats = config.replace(use_sft=True, packing=False, loss="")
     inputs = InputSpec.of(of_chats, tokenizer, run_rules(config.run, config.checkpoint))
     files = {key: PairSource(config[key], key, inputs) for key in ("dataset_path", "eval_dataset_path") if config[key]}
@@ -88,7 +88,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         pairs, held_out = train_validation_split(pairs, config.eval_fraction)
     data = TrainData(("",), (PairRows(inputs, pairs),), (1.0,))
     eval_sets = [EvalSet("", PairRows(inputs, held_out), config.eval_steps)] if config.eval_interval > 0 else []
-    model = model_facts(config)
+    model = model_fingerprint(config)
 
     # ---- Where in the run it is
     run.open(inputs, data, eval_sets, reference=model["weights"])
@@ -99,9 +99,14 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     eval_step = compile_eval_step(plan, measure)
     evaluator = functools.partial(Evaluator, config.evaluation, inputs, plan, eval_step)
     sources = [EvalSet(key, PairRows(inputs, file), -1) for key, file in files.items()]
-    facts = [model, tokenizer.fingerprint(), tokenizer.chat_template, [file.fingerprint() for file in files.values()]]
+    inputs_of_reference = [
+        model,
+        tokenizer.fingerprint(),
+        tokenizer.chat_template,
+        [file.fingerprint() for file in files.values()],
+    ]
     compute = functools.partial(log_probs, evaluator, sources, None if run.start.resumed else run.state.weights)
-    run.prepare = functools.partial(pair_batch, reference=kept_in(run.folder, facts, compute))
+    run.prepare = functools.partial(pair_batch, reference=kept_in(run.folder, inputs_of_reference, compute))
     run.evaluate_by(eval_step)
 
     # ---- Steps

@@ -27,10 +27,10 @@ from src.system.errors import UserError
 
 _NAME = re.compile(r"array_?record", re.IGNORECASE)
 
-# Riegeli files: a 24-byte header interrupts the data at each multiple of 64 KiB
+# Riegeli files: a 24-byte header interrupts the data at each multiple of 64 KiB.
 _BLOCK, _BLOCK_HEADER, _CHUNK_HEADER = 1 << 16, 24, 40
 _FIRST_CHUNK = _BLOCK_HEADER + _CHUNK_HEADER  # after the file's signature, which is a chunk without data
-# The postscript, a protocol buffer: field 1 is the footer's position, field 2 a number that marks ArrayRecord
+# The postscript, a protocol buffer: field 1 is the footer's position, field 2 a number that marks ArrayRecord.
 _POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]*[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71", re.DOTALL)
 
 # A remote dataset of at most this size is copied to this machine; otherwise each record is a request.
@@ -50,8 +50,8 @@ class RecordSource(Source):
     """Reads documents from the records of ArrayRecord files.
 
     The first record is read immediately, so that unsuitable data fails at startup. A file is opened on first use, with
-    `open_file` (its name, and its path or that of its copy), and only a limited number are open at a time.
-    `record_format` is as in `read_record`; `facts` are included in the fingerprint. Raises UserError if the first
+    `open_file` (its name, and the path of it or its copy), and only a limited number are open at a time.
+    `record_format` is as in `read_record`; `fingerprint` identifies the dataset. Raises UserError if the first
     record can't be read.
     """
 
@@ -61,7 +61,7 @@ class RecordSource(Source):
         parts: list[RecordRange],
         record_format: str,
         listing: files.Listing,
-        facts: Fingerprint,
+        fingerprint: Fingerprint,
         open_file: Callable[[str, str], Any],
     ) -> None:
         self._format, self._column = record_format, spec.dataset_column
@@ -74,7 +74,7 @@ class RecordSource(Source):
             self._copies, self.is_remote = files.LocalCopies(), False
             copied = files.in_threads(self._copies.path, listing.paths, listing.sizes.values())
             places = dict(zip(listing.paths, copied, strict=True))
-        self._facts = {**facts, "records": len(self), "column": self._column}
+        self._fingerprint = {**fingerprint, "records": len(self), "column": self._column}
         self._reader = functools.lru_cache(_open_files_allowed())(lambda file: open_file(file, places.get(file, file)))
         self[0]
 
@@ -95,13 +95,13 @@ class RecordSource(Source):
             raise UserError(f"{file}, record {number}: {error}{setting}") from error
 
     def fingerprint(self) -> Fingerprint:
-        return {**self._facts, **self.listings[0].fingerprint}
+        return {**self._fingerprint, **self.listings[0].fingerprint}
 
 
 class ArrayRecordSource(RecordSource):
     """Reads the records of ArrayRecord files by file name; in a folder, only files with array_record in their names.
 
-    Raises UserError if there is no ArrayRecord file, one of a numbered set is missing or damaged, all are empty, or the
+    Raises UserError if ArrayRecord files are absent, one of a numbered set is missing or damaged, all are empty, or the
     first record is not as `array_record_format` and `dataset_column` say.
     """
 
@@ -121,8 +121,8 @@ class ArrayRecordSource(RecordSource):
         if not sum(counts):
             raise UserError(f"{setting}: the {len(counts)} ArrayRecord files have no records")
         ranges = [RecordRange(file, 0, count) for file, count in zip(listing.paths, counts, strict=True)]
-        facts = {"type": "array_record", "format": spec.array_record_format}
-        super().__init__(spec, ranges, spec.array_record_format, listing, facts, open_reader)
+        fingerprint = {"type": "array_record", "format": spec.array_record_format}
+        super().__init__(spec, ranges, spec.array_record_format, listing, fingerprint, open_reader)
 
 
 def check_store(spec: SourceSpec) -> None:

@@ -29,22 +29,22 @@ def open_source(spec: SourceSpec, inputs: InputSpec) -> StreamSource:
 
     path, what, commit = os.path.expanduser(spec.dataset_path), spec.setting("dataset_path"), None
     listings: list[files.Listing] = []
-    facts: Fingerprint = {"type": "hf", "dataset": spec.dataset_path, "split": spec.split}
-    facts["column"] = spec.dataset_column
+    fingerprint: Fingerprint = {"type": "hf", "dataset": spec.dataset_path, "split": spec.split}
+    fingerprint["column"] = spec.dataset_column
     if os.path.isdir(path):
         listings = [files.list_files(path, spec.key("dataset_path"), inputs.rules)]
-        facts |= {"dataset": "", **listings[0].fingerprint}
+        fingerprint |= {"dataset": "", **listings[0].fingerprint}
     elif match := re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?", path):
         path, revision = match.groups()
         commit = call(what, lambda: HfApi().dataset_info(path, revision=revision).sha)
-        facts |= {"dataset": path, "commit": commit}  # pinned: a resumed run must not use a later version
+        fingerprint |= {"dataset": path, "commit": commit}  # pinned: a resumed run must not use a later version
     builder = call(what, lambda: datasets.load_dataset_builder(path, spec.dataset_name or None, revision=commit))
     _check_inside(what, path, builder.config.data_files or {})
     whole = call(what, builder.as_streaming_dataset, spec.split)
-    facts |= {"configuration": spec.dataset_name, "shards": whole.num_shards}
+    fingerprint |= {"configuration": spec.dataset_name, "shards": whole.num_shards}
     read = functools.partial(document_of, what, spec.dataset_column, inputs.vocab_size, Nulls(what))
     share = split_dataset_by_node(whole, jax.process_index(), jax.process_count())
-    stream = StreamSource(what, share, read, facts, shuffles=True)
+    stream = StreamSource(what, share, read, fingerprint, shuffles=True)
     stream.listings = listings
     return stream
 

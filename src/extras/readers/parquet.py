@@ -23,7 +23,7 @@ class ParquetSource(Source):
     Opening only reads the files' footers. A row group's column is decoded whole when one of its rows is read, and the
     last used groups are cached: 512 MiB of them, or a single larger one. Threads that need the same group share one
     read. `dataset_column` has strings, in which null is an empty text, or lists of integers; `a.b` is the field `b` of
-    the structs in column `a`. Raises UserError if there is no row, or if a file is damaged or lacks the column.
+    the structs in column `a`. Raises UserError if all files are empty, or if a file is damaged or lacks the column.
     """
 
     def __init__(self, spec: SourceSpec, rules: int = PRESENT_RULES) -> None:
@@ -38,7 +38,7 @@ class ParquetSource(Source):
         self._rows = Index(self._sizes)
         if not len(self._rows):
             raise UserError(f"{spec.setting('dataset_path')} has no rows: expected Parquet files with rows")
-        # Columns of row groups, most recently used last
+        # Columns of row groups, most recently used last.
         self._cached: collections.OrderedDict[int, pa.ChunkedArray] = collections.OrderedDict()
         self._cached_bytes = 0
         self._lock, self._reading = threading.Lock(), [threading.Lock() for _ in self._sizes]
@@ -65,9 +65,9 @@ class ParquetSource(Source):
         return self._sizes
 
     def fingerprint(self) -> Fingerprint:
-        facts = {"type": "parquet", "documents": len(self), "column": self._column}
-        # fixed text: earlier versions wrote the same for all
-        return {**self.listings[0].fingerprint, **facts, "order in a row group": "its own"}
+        fingerprint = {"type": "parquet", "documents": len(self), "column": self._column}
+        # In earlier versions, all row groups shared one order.
+        return {**self.listings[0].fingerprint, **fingerprint, "order in a row group": "its own"}
 
     def _count_rows(self, file: str, size: int) -> list[int]:
         def read_footer() -> tuple[pa.Schema, list[int]]:

@@ -48,8 +48,8 @@ class TfdsSource(RecordSource):
         slices = _file_slices(spec, info)
         listing, open_file = _check_files(spec, info, slices)
         ranges = [RecordRange(each.filename, each.skip, each.take) for each in slices]
-        facts = {"type": "tfds", "dataset": info.full_name, "split": spec.split}
-        super().__init__(spec, ranges, "example", listing, facts, open_file)
+        fingerprint = {"type": "tfds", "dataset": info.full_name, "split": spec.split}
+        super().__init__(spec, ranges, "example", listing, fingerprint, open_file)
 
 
 def _find(spec: SourceSpec) -> str:

@@ -41,7 +41,7 @@ class TfRecordReader:
 
 
 def indices(names: Sequence[str], sizes: Sequence[int]) -> list[np.ndarray]:
-    """Returns each file's record starts, and its end, building the index from the whole file if none is saved.
+    """Returns each file's record starts, and its end, building the index from the whole file unless it is saved.
 
     Raises UserError for a truncated or damaged file.
     """

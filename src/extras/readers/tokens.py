@@ -30,7 +30,7 @@ from src.system.json_text import parse_json
 
 FORMAT = 2
 SUMMARY = "tokens.json"
-# By the shard's number: its ids, and where its documents begin
+# By the shard's number: its ids, and where its documents begin.
 IDS_FILE, INDEX_FILE = "{:06d}.ids", "{:06d}.pair_starts.npy"
 UNFINISHED = "unfinished.json"  # instead of tokens.json until all shards are written
 
@@ -38,7 +38,7 @@ _MAPPED_FILES = 200  # each uses a file descriptor, and processes are often limi
 _VERIFIED_BYTES = 1 << 29  # total size of shards whose digests are checked on opening
 
 
-class ShardFacts(NamedTuple):
+class ShardEntry(NamedTuple):
     """A shard's entry in tokens.json."""
 
     documents: int
@@ -55,10 +55,8 @@ class ShardFacts(NamedTuple):
         return self.ids - self.documents
 
 
-def missing_files(shards: Mapping[int, ShardFacts], sizes: Mapping[str, int]) -> list[str]:
-    """Lists which of these shards' files, by number, are missing or don't have their size in `sizes`, a sentence
-    each.
-    """
+def missing_files(shards: Mapping[int, ShardEntry], sizes: Mapping[str, int]) -> list[str]:
+    """Lists these shards' files, by number, that are missing or differ from their size in `sizes`, a sentence each."""
     problems = []
     for number, shard in shards.items():
         for name, size in ((IDS_FILE.format(number), shard.ids_bytes), (INDEX_FILE.format(number), shard.index_bytes)):
@@ -86,8 +84,8 @@ class _TokenFolder:
                 "`python -m src.tokenize_dataset CONFIG tokenized_path=FOLDER` writes one from data of another type"
             )
         summary = files.read(self._path(SUMMARY), 0, self._sizes[SUMMARY])
-        facts = _parse(summary, f"{self._setting}: {SUMMARY}")
-        self._shards: list[ShardFacts] = facts["shards"]
+        entries = _parse(summary, f"{self._setting}: {SUMMARY}")
+        self._shards: list[ShardEntry] = entries["shards"]
         if problems := missing_files(dict(enumerate(self._shards)), self._sizes):
             more = f", and {len(problems) - 1} more files don't match it" if len(problems) > 1 else ""
             raise UserError(
@@ -98,8 +96,8 @@ class _TokenFolder:
         self._pairs = Index([shard.pairs for shard in self._shards])
         if not len(self._documents):
             raise UserError(f"{self._setting} has no documents")
-        self._dtype = np.dtype(facts["dtype"]).newbyteorder("<")
-        self._tokenizer: Mapping[str, Any] | None = facts["tokenizer"]
+        self._dtype = np.dtype(entries["dtype"]).newbyteorder("<")
+        self._tokenizer: Mapping[str, Any] | None = entries["tokenizer"]
         self._mapped = functools.lru_cache(maxsize=_MAPPED_FILES)(self._map)
         self._copies = files.LocalCopies() if files.is_remote(self._folder) else None
         self._digest = hashlib.sha256(summary).hexdigest()[:16]
@@ -125,8 +123,8 @@ class _TokenFolder:
     def fingerprint(self) -> Fingerprint:
         tokens = sum(shard.ids for shard in self._shards)
         # tokens.json includes digests of each shard's files.
-        facts = {"type": "tokens", "documents": len(self._documents), "tokens": tokens, "digest": self._digest}
-        return facts | {"contents": self.listings[0].fingerprint["contents"]}
+        fingerprint = {"type": "tokens", "documents": len(self._documents), "tokens": tokens, "digest": self._digest}
+        return fingerprint | {"contents": self.listings[0].fingerprint["contents"]}
 
     def _verify(self) -> None:
         """Checks some shards' digests and indexes before anything is read."""
@@ -155,7 +153,7 @@ class _TokenFolder:
         if len(data) < end - begin:
             raise self._damaged(name, f"it has become shorter than {SUMMARY} has it")
         ids = np.frombuffer(data, self._dtype).astype(np.int32)
-        if ids.max(initial=0) > largest_id or ids.min(initial=0) < 0:  # of 2**31 and more
+        if ids.max(initial=0) > largest_id or ids.min(initial=0) < 0:  # 2**31 or more overflows
             raise self._damaged(name, f"it has ids beyond {largest_id}, its largest")
         return ids
 
@@ -164,18 +162,18 @@ class _TokenFolder:
 
     def _index(self, shard: int) -> np.ndarray:
         """Returns int64 [documents + 1]: the number of a shard's pairs before each document, and in total."""
-        name, facts = INDEX_FILE.format(shard), self._shards[shard]
-        count = facts.documents + 1
+        name, entry = INDEX_FILE.format(shard), self._shards[shard]
+        count = entry.documents + 1
         # The array is at the end of the file. Skip numpy's header parsing by `ast`, which in Python 3.11 fails
         # occasionally when several threads do it (SystemError, python/cpython issue 106905).
         data = self._mapped(name)
-        if facts.index_sha256 and shard not in self._verified_indexes:
-            if hashlib.sha256(data).hexdigest() != facts.index_sha256:
+        if entry.index_sha256 and shard not in self._verified_indexes:
+            if hashlib.sha256(data).hexdigest() != entry.index_sha256:
                 raise self._damaged(name, f"its sha256 is not the one in {SUMMARY}")
             self._verified_indexes.add(shard)
         index = data[-8 * count :].view("<i8")
-        if (index[0], index[-1]) != (0, facts.pairs):
-            raise self._damaged(name, f"by {SUMMARY} it is int64 [{count}] from 0 to {facts.pairs}")
+        if (index[0], index[-1]) != (0, entry.pairs):
+            raise self._damaged(name, f"by {SUMMARY} it is int64 [{count}] from 0 to {entry.pairs}")
         return index
 
     def _map(self, name: str) -> np.ndarray:
@@ -189,9 +187,7 @@ class _TokenFolder:
 
 
 class TokenRows(_TokenFolder):
-    """Cuts the pairs of all documents every T: row i has the pairs [i T, (i + 1) T), so no packing position is
-    needed.
-    """
+    """Cuts all documents' pairs every T: row i has the pairs [i T, (i + 1) T), so it needs no packing position."""
 
     def __init__(self, spec: SourceSpec, length: int) -> None:
         super().__init__(spec)
@@ -234,19 +230,19 @@ class TokenDocuments(_TokenFolder, Source):
 
 def _parse(summary: bytes, name: str) -> dict[str, Any]:
     try:
-        facts = parse_json(summary)
-        if (version := facts["format"]) not in range(1, FORMAT + 1):
+        entries = parse_json(summary)
+        if (version := entries["format"]) not in range(1, FORMAT + 1):
             raise UserError(f"{name} is of format {version!r}; 1 to {FORMAT} are read here: write the tokens again")
-        facts["shards"] = [ShardFacts(**shard) for shard in facts["shards"]]
-        if facts["dtype"] not in ("uint16", "uint32") or not isinstance(facts["tokenizer"], dict | None):
-            raise ValueError(f"dtype {facts['dtype']!r}, tokenizer {facts['tokenizer']!r}")
-        if any([type(fact) for fact in shard] != [int, int, int, str, int, int, str] for shard in facts["shards"]):
+        entries["shards"] = [ShardEntry(**shard) for shard in entries["shards"]]
+        if entries["dtype"] not in ("uint16", "uint32") or not isinstance(entries["tokenizer"], dict | None):
+            raise ValueError(f"dtype {entries['dtype']!r}, tokenizer {entries['tokenizer']!r}")
+        if any([type(value) for value in shard] != [int, int, int, str, int, int, str] for shard in entries["shards"]):
             raise ValueError("a shard's entry is not integers and digests")
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{name} is damaged ({type(error).__name__}: {error}): copy it again, or write the tokens again"
         ) from None
-    return facts
+    return entries
 
 
 def open_source(spec: SourceSpec, inputs: InputSpec) -> "TokenRows | TokenDocuments":

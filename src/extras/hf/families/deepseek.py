@@ -20,7 +20,7 @@ from src.extras.hf.family import (
 )
 from src.extras.hf.tensor_map import TensorMap
 
-# transformers always uses this for the latent norms, ignoring rms_norm_eps
+# transformers always uses this for the latent norms, ignoring rms_norm_eps.
 LATENT_EPSILON = 1e-6
 
 
@@ -139,7 +139,7 @@ DEEPSEEK3 = Family(
     fields=(
         *FIELDS,
         *V3_EXPERT_FIELDS,
-        # transformers rotates this many dims
+        # transformers rotates this many dims.
         FieldGroup(("head_dim",), lambda hf, keys: require(hf, head_dim=keys["qk_rope_head_dim"]), _write_head_dim),
         Field("rope_interleave", "rope_interleave", absent=False),
     ),

@@ -83,13 +83,13 @@ GEMMA3 = Family(
     tensors=(*GEMMA2.tensors, *tensors.HEAD_NORMS),
     defaults={
         **LATER_DEFAULTS,
-        # multi-modal folders omit these sizes in their text part
+        # Multi-modal folders omit these sizes in their text part.
         **{"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
         "num_attention_heads": 8,
     },
     keys={**KEYS, "qk_norm": "head"},
     constants={**CONSTANTS, "attn_logit_softcapping": None},
-    # transformers reads the soft cap of the scores but does not apply it
+    # transformers reads the soft cap of the scores but does not apply it.
     only={"attn_logit_softcapping": None, "use_bidirectional_attention": False, "partial_rotary_factor": 1.0},
     inert=("hidden_act", "_sliding_window_pattern"),  # transformers uses hidden_activation, and the name without _
     whole_heads=True,

@@ -40,7 +40,7 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
     if hf.get("use_bidirectional_attention") != "vision":
         require(hf, use_bidirectional_attention=None)
     default = [fields.GLOBAL if i % 6 == 5 else fields.WINDOWED for i in range(keys["base_num_decoder_layers"])]
-    # transformers forces full attention in the last layer
+    # transformers forces full attention in the last layer.
     kinds = [*entry(hf, "layer_types", default)[:-1], fields.GLOBAL]
     fields.read_layer_types({"layer_types": kinds}, default, *ROPE)
     # In transformers, rope_scaling replaces rope_parameters, even if it is empty.
@@ -49,11 +49,11 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
     if missing := sorted(ROPE.keys() - by_kind.keys()):
         raise UserError(f"config.json has no rope_parameters of {', '.join(missing)}")
     of_kind = {kind: {"rope_parameters": entry(by_kind, kind, {})} for kind in ROPE}
-    facts = {kind: fields.read_rope(of_kind[kind], keys, kinds=("default", "proportional")) for kind in ROPE}
-    facts[fields.WINDOWED]["attention_type"] = "local_sliding"
-    facts[fields.GLOBAL]["share_kv_projections"] = entry(hf, "attention_k_eq_v", False)
+    kind_keys = {kind: fields.read_rope(of_kind[kind], keys, kinds=("default", "proportional")) for kind in ROPE}
+    kind_keys[fields.WINDOWED]["attention_type"] = "local_sliding"
+    kind_keys[fields.GLOBAL]["share_kv_projections"] = entry(hf, "attention_k_eq_v", False)
     sizes = _sizes(hf, kinds)
-    return fields.layer_pattern([{**facts[kind], **each} for kind, each in zip(kinds, sizes, strict=True)])
+    return fields.layer_pattern([{**kind_keys[kind], **each} for kind, each in zip(kinds, sizes, strict=True)])
 
 
 def _sizes(hf: Mapping[str, Any], kinds: Sequence[str]) -> list[Keys]:

@@ -1,6 +1,4 @@
-"""GLM-4: rotates neighboring dims in half of each head; 0414: norms on both sides; 4.5: halves, DeepSeek V3's
-experts.
-"""
+"""GLM-4: rotates neighbors, in half of each head; 0414: norms on both sides; 4.5: halves, and DeepSeek V3's experts."""
 
 from dataclasses import replace
 

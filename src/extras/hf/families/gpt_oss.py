@@ -8,7 +8,7 @@ from src.extras.hf import common_tensors as tensors
 from src.extras.hf.family import Family, Field, FieldGroup, Json, Keys, Layers
 from src.extras.hf.tensor_map import TensorMap
 
-# transformers' default, for a missing entry or null
+# transformers' default, for a missing entry or null.
 YARN = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "original_max_position_embeddings": 4096,

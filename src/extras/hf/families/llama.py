@@ -1,6 +1,4 @@
-"""Llama 1 to 3, whose names most other families reuse, and Granite, SmolLM3 and Phi 3, which differ in a few
-entries.
-"""
+"""Llama 1 to 3, whose names most families reuse, and Granite, SmolLM3 and Phi 3, which differ slightly."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,7 +23,7 @@ LLAMA = Family(
 def _read_multiplier(hf: Mapping[str, Any], keys: Keys) -> Keys:
     if (multiplier := entry(hf, "attention_multiplier", 1.0)) <= 0:
         raise UserError(f"config.json has attention_multiplier {multiplier}: expected a positive number")
-    # rounded so that 0.1 becomes 100 and converts back to 0.1
+    # Rounded so that 0.1 becomes 100 and converts back to 0.1.
     return {"query_pre_attn_scalar": float(f"{multiplier**-2:.12g}")}
 
 
@@ -74,7 +72,7 @@ PHI3 = Family(  # Phi 3 and 4, whose files fuse queries, keys and values; Phi 4 
     model_type="phi3",
     fields=(
         *fields.DECODER,
-        # transformers treats other types as longrope, or fails
+        # transformers treats other types as longrope, or fails.
         fields.rope(partial=1.0, kinds=("default", "longrope")),
         FieldGroup(("sliding_window",), fields.read_window, fields.write_window),
     ),

@@ -9,7 +9,7 @@ from src.extras.hf.family import UNSET, Family, Field, FieldGroup, Json, Keys, L
 from src.extras.hf.tensor_map import TensorMap
 
 CHUNKED = "chunked_attention"
-# for layers without positions
+# For layers without positions.
 TEMPERATURE = (
     Field("attn_scale", "attn_temperature_scale", UNSET),
     Field("floor_scale", "attn_temperature_floor", UNSET),

@@ -148,7 +148,7 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "", ema: bool = False) -> No
 
 
 def to_peft(source: Path, out_dir: Path) -> None:
-    """Writes a run's adapters as a folder that peft loads; raises UserError as `to_hf`, or for a run without adapters."""
+    """Writes a run's adapters as a folder that peft loads; raises UserError as `to_hf`, or without adapters."""
     keys, checkpoint, model_folder = _find(source)
     model, step, length = _model_sections(keys)
     family, _ = find_family(model, length, _original_config(model_folder).get("model_type", ""))

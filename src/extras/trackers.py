@@ -54,7 +54,7 @@ class Tracking:
     def __init__(self, report_to: tuple[str, ...]) -> None:
         """Raises UserError if a package or MLflow's address is missing."""
         self.stopped_by = 0  # the signal that ended the run early
-        self.lacks_evaluation = False  # of the last step; the resumed run computes it
+        self.lacks_evaluation = False  # whether the last step does; the resumed run computes it
         self._names, self._followers = report_to, list[_Follower]()
         for name in report_to:
             spec = find_spec(name)
@@ -106,7 +106,7 @@ class _Follower(threading.Thread):
         self._resume_step, self._saved = resume_step, dict[str, Any]()  # empty: not read yet
         self._last = 0  # the last step in metrics.jsonl
         self.has_told = False  # whether the tracker's failure was reported
-        self.ended, self.exit_code = threading.Event(), 0  # of the run
+        self.ended, self.exit_code = threading.Event(), 0  # the end of the run, and its exit code
         self.is_whole = False  # whether the last step has all its lines
 
     def run(self) -> None:

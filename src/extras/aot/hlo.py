@@ -49,7 +49,7 @@ class Collective:
     An operation whose groups span several devices of several slices or hosts is listed twice, once for each network.
     """
 
-    kind: str  # of RING_SHARE
+    kind: str  # a key of RING_SHARE
     axes: tuple[str, ...]  # mesh axes along which the devices of a group differ
     network: str  # ici: within a TPU slice or a GPU's host; dcn: between them
     times: int  # executions per step, excluding loops whose trip count depends on the data
@@ -57,7 +57,7 @@ class Collective:
     sent_bytes: int  # sent by a device over this network
     links: float = 1.0  # share of a device's links on this network that lead to others of its group
     per_round: int = 0  # additional executions per step if each of those loops runs once
-    name: str = field(default="", compare=False)  # of its instruction
+    name: str = field(default="", compare=False)  # the instruction's name
     dtype: str = field(default="", compare=False)  # as HLO spells it: bf16
     asynchronous: bool = field(default=False, compare=False)  # whether other instructions may run at the same time
 

@@ -52,7 +52,7 @@ class Prediction(NamedTuple):
     dcn_seconds: float
     step_seconds: float
     bound: str  # the slowest resource: compute, memory, ici or dcn
-    mfu: float  # relative to `peak`, so it may exceed 1 with 8-bit matmuls; with causal attention
+    mfu: float  # relative to `peak`, so 8-bit matmuls may exceed 1; counts causal attention
     mfu_palm: float
 
 

@@ -133,7 +133,7 @@ def _lines(title: str, batch: RowArrays, row: int, tokenizer: Tokenizer | None, 
     in_loss = sum(int(segment.loss_mask.sum()) for segment in in_row)
     lines = [f"{title}: documents {len(in_row)}, tokens {used} of {length}, in the loss {in_loss}"]
     for segment in in_row:
-        if cuts is not None:  # a chat template has its own begin and end of a conversation
+        if cuts is not None:  # chat templates begin and end conversations in their own way
             begins = segment is not in_row[0] or not cuts[0]
             ends = segment is not in_row[-1] or not cuts[1]
         else:

@@ -54,7 +54,7 @@ class Scorer:
         """Chooses the shortest length that holds `longest` tokens and divides among devices and tiles."""
         layout, T = self._plan.layout, self._T
         if self._plan.spec.has_capacity:
-            return T  # Capacity is per sequence length: with shorter ones, a score would depend on the other texts.
+            return T  # capacity depends on T: with a shorter one, a score would depend on the other texts
         unit = _SHORTEST_ROW * layout.shards("length") * layout.shards("norm_length") * self._plan.step.num_vocab_tiling
         while T % (2 * unit) == 0 and longest <= T // 2:
             T //= 2
@@ -192,7 +192,7 @@ def _hidden_states(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> tu
     decoder = plan.decoder(weights)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     tokens_BT, positions_BT = (to_zigzag(x, plan.layout) for x in (tokens_BT, positions_BT))
-    segment_ids_BT = jnp.int32(tokens_BT != _PADDING)  # padding is to take none of the experts' capacity
+    segment_ids_BT = jnp.int32(tokens_BT != _PADDING)  # padding must not use the experts' capacity
     context = ForwardContext(positions_BT, segment_ids_BT, plan.layout, plan.kernel, packed=False)
     hidden_BTD, _, _ = decoder(jnp.maximum(tokens_BT, 0), context, plan.execution)
     return hidden_BTD, lambda hidden_BtD: decoder.logits(hidden_BtD, context)[..., : plan.spec.vocab_size]

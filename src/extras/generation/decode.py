@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     if config.use_chat_template and tokenizer.chat_template is None:
         raise missing_template()
     decoding, length = config.decoding, config.max_target_length
-    if not decoding.decode_path:  # without decode_path, the key in a run's config is for decode_metrics
+    if not decoding.decode_path:  # then the key in a run's config is for decode_metrics
         decoding = dataclasses.replace(decoding, decode_prompt_tokens=0)
     elif jax.process_index() == 0:
         check_outputs({"decode_path": (path := decoding.decode_path), "decode_path's settings": f"{path}.settings"})
@@ -248,7 +248,7 @@ class DecodeMetrics:
         plan, weights = in_training(plan, weights)
         lengths = self._decoding, self._inputs.batch.max_target_length
         generator = dataclasses.replace(self._generator or make_generator(*lengths, plan, weights), weights=weights)
-        self._generator = dataclasses.replace(generator, weights=Weights({}))  # saves only its programs
+        self._generator = dataclasses.replace(generator, weights=Weights({}))  # keep only the programs
         batch = self._decoding, self._inputs.tokenizer, generator
         starts = range(0, self._decoding.decode_samples * len(self._prompts), self._rows)
         lines = [line for first in starts for line in complete_batch(*batch, self._prompts, first, self._rows)]

@@ -69,7 +69,7 @@ def _fetched(path: str, weights: bool) -> str:
 
 
 def _snapshot(path: str, names: tuple[str, ...]) -> str:
-    import httpx2  # raised by huggingface_hub
+    import httpx2  # huggingface_hub's HTTP client
     from huggingface_hub import constants, errors, snapshot_download, utils
 
     repository, revision = _parts(path)

@@ -26,7 +26,7 @@ def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
     """Returns the family and the keys of a folder's text model; raises UserError if it uses unsupported features."""
     whole = folder.config
     hf = entry(whole, "text_config", {}) or whole  # the whole config, unless the text model is one of several parts
-    if "tie_word_embeddings" in whole:  # The outer entry decides; transformers treats null as false.
+    if "tie_word_embeddings" in whole:  # the outer entry decides; transformers treats null as false
         hf = {**hf, "tie_word_embeddings": whole["tie_word_embeddings"]}
     kind = hf.get("model_type")
     families = {name: family for family in FAMILIES for name in (family.model_type, *family.other_model_types)}

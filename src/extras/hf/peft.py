@@ -17,7 +17,7 @@ from src.extras.hf.tensor_map import Shapes, WeightPath, lay_out
 from src.system.errors import UserError, first_few
 from src.system.json_text import read_object
 
-_NAME = "base_model.model.{}.lora_{}.weight"  # of a module's matrix A or B
+_NAME = "base_model.model.{}.lora_{}.weight"  # tensor of a module's matrix A or B
 _ONLY = {"peft_type": "LORA", "bias": "none"}
 # Supported entries of adapter_config.json, and entries without effect once the adapters are trained. Any other is
 # refused: DoRA, modules saved whole, repeated layers.

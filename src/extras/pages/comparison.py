@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
     history: History
     config: Mapping[str, Any]
-    environment: Mapping[str, str]  # environment.json
+    environment: Mapping[str, str]  # from environment.json
 
 
 def read_runs(paths: Sequence[str]) -> dict[str, Run]:

@@ -90,7 +90,7 @@ QWEN3_MOE = Family(
         **{"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_experts": 128},
     },
     keys=QWEN3.keys,
-    inert=("max_window_layers",),  # would give every layer a window
+    inert=("max_window_layers",),  # with windows, every layer would have one
     aliases={"num_local_experts": "num_experts"},  # transformers 5 writes this name
 )
 

@@ -69,7 +69,7 @@ def test_float8_without_scales_is_no_weight(tmp_path):
     file = tmp_path / "model.safetensors"
     norm = {"model.norm.weight": load_file(file)["model.norm.weight"].to(torch.float8_e4m3fn)}
     save_file(norm, file, {"format": "pt"})
-    with pytest.raises(UserError, match=r"model\.norm\.weight is stored as float8_e4m3fn, and no scales"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight is stored as float8_e4m3fn, but has no scales"):
         match_tensors(open_folder(tmp_path), {"final_norm": {"scale": jax.ShapeDtypeStruct((8,), "float32")}})
 
 

@@ -219,7 +219,7 @@ def test_an_interactive_conversation_goes_on_and_begins_anew_when_it_is_full(lla
     assert texts[:2] == [first, second]
     output = capsys.readouterr().out
     assert "max_target_length" in output
-    assert "begins anew" in output
+    assert "starts over" in output
     assert texts[2:] == [answer("user: he\nassistant:")]
 
 

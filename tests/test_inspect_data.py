@@ -77,7 +77,7 @@ def test_of_a_stream_the_rows_of_other_processes_are_not_made_up(capsys, tmp_pat
     monkeypatch.syspath_prepend(tmp_path)
     keys = {"dataset_path": "", "dataset_type": "custom", "dataset_factory": "my_counting:made"}
     assert "'0'" in inspect(capsys, tmp_path, **keys, eval_interval=-1)
-    with pytest.raises(UserError, match="process_count=2: these data are a stream for each process"):
+    with pytest.raises(UserError, match="process_count=2: this dataset is streamed per process"):
         inspect(capsys, tmp_path, **keys, process_count=2, process_index=1)
 
 

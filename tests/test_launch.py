@@ -177,7 +177,7 @@ def test_a_dry_run_prints_each_command_of_a_run_and_runs_none(cloud):
         (["create", "pod", "--type", "v4-8", "--slices", "0"], "--slices 0: expected a number, 1 or more"),
         (["ssh", "pod", "--slice", "two"], "--slice two: expected a number, 0 or more"),
         (["create", "--type", "v4-8"], "scripts/tpu.sh create NAME"),
-        (["launch", "pod"], "none of create, run, stop, status, ssh, delete"),
+        (["launch", "pod"], "not one of create, run, stop, status, ssh, delete"),
         (["ssh", "pod", "--slice", "2", "--slices", "2"], "pod has 2, counted from 0"),
         (["run", "pod", "python", "-m", "src.train"], "comes after --"),
         (["run", "pod", "--", "python", "-m", "src.train", "configs/base.yml"], "the command has no run_name=NAME"),
@@ -650,7 +650,7 @@ def test_what_the_image_copies_is_there():
         (["logs"], "logs what?"),
         (["image", "registry/mintext"], "is the wrong number of names"),
         (["image", "registry/mintext", "cpu"], "'cpu' is neither tpu nor gpu"),
-        (["stop", "job"], "none of image, run, logs, status, delete"),
+        (["stop", "job"], "not one of image, run, logs, status, delete"),
     ],
 )
 def test_a_mistake_for_gke_is_one_line(gke, arguments, answer):

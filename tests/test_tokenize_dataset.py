@@ -325,7 +325,7 @@ def test_an_item_that_can_not_be_read_is_an_error_that_names_its_file(command, p
 
 def test_data_without_text_are_an_error(command, tmp_path):
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 3)
-    with pytest.raises(UserError, match="the data have no text"):
+    with pytest.raises(UserError, match="the data contains no text"):
         main(command(dataset_path=tmp_path / "empty.jsonl"))
 
 

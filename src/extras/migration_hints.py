@@ -164,7 +164,7 @@ def environment_notes(variables: Iterable[str]) -> list[str]:
     """Warns about each environment variable that would set a key in MaxText (M_STEPS) but does nothing here."""
     keys = {name: name[2:].lower() for name in variables if name.startswith("M_") and name.isupper()}
     return [
-        f"the environment variable {name}, with which MaxText sets a key, has no effect here: type {key}=..."
+        f"{name} in the environment, with which MaxText sets a key, has no effect here: type {key}=..."
         for name, key in sorted(keys.items())
         if key in KEYS or migration_hint(key, Plain("..."))
     ]

@@ -353,5 +353,5 @@ def test_pairs_show_their_tools_and_system_and_compare_whole_answers(write, conf
                 2 if len(messages) > 3 else 1
             )
     write("pairs.jsonl", json.dumps({**record, "rejected": [{**ANSWER, "weight": 0}]}))
-    with pytest.raises(UserError, match="all of it is compared"):
+    with pytest.raises(UserError, match="whole answers are compared"):
         PairSource(str(path), "dataset_path", inputs)

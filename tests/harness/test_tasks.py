@@ -157,7 +157,7 @@ def test_examples_before_a_question_and_what_does_not_fit_are_said(trained, fold
     [
         pytest.param(
             {"tasks": "my_choise"},
-            "tasks: my_choise is none of the .* that the harness knows. Did you mean my_choice",
+            "tasks: my_choise is not one of the .* that the harness knows. Did you mean my_choice",
             marks=pytest.mark.long,  # it reads all tasks of the harness
         ),
         ({"tasks": "my_lost"}, "the harness can't load tasks=my_lost: .*Unable to find .*lost.jsonl"),

@@ -325,7 +325,7 @@ def test_a_folder_with_something_in_it_is_told_before_the_weights_are_read(tmp_p
 def test_nothing_is_written_of_a_folder_whose_tensors_do_not_fit(tmp_path):
     folder = saved.save(tmp_path / "hf", "llama3")
     saved.edit_config(folder, hidden_size=32)
-    with pytest.raises(UserError, match="are not those of this model"):
+    with pytest.raises(UserError, match="don't match this model"):
         convert.from_hf(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -336,7 +336,7 @@ def test_a_source_that_is_neither_a_run_nor_converted(tmp_path):
 
 
 def test_another_dtype_is_refused(tmp_path):
-    with pytest.raises(UserError, match="dtype=int8 is none of float32, bfloat16, float16"):
+    with pytest.raises(UserError, match="dtype=int8 is not one of float32, bfloat16, float16"):
         convert.to_hf(tmp_path, tmp_path / "out", "int8")
 
 

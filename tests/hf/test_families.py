@@ -265,7 +265,7 @@ def test_gemma_4s_layers_as_published_and_as_transformers_5_writes_them():
         ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256, which is not supported: expected 0"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers 2, which is not supported: expected 0"),
         ({"enable_moe_block": True}, "enable_moe_block True, which is not supported: expected False"),
-        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all', which is not here"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all', which is not supported"),
         ({"per_layer_config": {"5": {"rms_norm_eps": 0.5}}}, "rms_norm_eps 0.5, which is not supported"),
         ({"per_layer_config": {"8": {"head_dim": 6}}}, '8 {"head_dim": 6}, which is not supported'),
         ({"rope_parameters": {"full_attention": {}}}, "no rope_parameters of sliding_attention"),

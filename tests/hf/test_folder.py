@@ -327,7 +327,7 @@ def test_blocks_of_no_size_are_refused(tmp_path, block):
 
 @pytest.mark.parametrize("quantization", ["fp8", ["fp8"], 8, {"quant_method": ["fp8"]}, {"bits": 4}])
 def test_a_quantization_config_of_another_kind_is_refused(tmp_path, quantization):
-    with pytest.raises(UserError, match=r"quantization_config|quantised"):
+    with pytest.raises(UserError, match=r"quantization_config|quantized"):
         open_folder(float8_folder(tmp_path, quantization=quantization))
 
 

@@ -182,8 +182,8 @@ def test_missing_unknown_and_misshapen_tensors_are_named(tmp_path):
     message = str(error.value)
     assert "model.layers.1.mlp.up_proj.weight is missing" in message
     assert "model.layers.0.extra.weight is unknown" in message
-    assert "model.norm.weight has the shape [25], not [24]" in message
-    assert "model.layers.2.input_layernorm.weight is of a dtype that is none of F32" in message
+    assert "model.norm.weight has shape [25], expected [24]" in message
+    assert "model.layers.2.input_layernorm.weight has a dtype that is not one of F32" in message
 
 
 def test_a_weight_that_the_family_does_not_have_is_named(tmp_path):

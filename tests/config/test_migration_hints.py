@@ -150,7 +150,7 @@ def test_a_name_that_only_the_user_knows_is_in_no_command_to_paste(word):
 def test_accepted_keys_are_noted():
     notes = []
     load([BASE, "use_iota_embed=true", "ici_sequence_parallelism=1"], notes)
-    assert [note.partition(",")[0] for note in notes] == ["use_iota_embed", "ici_sequence_parallelism=1"]
+    assert [note.split()[1] for note in notes] == ["use_iota_embed", "ici_sequence_parallelism=1"]
 
 
 def test_a_secret_is_not_printed():

@@ -83,7 +83,7 @@ def test_adapters_of_another_model_are_refused(tmp_path):
     base = saved.save(tmp_path / "hf", "llama")
     save_adapters(tmp_path / "adapter", base, **ADAPTERS["llama"])
     saved.save(tmp_path / "hf", "olmo2")
-    with pytest.raises(UserError, match=r"does not fit .*hf: .*self_attn\.\w_proj\.weight is \[\d+, 24\] there"):
+    with pytest.raises(UserError, match=r"does not fit .*hf: .*self_attn\.\w_proj\.weight is \[\d+, 24\]"):
         convert.from_hf(tmp_path / "adapter", tmp_path / "ours")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     extra = {"base_model.model.model.layers.0.mlp.up_proj.lora_magnitude_vector": torch.ones(20)}

@@ -109,7 +109,9 @@ def test_what_is_no_pair_is_refused_at_the_start(rows_of, record, message):
 
 
 def test_what_cannot_be_compared_is_refused(rows_of, chat_tokenizer, write):  # noqa: F811
-    with pytest.raises(UserError, match=r"line 1: the pair has 20 tokens.*max_target_length=19: raise it.*Pairs are not truncated"):
+    with pytest.raises(
+        UserError, match=r"line 1: the pair has 20 tokens.*max_target_length=19: raise it.*not truncated"
+    ):
         rows_of(TEXTS, length=19).row(0)
     assert len(rows_of(TEXTS, length=20).row(0)) == 2
     tokenizer, _ = chat_tokenizer(QWEN)

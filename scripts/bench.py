@@ -1,7 +1,7 @@
-"""Times the training step, alone, on whatever devices there are: `python scripts/bench.py [case ...] [key=value ...]`.
+"""Times the training step on the available devices: `python scripts/bench.py [case ...] [key=value ...]`.
 
-Needs jax, flax, optax, numpy, pyyaml and ml_collections, so that it can be carried to a bare machine with a GPU. Data
-are random tokens on the device: what is measured is the step. The case `input` measures the input pipeline instead.
+Only needs jax, flax, optax, numpy, pyyaml and ml_collections, so that it can run on a bare GPU machine. Data are random
+tokens on the device, so only the step is measured. The case `input` measures the input pipeline instead.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from src.system.exit_codes import run_command
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
-# case: the config, and what differs from it
+# case: the config, and changed keys.
 CASES = {
     "quickstart": ("quickstart.yml", []),
     "1b": ("base.yml", ["per_device_batch_size=4", "remat_policy=minimal_with_context"]),
@@ -43,10 +43,10 @@ WARM_UP_STEPS = 3
 
 
 def main(argv: list[str]) -> None:
-    """Runs the named cases (quickstart if none is named), each with the key=value arguments."""
+    """Runs the named cases (quickstart by default), each with the key=value arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("arguments", nargs="*", metavar="case or key=value", help=f"cases: {', '.join(CASES)}")
-    parser.add_argument("--steps", type=int, default=10, help="steps timed, after some to warm up")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps, after warm-up")
     options = parser.parse_intermixed_args(argv)
     overrides = [argument for argument in options.arguments if "=" in argument]
     cases = [argument for argument in options.arguments if "=" not in argument] or ["quickstart"]
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
 
 
 def bench_step(argv: list[str], steps: int) -> None:
-    """Prints the time of a training step, tokens per second, MFU where the device's peak is known, and peak memory."""
+    """Prints a training step's time, tokens per second, peak memory, and MFU if the device's peak is known."""
     config = resolve_config.load(argv)
     jax.config.update("jax_default_matmul_precision", config.matmul_precision)
     layout = make_layout(config.mesh, jax.devices())
@@ -98,8 +98,8 @@ def bench_step(argv: list[str], steps: int) -> None:
     )
     print(f"  {count_params(spec):,} parameters, {shape[0]} rows x {shape[1]} tokens, attention {plan.kernel}")
     print(f"  compile        {compile_seconds:.1f} s")
-    print(f"  step           {1000 * median:.1f} ms (median of {steps}; {1000 * min(seconds):.1f} least)")
-    print(f"  tokens         {tokens_per_device:,.0f} per second and device")
+    print(f"  step           {1000 * median:.1f} ms (median of {steps}; minimum {1000 * min(seconds):.1f})")
+    print(f"  tokens         {tokens_per_device:,.0f} per second per device")
     print(f"  TFLOP/s        {tokens_per_device * flops.causal / 1e12:.2f} per device (attention counted causally)")
     if peak:
         mfu, palm = (tokens_per_device * count / peak for count in (flops.causal, flops.palm))
@@ -109,7 +109,7 @@ def bench_step(argv: list[str], steps: int) -> None:
 
 
 def random_batch(rows: int, length: int, vocab_size: int) -> dict[str, np.ndarray]:
-    """Rows of random tokens, four documents each."""
+    """Creates rows of random tokens, with four documents each."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, (rows, length + 1), np.int32)
     documents = np.arange(length, dtype=np.int32) * 4 // length
     starts = np.searchsorted(documents, documents)
@@ -123,14 +123,14 @@ def random_batch(rows: int, length: int, vocab_size: int) -> dict[str, np.ndarra
 
 
 def peak_memory(device: jax.Device) -> int:
-    """Bytes: the device's where it counts them, else the process's."""
+    """Returns peak bytes of the device if it counts them, else of the process."""
     with contextlib.suppress(KeyError, TypeError):  # a backend that does not count returns None
         return device.memory_stats()["peak_bytes_in_use"]
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def bench_input(argv: list[str], steps: int) -> None:
-    """Prints tokens per second of the input pipeline alone: reading, shuffling, tokenizing, packing, on one host."""
+    """Prints the input pipeline's tokens per second: reading, shuffling, tokenizing and packing on one host."""
     from src.data.loader import train_batches
     from src.data.open import open_sources
     from src.data.tokenizer import make_tokenizer

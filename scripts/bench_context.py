@@ -1,10 +1,10 @@
-"""Two ways to attend along rows that devices share, compiled for TPUs: `python scripts/bench_context.py`.
+"""Compares two ways to attend along sequences that devices share, compiled for TPUs: `python scripts/bench_context.py`.
 
-`gather` is what MinText does: each device gathers the keys and values of its rows
-(`repeat_kv` of src/model/attention.py). `ring` is
-here alone: devices pass keys and values round, and attend to what they hold while it goes on to the next (Liu et al.
-2023, "Ring Attention with Blockwise Transformers"). Both are JAX's Pallas kernel, on rows in `zigzag_order`. What is
-compiled is one layer's attention, of Llama 3 8B's sizes, with its gradient. Needs libtpu (bash setup.sh aot).
+`gather` is MinText's way: each device gathers the keys and values of its sequences (`repeat_kv` of
+src/model/attention.py). `ring` exists only here: devices pass keys and values around, and attend to their current block
+while it travels to the next device (Liu et al. 2023, "Ring Attention with Blockwise Transformers"). Both use JAX's
+Pallas kernel, on sequences in `zigzag_order`. The program is one layer's attention, in Llama 3 8B's sizes, with its
+gradient. Needs libtpu (bash setup.sh aot).
 """
 
 import argparse
@@ -37,14 +37,14 @@ from src.run import resolve_config
 from src.step.compiler_flags import compiler_options
 from src.system.exit_codes import run_command
 
-NEVER = -1e30  # the logarithm of a sum over no keys
+NEVER = -1e30  # log-sum-exp over no keys
 BASE = Path(__file__).resolve().parents[1] / "configs" / "base.yml"
 
 
 def ring(
     q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, layout: Layout, scale: float, interpret: bool = False
 ) -> jax.Array:
-    """Causal attention by a ring, of rows that are in `zigzag_order` and one segment each, to the shape of q."""
+    """Causal ring attention on sequences in `zigzag_order`, one segment each; the result has the shape of q."""
     placed = layout.spec(("batch", "length", "heads", None))
     (axis,), n = layout.axes("length"), layout.shards("length")
     length, heads = q_BTNH.shape[1] // n, q_BTNH.shape[2] // layout.shards("heads")
@@ -59,10 +59,11 @@ def ring(
 
 
 def _ring(axis: str, n: int, length: int, heads: int, interpret: bool) -> Callable:
-    """A function of one device's part of a row: q [N, length, H], k and v [K, length, H].
+    """Builds attention for one device's part of a sequence: q [N, length, H], k and v [K, length, H].
 
-    Device i has parts i and 2n - 1 - i of 2n. Of a device before it in the ring of parts its queries see the early part
-    alone, all of them; of one after it all that is there, but only its own late part does. So each step is as long.
+    Device i has parts i and 2n - 1 - i of 2n. For keys from an earlier device in the ring, all its queries attend to
+    the early part only; for keys from a later device, only its late queries attend, but to both parts. So each step
+    takes equally long.
     """
     half = length // 2
     own = _kernel(ZigzagCausalMask(np.arange(length), 0), heads, interpret)
@@ -93,7 +94,7 @@ def _ring(axis: str, n: int, length: int, heads: int, interpret: bool) -> Callab
         return out.astype(q.dtype), total
 
     def gradients(kernel: kernels.SplashAttentionKernel, *known: jax.Array) -> tuple[jax.Array, ...]:
-        """To queries, keys and values, given these, the row's output, its scores' sums and its output's gradient."""
+        """Gradients of q, k and v, given these, the sequence's output, log-sum-exp, and output gradient."""
         *arrays, out, total, cotangent = known
         residuals = (*arrays, None, None, out, total, kernel.dq_mask_info, kernel.dkv_mask_info)
         return kernels._splash_attention_bwd(res=residuals, do=cotangent, **kernel.kwargs)[3:6]
@@ -106,8 +107,8 @@ def _ring(axis: str, n: int, length: int, heads: int, interpret: bool) -> Callab
         dq, dk, dv = gradients(late, q[:, half:], k, v, *(x[:, half:] for x in rest))
         return _behind(dq, 0.0), dk, dv
 
-    def backward(kept: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
-        q, k, v, *rest = kept
+    def backward(saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        q, k, v, *rest = saved
         rest.append(cotangent)
         dq, dk, dv = gradients(own, q, k, v, *rest)
         device = jax.lax.axis_index(axis)
@@ -115,28 +116,28 @@ def _ring(axis: str, n: int, length: int, heads: int, interpret: bool) -> Callab
             k, v, dk, dv = passed_on(k, v, dk, dv)
             parts = jax.lax.cond(device >= step, early_gradients, late_gradients, q, k, v, *rest)
             dq, dk, dv = (x + part for x, part in zip((dq, dk, dv), parts, strict=True))
-        return dq, *passed_on(dk, dv)  # home
+        return dq, *passed_on(dk, dv)  # back to their own device
 
     @jax.custom_vjp
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return forward(q, k, v)[0]
 
-    def kept(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def forward_saving(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         out, total = forward(q, k, v)
         return out, (q, k, v, out, total)
 
-    attend.defvjp(kept, backward)
+    attend.defvjp(forward_saving, backward)
     return attend
 
 
 def _kernel(mask: sa.Mask, heads: int, interpret: bool) -> kernels.SplashAttentionKernel:
-    """JAX's, which gives the logarithms of its scores' sums too."""
+    """Builds JAX's kernel, which also returns the scores' log-sum-exp."""
     masks, blocks = sa.MultiHeadMask([mask] * heads), block_sizes(*mask.shape, 0, 128, jnp.dtype(jnp.bfloat16))
     return sa.make_splash_mha_single_device(masks, block_sizes=blocks, save_residuals=True, interpret=interpret)
 
 
 def _behind(late: jax.Array, fill: float) -> jax.Array:
-    """[heads, length / 2, ...] as the second half of [heads, length, ...]."""
+    """Pads [heads, length / 2, ...] to the second half of [heads, length, ...]."""
     return jnp.concatenate([jnp.full_like(late, fill), late], axis=1)
 
 
@@ -145,7 +146,7 @@ def _before(early: jax.Array) -> jax.Array:
 
 
 def gather(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, layout: Layout, spec: LayerSpec) -> jax.Array:
-    """The same as in the model's blocks."""
+    """Attends as the model's blocks do."""
     segments = jnp.ones(q_BTNH.shape[:2], jnp.int32)
     context = ForwardContext(
         positions_BT=segments, segment_ids_BT=segments, layout=layout, kernel="flash", packed=False
@@ -155,7 +156,7 @@ def gather(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, layout: Layo
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints what each program holds and sends."""
+    """Prints each program's memory and communication."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="v5p-64")
     parser.add_argument("--context", type=int, nargs="+", default=[4, 16])
@@ -183,7 +184,7 @@ def main(argv: Sequence[str]) -> None:
 def _compile(
     attend: Callable, layout: Layout, spec: LayerSpec, length: int, flags: Mapping[str, Any]
 ) -> jax.stages.Compiled:
-    """The program of the gradient of attention to queries, keys and values, a row for the devices that share one."""
+    """Compiles attention with the gradients of q, k and v, for one sequence per group of sharing devices."""
     rows = layout.shards("batch")
 
     def array(heads: int, axis: str) -> jax.ShapeDtypeStruct:
@@ -205,7 +206,7 @@ def _described(compiled: jax.stages.Compiled, layout: Layout) -> str:
         sent[each.kind] += each.times * each.sent_bytes
         times[each.kind] += each.times
     moved = ", ".join(f"{times[kind]} {kind} {sent[kind] / 1e6:.0f} MB" for kind in sent)
-    through = compiled.cost_analysis()["bytes accessed"] / 1e9  # but for what kernels read and write
+    through = compiled.cost_analysis()["bytes accessed"] / 1e9  # without the kernels' own reads and writes
     memory = f"{stats.temp_size_in_bytes / 2**20:5.0f} MiB of temporaries, {through:.1f} GB read and written"
     return f"{memory}; a device sends {moved}"
 

@@ -1,7 +1,7 @@
-"""Peak memory of converting a model from and to Hugging Face: `python scripts/bench_convert.py`.
+"""Measures peak memory of converting a model from and to Hugging Face: `python scripts/bench_convert.py`.
 
-Needs torch and transformers. The model is of Llama's kind, with 12 layers of 1,024 and 443 MB of bfloat16 weights in
-files of 100 MB. Each command runs in a process of its own; what that has in memory before it starts is not counted.
+Needs torch and transformers. The model is a Llama with 12 layers of width 1,024 and 443 MB of bfloat16 weights in files
+of 100 MB. Each command runs in its own process, and the memory in use before it starts is not counted.
 """
 
 import subprocess
@@ -34,7 +34,7 @@ def main() -> None:
         print(f"weights   {sum(file.stat().st_size for file in Path(there).glob('*.safetensors')) / 1e6:6.0f} MB")
         for command in (["from-hf", there, here], ["to-hf", here, back]):
             done = subprocess.run([sys.executable, __file__, *command], capture_output=True, text=True, check=True)
-            print(f"{command[0]:8}  {int(done.stdout.split()[-1]) / 1e6:6.0f} MB at its peak", flush=True)
+            print(f"{command[0]:8}  {int(done.stdout.split()[-1]) / 1e6:6.0f} MB peak", flush=True)
 
 
 def _make(folder: str) -> None:
@@ -46,7 +46,7 @@ def _make(folder: str) -> None:
 
 
 def _measure(command: Sequence[str]) -> None:
-    """Prints, as its last word, by how many bytes the peak of this process's memory rises."""
+    """Runs a conversion and prints, as the last word, how many bytes it adds to this process's peak memory."""
     jax.config.update("jax_platforms", "cpu")
     jax.devices()
     before = _peak()
@@ -55,7 +55,7 @@ def _measure(command: Sequence[str]) -> None:
 
 
 def _peak() -> int:
-    # Linux alone has it; the resource module's figure begins with that of the process that started this one.
+    # Linux only; the resource module's figure would start with the parent process's peak.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 

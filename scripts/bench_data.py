@@ -1,16 +1,16 @@
-"""Tokens per second of the input pipeline, beside Grain's own of the same text: `scripts/bench_data.py [case ...]`.
+"""Compares the input pipeline's tokens per second with Grain's on the same text: `scripts/bench_data.py [case ...]`.
 
 Needs `bash setup.sh dev` (Grain) and `bash setup.sh data`. The text is the source code of Python's standard library as
-an ArrayRecord file, which both read through the package array_record and encode by the same function. Ours is
+an ArrayRecord file, which both read with the package array_record and encode with the same function. Our side is
 `train_batches`; Grain's is MapDataset.source, seed, shuffle, repeat, map, to_iter_dataset, one of its packers, batch.
-They take turns. Each turn begins with a pipeline of its own, whose first batches are not counted. What is printed are
-medians: of tokens per second, padding left out, and of the ratios of neighbouring turns. One thread's are by CPU time,
-to which what else the machine does adds little; those of more are by the clock.
+They take turns. Each turn starts a new pipeline, and its first batches are not counted. It prints medians: of tokens
+per second, without padding, and of the ratios of neighboring turns. Single-threaded runs are timed by CPU time, which
+other load on the machine hardly affects; the others by wall-clock time.
 
 cases:
-    byte, sentencepiece, huggingface    the tokenizer (the last two of 8,000 ids)
-    tokens                              ids that src.tokenize_dataset wrote, ours alone
-    conversations                       prompts and completions packed whole, beside the same laid end to end and cut
+    byte, sentencepiece, huggingface    the tokenizer (the last two with 8,000 ids)
+    tokens                              ids that src.tokenize_dataset wrote, only ours
+    conversations                       prompts and completions packed whole, compared with concatenating and cutting
 """
 
 import argparse
@@ -48,7 +48,7 @@ B, T = 16, 2048
 VOCAB_SIZE = 8_000
 TOKENIZERS = ("byte", "sentencepiece", "huggingface")
 CASES = (*TOKENIZERS, "tokens", "conversations")
-# Bytes that documents are cut to: as the config's default has it, and so that a row has room for them in any ids.
+# Maximum bytes per document: the config's default, and a size that fits into a row with any tokenizer.
 DOCUMENTS = {"documents of up to 64 KiB": 64 * 1024, "documents of up to 2,000 bytes": 2_000}
 WARM_UP_TOKENS = 4 * B * T
 
@@ -62,12 +62,12 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="case", help=", ".join(CASES))
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each turn, after it has begun")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of each turn, after warm-up")
     options = parser.parse_intermixed_args(argv)
     cases = options.cases or CASES
     if unknown := set(cases).difference(CASES):
         parser.error(f"no case {unknown.pop()}")
-    flags.FLAGS.mark_as_parsed()  # Grain's processes ask for some
+    flags.FLAGS.mark_as_parsed()  # Grain's processes read some
     print(f"grain {grain.__version__}, Python {sys.version.split()[0]}, {B} rows x {T} tokens; tokens per second")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> None:
 
 
 def compare(argv: list[str], turns: int, seconds: float, has_short_documents: bool) -> None:
-    """Prints the two's tokens per second on one thread, and with what each does best on the cores there are."""
+    """Prints both sides' tokens per second on one thread, and with each side's fastest setting for two cores."""
     config = resolve_config.load(argv)
     path, tokenizer = config.dataset_path, make_tokenizer(config.data, config.vocab_size)
     packers = {"concat then split": concat_then_split}
@@ -113,9 +113,9 @@ def compare(argv: list[str], turns: int, seconds: float, has_short_documents: bo
 
 
 def report(mine: Named, other: Named, turns: int, seconds: float, by_core: bool) -> None:
-    """Prints what two pipelines do by turns.
+    """Prints the speeds of two pipelines that take turns.
 
-    by_core: a second is one of the process's CPU time.
+    by_core: measure per second of the process's CPU time instead of wall-clock time.
     """
     rates = [[measure(make, seconds)[by_core] for _, make in (mine, other)] for _ in range(turns)]
     medians = [statistics.median(found) for found in zip(*rates, strict=True)]
@@ -124,7 +124,7 @@ def report(mine: Named, other: Named, turns: int, seconds: float, by_core: bool)
 
 
 def measure(make: Callable[[], Batches], seconds: float) -> tuple[float, float]:
-    """Tokens per second of a pipeline, by the clock, and by the process's CPU time."""
+    """Measures a pipeline's tokens per second of wall-clock time, and of the process's CPU time."""
     with contextlib.closing(make()) as batches:
         warm_up = 0
         while warm_up < WARM_UP_TOKENS:
@@ -136,7 +136,7 @@ def measure(make: Callable[[], Batches], seconds: float) -> tuple[float, float]:
 
 
 def ours(argv: list[str], threads: int) -> Batches:
-    """MinText's batches."""
+    """Yields MinText's batches."""
     config = resolve_config.load([*argv, f"max_target_length={T}", f"data_threads={threads}"])
     tokenizer = make_tokenizer(config.data, config.vocab_size)
     inputs = InputSpec.of(config, tokenizer)
@@ -147,7 +147,7 @@ def ours(argv: list[str], threads: int) -> Batches:
 
 
 def grains(path: str, tokenizer: Tokenizer, pack: Callable[..., Any], read: Any, processes: int = 0) -> Batches:
-    """Grain's."""
+    """Yields Grain's batches."""
 
     def tokenize(record: bytes) -> dict[str, np.ndarray]:
         return {"tokens": tokenizer.encode(record.decode())}
@@ -162,17 +162,17 @@ def grains(path: str, tokenizer: Tokenizer, pack: Callable[..., Any], read: Any,
 
 
 def concat_then_split(dataset: Any) -> Any:
-    """Documents end to end, cut at T, as ours are."""
+    """Concatenates documents and cuts every T tokens, as MinText does."""
     return grain.experimental.ConcatThenSplitIterDataset(dataset, length_struct={"tokens": T})
 
 
 def first_fit(dataset: Any) -> Any:
-    """Whole documents side by side, with padding."""
+    """Packs whole documents, with padding."""
     return grain.experimental.FirstFitPackIterDataset(dataset, length_struct={"tokens": T}, num_packing_bins=B)
 
 
 def bench_tokens(folder: Path, turns: int, seconds: float) -> None:
-    """Prints the tokens per second of ids that were written before, of one thread."""
+    """Prints tokens per second for pre-tokenized data, on one thread."""
     settings = write_tokenizer(folder, "sentencepiece")
     argv = [BASE, *settings, "eval_interval=-1"]
     print("tokens:", flush=True)
@@ -185,7 +185,7 @@ def bench_tokens(folder: Path, turns: int, seconds: float) -> None:
 
 
 def bench_conversations(folder: Path, turns: int, seconds: float) -> None:
-    """Prints the tokens per second of conversations that are whole in their rows, and of the same cut at rows' ends."""
+    """Prints tokens per second for conversations packed whole, and for the same ones cut at the ends of rows."""
     source = TextSource("", 2_000)
     with (folder / "pairs.jsonl").open("w") as file:
         for i in range(len(source)):
@@ -199,13 +199,13 @@ def bench_conversations(folder: Path, turns: int, seconds: float) -> None:
 
 
 def cut(argv: list[str]) -> Batches:
-    """MinText's batches of conversations, laid as texts are."""
+    """Yields MinText's batches with conversations concatenated and cut like texts."""
     with unittest.mock.patch.object(document_stream, "best_fit", packing.concatenate):
         yield from ours(argv, 1)
 
 
 def write_records(file: Path, most_bytes: int) -> int:
-    """Writes the standard library's source as an ArrayRecord file; how many records it has."""
+    """Writes the standard library's source as an ArrayRecord file; returns the number of records."""
     source = TextSource("", most_bytes)
     writer = ArrayRecordWriter(str(file), "group_size:1")
     for i in range(len(source)):
@@ -215,7 +215,7 @@ def write_records(file: Path, most_bytes: int) -> int:
 
 
 def write_tokenizer(folder: Path, kind: str) -> list[str]:
-    """Trains a tokenizer on a part of the text, where it takes training; the settings that name it."""
+    """Trains a tokenizer on part of the text if it needs training; returns the settings that select it."""
     if kind == "byte":
         return ["tokenizer_type=byte"]
     path = folder / kind
@@ -230,7 +230,7 @@ def write_tokenizer(folder: Path, kind: str) -> list[str]:
 
 
 def write_tokenizer_json(folder: Path, texts: list[str]) -> None:
-    """A byte-level BPE tokenizer, of GPT-2's kind."""
+    """Trains a byte-level BPE tokenizer like GPT-2's."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 

@@ -1,7 +1,7 @@
-"""Tokens per second of greedy decoding, against `transformers` on the same weights: `python scripts/bench_decode.py`.
+"""Compares greedy decoding speed with `transformers` on the same weights: `python scripts/bench_decode.py`.
 
-Needs torch and transformers. The two take turns, so that what else the machine does slows both alike; what is printed
-are medians. The model is of Llama's kind with 12 layers and 134M parameters, of random weights, in float32.
+Needs torch and transformers. The two take turns, so that other load on the machine slows both equally; it prints
+medians. The model is a Llama with 12 layers and 134M random float32 parameters.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
-    parser.add_argument("--new", type=int, default=96, help="tokens drawn after it")
+    parser.add_argument("--new", type=int, default=96, help="tokens generated after it")
     parser.add_argument("--turns", type=int, default=5)
     options = parser.parse_args(argv)
     logging.disable_progress_bar()
@@ -75,19 +75,19 @@ def main(argv: list[str]) -> None:
 
 
 def here(generator: Generator, prompts: np.ndarray, new: int) -> Callable[[int], np.ndarray]:
-    """A function that draws the first so many tokens after each prompt, [B, so many]."""
+    """Returns a function that generates the first `count` tokens after each prompt, [B, count]."""
     tokens_BT, lengths_B = generator.padded(list(prompts), len(prompts))
     generator.compile(*tokens_BT.shape)
 
     def generate(count: int = new) -> np.ndarray:
-        drawn = generator.tokens(tokens_BT, lengths_B, np.arange(len(prompts), dtype=np.int32))
-        return np.stack([next(drawn) for _ in range(count)], axis=1)
+        sampled = generator.tokens(tokens_BT, lengths_B, np.arange(len(prompts), dtype=np.int32))
+        return np.stack([next(sampled) for _ in range(count)], axis=1)
 
     return generate
 
 
 def there(model: LlamaForCausalLM, prompts: np.ndarray, new: int) -> Callable[[int], np.ndarray]:
-    """The same, by `transformers`."""
+    """Returns the same function using `transformers`."""
     ids = torch.from_numpy(prompts.astype(np.int64))
 
     def generate(count: int = new) -> np.ndarray:
@@ -106,9 +106,9 @@ def there(model: LlamaForCausalLM, prompts: np.ndarray, new: int) -> Callable[[i
 
 
 def compare(rows: int, ours: Callable, theirs: dict[str, Callable], turns: int) -> None:
-    """Lets all generate by turns, and prints tokens per second and their ratios."""
+    """Runs all generators in turns, and prints tokens per second and their ratios."""
     contenders = {"here": ours, **theirs}
-    first = {name: generate() for name, generate in contenders.items()}  # warm
+    first = {name: generate() for name, generate in contenders.items()}  # warm up
     agreed = np.mean(first["here"] == first["sdpa"])
     prefill, whole = ({name: [] for name in contenders} for _ in range(2))
     for _ in range(turns):

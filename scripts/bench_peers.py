@@ -1,9 +1,10 @@
-"""Times the training step on CPUs beside PyTorch's and another commit's: `python scripts/bench_peers.py [case ...]`.
+"""Compares training-step times on CPUs with PyTorch and another commit: `python scripts/bench_peers.py [case ...]`.
 
-Sides take turns of some steps, each in a process of its own, so that what else runs on the machine slows all alike:
-ratios are medians over neighbouring turns. `--against FOLDER` adds a checkout of another commit (`git worktree add`).
-Needs the packages of requirements/dev.txt. Rows are random tokens: MinText's of four documents each, whose attention
-is masked; PyTorch's, the same tokens, causal alone. All compute in float32, with AdamW and clipped gradients.
+The sides take turns of a few steps, each in its own process, so that other load on the machine slows all equally;
+ratios are medians over neighboring turns. `--against FOLDER` adds a checkout of another commit (`git worktree add`).
+Needs the packages of requirements/dev.txt. Rows are random tokens: for MinText four documents each, with masked
+attention; for PyTorch the same tokens with only a causal mask. All compute in float32, with AdamW and gradient
+clipping.
 """
 
 import argparse
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 class Case(NamedTuple):
     """A model and its batch, for both sides."""
 
-    keys: list[str]  # MinText's, beside configs/quickstart.yml's
+    keys: list[str]  # MinText's keys, in addition to configs/quickstart.yml
     kind: str  # PyTorch's model: gpt or llama
     layers: int
     width: int
@@ -35,7 +36,7 @@ class Case(NamedTuple):
     vocabulary: int
     rows: int
     length: int
-    steps: int  # of a turn
+    steps: int  # per turn
 
 
 def _keys(layers: int, width: int, heads: int, hidden: int, vocabulary: int, rows: int, length: int) -> list[str]:
@@ -67,7 +68,7 @@ CASES = {
 
 
 def main() -> None:
-    """Prints each side's seconds, and this checkout's over each other side's."""
+    """Prints each side's seconds, and the ratios of this checkout to the other sides."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("arguments", nargs="*", metavar="case or key=value", help=f"cases: {', '.join(CASES)}")
     parser.add_argument("--against", metavar="FOLDER", help="a checkout of another commit")
@@ -89,7 +90,7 @@ def main() -> None:
 
 
 def compare(case: str, sides: dict[str, str], keys: list[str], turns: int) -> None:
-    """Has the sides take turns at a case, and prints what they took."""
+    """Runs all sides in turns on a case, and prints their times."""
     workers = {name: _start(side, case, keys if name == "MinText" else []) for name, side in sides.items()}
     wall, cpu = ({name: [] for name in sides} for _ in range(2))
     for turn in range(turns + 1):  # the first warms up
@@ -103,17 +104,17 @@ def compare(case: str, sides: dict[str, str], keys: list[str], turns: int) -> No
     for worker in workers.values():
         worker.stdin.close()
         worker.wait()
-    print(f"{case}: {turns} turns of {CASES[case].steps} steps; of a step")
+    print(f"{case}: {turns} turns of {CASES[case].steps} steps; per step")
     for name in sides:
         median, least, of_cpu = statistics.median(wall[name]), min(wall[name]), statistics.median(cpu[name])
-        print(f"  {name:<8} {1e3 * median:8.1f} ms median, {1e3 * least:8.1f} least, {1e3 * of_cpu:8.1f} ms of CPU")
+        print(f"  {name:<8} {1e3 * median:8.1f} ms median, {1e3 * least:8.1f} minimum, {1e3 * of_cpu:8.1f} ms of CPU")
     for name in [*sides][1:]:
         ratios = [
             statistics.median(a / b for a, b in zip(seconds["MinText"], seconds[name], strict=True))
             for seconds in (wall, cpu)
         ]
         least = min(wall["MinText"]) / min(wall[name])
-        print(f"  MinText / {name}: {ratios[0]:.2f} (least {least:.2f}; of CPU {ratios[1]:.2f})", flush=True)
+        print(f"  MinText / {name}: {ratios[0]:.2f} (minimum {least:.2f}; CPU {ratios[1]:.2f})", flush=True)
 
 
 def _start(side: str, case: str, keys: list[str]) -> subprocess.Popen:
@@ -122,9 +123,9 @@ def _start(side: str, case: str, keys: list[str]) -> subprocess.Popen:
 
 
 def take_turns(side: str, case: str, keys: list[str]) -> None:
-    """Makes a turn's steps for each line of input, and prints the seconds of a step."""
+    """Runs one turn's steps for each line of input, and prints the seconds per step."""
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # keep libraries' output apart from the results
     run = pytorch(CASES[case]) if side == "torch" else mintext(CASES[case], Path(side), keys)
     for _ in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()
@@ -134,7 +135,7 @@ def take_turns(side: str, case: str, keys: list[str]) -> None:
 
 
 def mintext(case: Case, root: Path, keys: list[str]) -> Callable[[int], None]:
-    """Returns what makes steps of the checkout `root`; losses are fetched as a run does, one step late."""
+    """Returns a function that runs steps of the checkout `root`; it fetches losses one step late, as a run does."""
     sys.path[0] = str(root)
     import jax
     import numpy as np
@@ -155,7 +156,7 @@ def mintext(case: Case, root: Path, keys: list[str]) -> Callable[[int], None]:
         plan, abstract, train_step = built.plan, built.state, built.train
         init = functools.partial(init_state, plan)
         placed = jax.device_put(batch, {name: leaf.sharding for name, leaf in built.batch.items()})
-    else:  # a commit before that folder, as dbcf1a3: its own benchmark names what it needs
+    else:  # A commit before that folder, such as dbcf1a3: its own benchmark names the functions it needs
         bench = SimpleNamespace(**runpy.run_path(str(root / "scripts/bench.py")))
         config, position = bench.configuration.load(argv), (case.rows, 1, 2)
         layout = bench.make_layout(config, jax.devices())
@@ -180,7 +181,7 @@ def mintext(case: Case, root: Path, keys: list[str]) -> Callable[[int], None]:
 
 
 def random_batch(case: Case) -> dict[str, Any]:
-    """Returns rows of random tokens, four documents each, as MinText's step takes them."""
+    """Creates rows of random tokens, four documents each, as input for MinText's step."""
     import numpy as np
 
     tokens = np.random.default_rng(0).integers(0, case.vocabulary, (case.rows, case.length + 1), np.int32)
@@ -196,7 +197,7 @@ def random_batch(case: Case) -> dict[str, Any]:
 
 
 def pytorch(case: Case) -> Callable[[int], None]:
-    """Returns what makes steps of PyTorch: of transformers' Llama, or of a GPT of PyTorch's modules."""
+    """Returns a function that runs PyTorch steps: of transformers' Llama, or of a GPT built from PyTorch's modules."""
     import torch
     from torch.nn import functional
 
@@ -220,7 +221,7 @@ def pytorch(case: Case) -> Callable[[int], None]:
 
 
 def torch_llama(case: Case) -> Any:
-    """Returns transformers' Llama of a case's sizes, from tokens to logits."""
+    """Builds transformers' Llama in a case's sizes, from tokens to logits."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -249,7 +250,7 @@ def torch_llama(case: Case) -> Any:
 
 
 def torch_gpt(case: Case) -> Any:
-    """Returns a GPT-2 of a case's sizes: learned positions, LayerNorm before, GELU, tied embeddings, no biases."""
+    """Builds a GPT-2 in a case's sizes: learned positions, LayerNorm before, GELU, tied embeddings, no biases."""
     import torch
     from torch import nn
     from torch.nn import functional

@@ -1,9 +1,9 @@
-"""Tokens per second of TFDS and ArrayRecord data on gs:// beside the same on this disk: `scripts/bench_store.py`.
+"""Compares reading TFDS and ArrayRecord data from gs:// and from local disk: `scripts/bench_store.py`.
 
-Once as a small set is read, copied to this machine, once as a large one, by a request for each document.
+It measures small datasets, which are copied to this machine, and large ones, which take a request per document.
 
-Needs `bash setup.sh dev` and `bash setup.sh data`. A server with Cloud Storage's interface runs in a process of its own
-on this machine, and answers each request for data after a latency. The documents are the standard library's source in
+Needs `bash setup.sh dev` and `bash setup.sh data`. A server with Cloud Storage's interface runs in a separate process
+on this machine, and answers each data request after a latency. The documents are the standard library's source in
 pieces of up to 16 KiB, in 4 ArrayRecord files; the tokenizer is SentencePiece with 8,000 ids, or bytes.
 """
 
@@ -26,16 +26,17 @@ SHARDS, PIECE_BYTES, B, T = 4, 16 * 1024, 16, 2048
 
 
 def serve(folder: str, latency: float, urls: "multiprocessing.Queue[str]") -> None:
-    """Serves the folder's files as the bucket `data`, each request for contents after `latency` seconds."""
+    """Serves the folder's files as the bucket `data`, delaying each request for contents by `latency` seconds."""
     from tests.gcs_server import GcsServer
 
     class Server(GcsServer):
-        request_queue_size = 1024  # connections that wait; a client tries again a second after one is refused
+        request_queue_size = 1024  # connection queue; a client retries a second after a refused connection
 
         def __init__(self) -> None:
             super().__init__("data")
 
-            def answer_quickly(handler: object) -> None:  # without http.server's parser, which shares the two cores
+            # Bypasses http.server's parser, which would use up the two cores.
+            def answer_quickly(handler: object) -> None:
                 head = handler.rfile.readline(65537)
                 line = first = head
                 while line not in (b"\r\n", b""):
@@ -57,7 +58,7 @@ def serve(folder: str, latency: float, urls: "multiprocessing.Queue[str]") -> No
                 answer = f"HTTP/1.1 206 OK\r\nContent-Length: {stop - start}\r\nx-goog-generation: {generation}\r\n"
                 answer += f"Content-Range: bytes {start}-{stop - 1}/{len(contents)}\r\n\r\n"
                 try:
-                    for at in range(start, stop, 1 << 16):  # a client that has what it wants hangs up
+                    for at in range(start, stop, 1 << 16):  # a client may hang up once it has enough
                         part = contents[at : min(at + (1 << 16), stop)]
                         handler.wfile.write(answer.encode() + part if at == start else part)
                 except OSError:
@@ -74,7 +75,7 @@ def serve(folder: str, latency: float, urls: "multiprocessing.Queue[str]") -> No
 
 
 def write(folder: Path) -> None:
-    """Writes the documents as a dataset of TFDS, and a SentencePiece model of them."""
+    """Writes the documents as a TFDS dataset, and a SentencePiece model trained on them."""
     import sentencepiece
 
     from src.data.readers.text import TextSource
@@ -90,7 +91,7 @@ def write(folder: Path) -> None:
 
 
 def rate(keys: list[str], seconds: float) -> float:
-    """Returns tokens per second of a pipeline with these keys, once its first batches are made."""
+    """Returns a pipeline's tokens per second with these keys, after its first batches."""
     from src.data.loader import train_batches
     from src.data.open import open_sources
     from src.data.tokenizer import make_tokenizer
@@ -113,7 +114,7 @@ def rate(keys: list[str], seconds: float) -> float:
 
 
 def main() -> None:
-    """Prints a line for each type of data and tokenizer: both rates and their ratio."""
+    """Prints a line for each type of data and tokenizer: rates and ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--latency", type=float, default=0.1)
     parser.add_argument("--seconds", type=float, default=10)
@@ -147,7 +148,7 @@ def main() -> None:
                 rates.append(rate([*named, *tokenizer, f"data_threads={threads}"], options.seconds))
             one, two, copied, requests = (f"{each:12,.0f}" for each in rates)
             print(
-                f"{kind:13} {name:14} local {one} (2 threads {two})  store, copied {copied}  by requests {requests}: "
+                f"{kind:13} {name:14} local {one} (2 threads {two})  store, copied {copied}  requests {requests}: "
                 f"{rates[3] / rates[0]:.2f} of one thread, {rates[3] / rates[1]:.2f} of two",
                 flush=True,
             )

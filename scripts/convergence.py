@@ -1,8 +1,8 @@
-"""Trains a small model with products of 8 bits and with wider ones: `python scripts/convergence.py TEXT_FOLDER`.
+"""Trains a small model with 8-bit and with wider matmuls: `python scripts/convergence.py TEXT_FOLDER`.
 
-`scripts/get_text.py` brings a text. For each seed, which orders the data and draws the weights, one run a kind of
-products follows the other; a run that is finished is not made again, so the script may be stopped and started. Written
-are `convergence.json`, a table on the console, and the curves, `docs/convergence.svg`.
+`scripts/get_text.py` downloads a text. For each seed, which determines data order and initial weights, it runs each
+type of matmul in turn. Finished runs are not repeated, so the script may be stopped and restarted. It writes
+`convergence.json`, prints a table, and plots the curves to `docs/convergence.svg`.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = {  # products -> keys
+KINDS = {  # matmul dtype -> keys
     "": ["dtype=float32"],
     "bfloat16": ["dtype=bfloat16"],
     "int8": ["dtype=float32", "quantization=int8"],
@@ -28,14 +28,14 @@ MODEL = [  # 3.1 million parameters
     *("remat_policy=none", "learning_rate=2e-3", "adam_b2=0.99", "max_document_bytes=2048"),
     *("eval_fraction=0.01", "log_period=500", "enable_checkpointing=false", "quiet=true"),
 ]
-LAST = 100  # steps, over which the loss is a mean
+LAST = 100  # steps over which the final loss is averaged
 COLORS = {"": "#444444", "bfloat16": "#009e73", "int8": "#0072b2", "fp8": "#d55e00"}
 WIDTH, HEIGHT, MARGIN, POINTS = 720, 400, 50, 120
-FONT = 20  # of 720: 10 pixels on a telephone of 360
+FONT = 20  # of a width of 720: 10 pixels on a phone 360 wide
 
 
 def main(argv: list[str]) -> None:
-    """Makes the runs that are missing, and writes what they came to."""
+    """Trains the missing runs, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", help="a folder of text")
     parser.add_argument("--runs", default="runs/convergence", help="folder of the runs")
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--picture", default=str(ROOT / "docs" / "convergence.svg"))
     options = parser.parse_args(argv)
     losses = {}
-    for seed in options.seeds:  # pairs are whole however early it is stopped
+    for seed in options.seeds:  # whenever it is stopped, finished seeds are complete
         for kind in KINDS:
             losses[kind, seed] = run(kind, seed, options)
     result = summary(losses, options.seeds)
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
 
 
 def run(kind: str, seed: int, options: argparse.Namespace) -> list[float]:
-    """Returns the loss of each step of a run, which is made if it is not there."""
+    """Returns the loss of each step of a run, training it if necessary."""
     name = f"{kind or 'float32'}-{seed}-{options.steps}"
     metrics = Path(options.runs) / name / "metrics.jsonl"
     if not metrics.exists() or len(found := read(metrics)) < options.steps:
@@ -68,13 +68,13 @@ def run(kind: str, seed: int, options: argparse.Namespace) -> list[float]:
 
 
 def read(metrics: Path) -> list[float]:
-    """Returns the losses of a run's steps."""
+    """Reads the losses of a run's steps."""
     lines = map(json.loads, metrics.read_text().splitlines())
     return [line["loss"] for line in lines if "loss" in line]
 
 
 def summary(losses: dict[tuple[str, int], list[float]], seeds: list[int]) -> dict[str, Any]:
-    """Returns each run's mean loss over its last steps, and what the kinds differ by from wide products."""
+    """Computes each run's mean loss over its last steps, and the types' differences from wide matmuls."""
     last = {kind: [statistics.fmean(losses[kind, seed][-LAST:]) for seed in seeds] for kind in KINDS}
     wide = last[""]
     spread = statistics.stdev(wide) if len(seeds) > 1 else 0.0
@@ -94,9 +94,9 @@ def summary(losses: dict[tuple[str, int], list[float]], seeds: list[int]) -> dic
 
 
 def table(result: dict[str, Any]) -> str:
-    """Returns the table of docs/performance.md."""
+    """Formats the table in docs/performance.md."""
     seeds = list(result["kinds"]["float32"]["losses"])
-    lines = [f"| products | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | to float32 |"]
+    lines = [f"| matmuls | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | to float32 |"]
     lines.append("|" + " --- |" * (len(seeds) + 3))
     for name, kind in result["kinds"].items():
         values = " | ".join(f"{loss:.4f}" for loss in kind["losses"].values())
@@ -105,7 +105,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def curves(losses: dict[tuple[str, int], list[float]], seeds: list[int]) -> str:
-    """Returns a picture (SVG) of the loss, a mean over seeds and over neighbouring steps, on a log scale of both."""
+    """Plots the loss as SVG, averaged over seeds and neighboring steps, on log-log axes."""
     steps = len(losses["", seeds[0]])
     ends = sorted({round(steps ** (point / POINTS)) for point in range(1, POINTS + 1)})
     means = {}
@@ -132,8 +132,8 @@ def curves(losses: dict[tuple[str, int], list[float]], seeds: list[int]) -> str:
     for row, kind in enumerate(KINDS):
         line = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in zip(ends, means[kind], strict=True))
         parts.append(f'<polyline points="{line}" fill="none" stroke="{COLORS[kind]}" stroke-width="1.5"/>')
-        place = f'x="{WIDTH - MARGIN - 90}" y="{MARGIN + 24 * (row + 1)}"'
-        parts.append(f'<text {place} font-size="{FONT}" fill="{COLORS[kind]}">{kind or "float32"}</text>')
+        position = f'x="{WIDTH - MARGIN - 90}" y="{MARGIN + 24 * (row + 1)}"'
+        parts.append(f'<text {position} font-size="{FONT}" fill="{COLORS[kind]}">{kind or "float32"}</text>')
     title = f"training loss (nats per byte) by step, mean of {len(seeds)} seeds"
     return "\n".join([*parts, f'<text x="{MARGIN}" y="24" font-size="{FONT}">{title}</text>', "</svg>", ""])
 

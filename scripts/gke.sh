@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Runs on GKE, on TPU slices or GPU nodes, as a JobSet (docs/launch.md).
 #
-#   scripts/gke.sh image IMAGE tpu|gpu          builds an image of this working tree, with Docker, and pushes it
+#   scripts/gke.sh image IMAGE tpu|gpu          builds an image of this working tree with Docker, and pushes it
 #   scripts/gke.sh run NAME --type v5e-256 [--slices N] --image IMAGE -- \
 #       python -m src.train configs/base.yml run_name=NAME key=value
-#                                               --type is a TPU slice or a host of GPUs (a3), N how many of them
-#   scripts/gke.sh logs NAME                    prints what process 0 writes, and follows it
+#                                               --type is a TPU slice or a GPU host (a3), N their number
+#   scripts/gke.sh logs NAME                    prints and follows the output of process 0
 #   scripts/gke.sh status NAME                  the JobSet and its pods
-#   scripts/gke.sh delete NAME                  ends the run, which saves a checkpoint, and takes the JobSet away
+#   scripts/gke.sh delete NAME                  ends the run, which saves a checkpoint, and deletes the JobSet
 #
-# kubectl's own configuration says which cluster and namespace. --dry-run prints the commands and runs none.
+# Cluster and namespace are from kubectl's configuration. --dry-run prints the commands without running them.
 
 # shellcheck source=scripts/launch_common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/launch_common.sh"
@@ -20,7 +20,7 @@ action=$1 type='' slices=1 image='' words=() command=()
 case $action in
   image | run | logs | status | delete) shift ;;
   -h | --help) show_help && exit ;;
-  *) fail "'$action' is none of image, run, logs, status, delete" ;;
+  *) fail "'$action' is not one of image, run, logs, status, delete" ;;
 esac
 while [[ $# -gt 0 ]]; do
   if [[ $1 == --*=* ]]; then set -- "${1%%=*}" "${1#*=}" "${@:2}"; fi
@@ -33,7 +33,7 @@ while [[ $# -gt 0 ]]; do
     --dry-run) dry_run=true ;;
     -h | --help) show_help && exit ;;
     --) command=("${@:2}") && break ;;
-    -*) fail "there is no option $1: scripts/gke.sh --help" ;;
+    -*) fail "unknown option $1: scripts/gke.sh --help" ;;
     *) words+=("$1") ;;
   esac
   shift
@@ -41,7 +41,7 @@ done
 [[ ${#words[@]} -gt 0 ]] || fail "$action what? scripts/gke.sh --help"
 name=${words[0]}
 [[ ${#words[@]} -eq $([[ $action == image ]] && echo 2 || echo 1) ]] ||
-  fail "scripts/gke.sh $action: '${words[*]}' is one name too many or too few; a command to run comes after --"
+  fail "scripts/gke.sh $action: '${words[*]}' is the wrong number of names; a command to run comes after --"
 program=$([[ $action == image ]] && echo docker || echo kubectl)
 $dry_run || type -P "$program" >/dev/null || fail "$program is not installed"
 selector=jobset.sigs.k8s.io/jobset-name=$name
@@ -57,19 +57,19 @@ build_image() {
 
 run() {
   [[ -n $type ]] || fail "--type is missing: a TPU slice or a GPU host, such as v5e-256 or a3"
-  [[ -n $image ]] || fail "--image is missing: scripts/gke.sh image IMAGE tpu|gpu makes one"
+  [[ -n $image ]] || fail "--image is missing: scripts/gke.sh image IMAGE tpu|gpu builds one"
   [[ $slices =~ ^[1-9][0-9]*$ ]] || fail "--slices $slices: expected a number, 1 or more"
-  [[ ${#command[@]} -gt 0 ]] || fail "what is to be run? -- python -m src.train configs/base.yml run_name=$name"
+  [[ ${#command[@]} -gt 0 ]] || fail "no command: -- python -m src.train configs/base.yml run_name=$name"
   check_resumes "${command[@]}"
   local python=.venv/bin/python manifest
   [[ -x $python ]] || python=python3
   local fill=("$python" -m scripts.jobset "$name" "$type" "$slices" "$image" "${command[@]}")
-  manifest=$("${fill[@]}") # here, so that a mistake comes out in a dry run too
+  manifest=$("${fill[@]}") # also in a dry run, to report mistakes
   if $dry_run; then
     echo "$(quoted "${fill[@]}") | kubectl create --filename=-"
   else
     kubectl create --filename=- <<<"$manifest"
-    echo "gke.sh: scripts/gke.sh logs $name follows it"
+    echo "gke.sh: follow it with scripts/gke.sh logs $name"
   fi
 }
 

@@ -1,6 +1,6 @@
 """Prints the manifest of a run on GKE, for scripts/gke.sh: `python -m scripts.jobset NAME TYPE SLICES IMAGE COMMAND`.
 
-The manifests are scripts/jobset_tpu.yml and scripts/jobset_gpu.yml. It needs no packages.
+The templates are scripts/jobset_tpu.yml and scripts/jobset_gpu.yml. Needs no packages.
 """
 
 import json
@@ -15,7 +15,7 @@ from src.system.errors import UserError
 from src.system.exit_codes import run_command
 
 # Values of the node labels cloud.google.com/gke-tpu-accelerator and gke-accelerator (docs.cloud.google.com/
-# kubernetes-engine/docs/concepts/plan-tpus and concepts/gpus), by the names of src/parallel/topology.py.
+# kubernetes-engine/docs/concepts/plan-tpus and concepts/gpus), by the names in src/parallel/topology.py.
 ACCELERATORS = {
     "v4": "tpu-v4-podslice",
     "v5e": "tpu-v5-lite-podslice",
@@ -31,25 +31,27 @@ ACCELERATORS = {
 
 
 def manifest(name: str, kind: str, slices: int, image: str, command: Sequence[str]) -> str:
-    """The JobSet, as YAML.
+    """Fills in the JobSet, as YAML.
 
     Args:
-        name: Of the JobSet.
-        kind: A TPU slice (v5e-256) or GPU host (a3), as the key `compile_topology` has it.
-        slices: How many slices or hosts.
-        image: With the trainer and its requirements (scripts/Dockerfile).
-        command: What each pod runs; of GPUs one that takes MinText's keys.
+        name: The JobSet's name.
+        kind: A TPU slice (v5e-256) or GPU host (a3), as in the key `compile_topology`.
+        slices: Number of slices or hosts.
+        image: Container image with the trainer and its requirements (scripts/Dockerfile).
+        command: The command of each pod; on GPUs it must accept MinText's keys.
 
     Raises:
-        UserError: GKE has no such slice or host, or takes no such name.
+        UserError: GKE has no such slice or host, or does not accept the name.
     """
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
         raise UserError(f"NAME {name}: Kubernetes takes lower-case letters, digits and '-', 40 characters at most")
     try:
         topology = parse_topology(kind, slices)
     except UserError as error:
-        said = str(error).replace("compile_topology_num_slices=", "--slices ").replace("compile_topology=", "--type ")
-        raise UserError(said) from None
+        message = (
+            str(error).replace("compile_topology_num_slices=", "--slices ").replace("compile_topology=", "--type ")
+        )
+        raise UserError(message) from None
     if topology.platform == "cpu":
         raise UserError(f"--type {kind}: expected a TPU slice or a GPU host, such as v5e-256 or a3")
     family = topology.name if topology.platform == "gpu" else re.split("[-:]", topology.name)[0]
@@ -75,7 +77,7 @@ def manifest(name: str, kind: str, slices: int, image: str, command: Sequence[st
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the manifest that the arguments ask for."""
+    """Prints the manifest for these arguments."""
     name, kind, slices, image, *command = argv
     print(manifest(name, kind, int(slices), image, command), end="")
 

@@ -1,8 +1,8 @@
-"""Compiles MaxText's step for TPUs that are not here: `PYTHON scripts/maxtext_program.py CASE FILE [--without-flags]`.
+"""Compiles MaxText's step for absent TPUs: `PYTHON scripts/maxtext_program.py CASE FILE [--without-flags]`.
 
-PYTHON is that of an environment with MaxText 0.2.4 and the JAX and libtpu that MinText has (docs/performance.md makes
-one). FILE gets the program's text, which scripts/program_stats.py reads, and the compiler's count of its memory is
-printed.
+PYTHON is from an environment with MaxText 0.2.4 and MinText's versions of JAX and libtpu (docs/performance.md shows how
+to create one). It writes the program's text to FILE, for scripts/program_stats.py, and prints the compiler's memory
+figures.
 """
 
 import argparse
@@ -10,14 +10,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX: the compiler is asked for, not a TPU
+os.environ["JAX_PLATFORMS"] = "cpu"  # set before importing JAX: only the compiler is needed, not a TPU
 
 import maxtext
 from maxtext.trainers.pre_train import train_compile
 
 KEYS = "dataset_type=synthetic enable_checkpointing=false jax_cache_dir= base_output_directory=/tmp run_name=none "
 KEYS += "attention=flash"
-# As MaxText's own scripts have them (configs/tpu): v5e/16b.sh, v5p/llama2_7b.sh and v6e/llama2_7b_4096.sh.
+# From MaxText's own scripts (configs/tpu): v5e/16b.sh, v5p/llama2_7b.sh and v6e/llama2_7b_4096.sh.
 GATHERS = (
     "xla_enable_async_all_gather xla_tpu_overlap_compute_collective_tc xla_tpu_enable_async_collective_fusion "
     "xla_tpu_enable_async_collective_fusion_multiple_steps xla_tpu_enable_async_collective_fusion_fuse_all_gather "
@@ -51,7 +51,7 @@ BLOCKS = {"v6e": "sa_block_q=1024 sa_block_q_dkv=2048 sa_block_q_dq=2048"}  # of
 
 
 def main() -> None:
-    """Runs MaxText's own train_compile, and keeps what it compiled."""
+    """Runs MaxText's own train_compile, and saves the compiled program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("file", type=Path)

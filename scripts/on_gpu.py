@@ -1,7 +1,7 @@
-"""Checks on a machine with one NVIDIA GPU, into one JSON: `bash scripts/on_gpu.sh [OUT.json]`.
+"""Runs checks on a machine with one NVIDIA GPU, and writes one JSON: `bash scripts/on_gpu.sh [OUT.json]`.
 
-Each check runs in processes of its own, because one process may hold all of a GPU's memory. If one fails, the JSON has
-the end of its output. With `--platform cpu` all sizes are tiny and nothing is judged; what needs a GPU says so.
+Each check runs in separate processes, because one process may use all of a GPU's memory. If one fails, the JSON has the
+end of its output. With `--platform cpu`, sizes are tiny and results are not judged; checks that need a GPU report that.
 """
 
 import argparse
@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Distributions that a run on synthetic data imports, or whose versions it reports.
 NEEDED = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "ml_collections", "absl-py", "PyYAML")
 NEEDED += ("tensorboardX", "protobuf", "tensorstore", "etils", "rich")
-STEPS, WARM_UP = 20, 5  # of a run, and those of them that are not timed
-# About 1.1B parameters at 4,096 tokens, and what replaces it on a CPU.
+STEPS, WARM_UP = 20, 5  # steps of a run, and untimed ones among these
+# About 1.1B parameters at 4,096 tokens, and its replacement on a CPU.
 MODEL = ("max_target_length=4096", "per_device_batch_size=4", "remat_policy=minimal_with_context")
 TINY = ("max_target_length=64", "base_emb_dim=64", "base_mlp_dim=128", "base_num_decoder_layers=2", "vocab_size=256")
 TINY += ("base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=16", "per_device_batch_size=1")
@@ -35,19 +35,19 @@ TOPOLOGIES = {
     "NVIDIA B200": "a4:1",
     "cpu": "cpu-1",
 }
-# What a figure must be: its check, its name, the least and the greatest value. Decoding and other models are only
-# measured: there is no figure of another trainer's to compare them with.
+# Required ranges: check, figure, minimum and maximum. Decoding and other models are only measured: other trainers
+# have published no figures to compare with.
 TARGETS = (
     ("bfloat16", "mfu", 0.55, 1.0),
     ("kernels", "greatest_difference", 0.0, 0.02),
     ("fp8", "times_bfloat16", 1.3, 2.0),
     ("saved_step", "loss_differs_by", 0.0, 0.01),
-    ("pgle", "step_time_times_none", 0.0, 1.01),  # no slower: one GPU sends nothing, and 1% is noise
+    ("pgle", "step_time_times_none", 0.0, 1.01),  # no slower: a single GPU does not communicate, and 1% is noise
 )
 
 
 class Machine:
-    """The machine the checks are for, where they keep their files, and what they share."""
+    """The machine to check, the checks' folder, and results they share."""
 
     def __init__(self, platform: str, folder: Path, minutes: float = math.inf) -> None:
         self.is_gpu, self.folder = platform == "gpu", folder
@@ -56,29 +56,29 @@ class Machine:
         self.runs_done = self.seconds_done = 0.0  # by checks
         self.kind = ""  # JAX's name of the device
         self.keys = [*(MODEL if self.is_gpu else TINY), "dataset_type=synthetic", "enable_checkpointing=false"]
-        # One GPU, also where there are more.
+        # Use one GPU, even if there are more.
         own = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES") or "0"}
         self.environment = os.environ | (own if self.is_gpu else {"JAX_PLATFORMS": "cpu"})
         self.shared: dict[str, dict | RuntimeError] = {}
 
     def left(self) -> float | None:
-        """Returns the seconds that are left, None if there is no limit."""
+        """Returns the remaining seconds, None without a limit."""
         return None if math.isinf(self.end) else max(1.0, self.end - time.monotonic())
 
     def count(self, runs: float, seconds: float) -> None:
-        """Learns from a check that took `seconds` how long a run takes here."""
+        """Updates the estimated time of a run from a check that took `seconds`."""
         self.runs_done, self.seconds_done = self.runs_done + runs, self.seconds_done + seconds
         if self.runs_done:
             self.seconds_per_run = self.seconds_done / self.runs_done
 
     def python(self, *arguments: str, **environment: str) -> str:
-        """Runs Python and returns what it printed; raises RuntimeError with the end of its output if it fails."""
+        """Runs Python and returns its output; raises RuntimeError with the end of the output if it fails."""
         command, left = [sys.executable, *arguments], self.left()
         env = self.environment | environment
         try:
             ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=left)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"did not end in the {left:.0f} s that were left") from None
+            raise RuntimeError(f"did not finish in the remaining {left:.0f} s") from None
         if ended.returncode:
             raise RuntimeError("\n".join((ended.stdout + ended.stderr).splitlines()[-6:]))
         return ended.stdout
@@ -91,7 +91,7 @@ class Machine:
     def train(self, name: str, *keys: str) -> dict:
         """Trains for some steps: the median step's seconds, tokens per second and MFU, the last loss, peak memory.
 
-        `attention` is the kernel, `said` what the run printed about a profile that its step was compiled with.
+        `attention` is the kernel, `said` the run's lines about the profile that its step was compiled with.
         """
         at = (f"base_output_directory={self.folder}", f"run_name={name}", f"steps={STEPS}")
         printed, memory = self.inside("train", *at, *keys)
@@ -99,23 +99,23 @@ class Machine:
         timed = lines[WARM_UP:]
         figures = ("step_time_seconds", "tokens_per_second", "mfu", "mfu_palm")
         medians = {key: statistics.median(line[key] for line in timed) for key in figures if key in timed[0]}
-        said = [line for line in printed if line.startswith(("compiled by the profile", "pgle=auto:"))]
+        said = [line for line in printed if line.startswith(("compiled with the profile", "pgle=auto:"))]
         attention = [line.split()[1] for line in printed if line.startswith("attention ")]
         found = {**medians, "loss": lines[-1]["loss"], **memory}
         return found | ({"attention": attention[0]} if attention else {}) | ({"said": said} if said else {})
 
     def beside_plain(self, name: str, *keys: str) -> dict:
-        """Trains with other keys, and divides its tokens per second by those of the plain run."""
+        """Trains with other keys, and computes its speed relative to the plain run."""
         found, plain = self.train(name, *keys), self.plain()
         ratio = found["tokens_per_second"] / plain["tokens_per_second"]
         return {**found, "times_bfloat16": ratio, "loss_of_bfloat16": plain["loss"]}
 
     def plain(self) -> dict:
-        """Returns the run that others are compared with, made once."""
+        """Trains, once, the run that others are compared with."""
         return self.once("plain", lambda: self.train("plain"))
 
     def ahead(self) -> dict:
-        """Returns the report on the plain run's step, compiled once without a GPU; the program is `folder / "step"`."""
+        """Compiles the plain run's step without a GPU, once; returns the report. The program is `folder / "step"`."""
         return self.once("ahead", self._compile_ahead)
 
     def _compile_ahead(self) -> dict:
@@ -129,7 +129,7 @@ class Machine:
         return json.loads(report.read_text())
 
     def once(self, name: str, make: Callable[[], dict]) -> dict:
-        """Returns what `make` returned, or raises what it raised, the first time."""
+        """Caches the result, or error, of `make` by name."""
         if name not in self.shared:
             try:
                 self.shared[name] = make()
@@ -141,34 +141,34 @@ class Machine:
 
 
 def bfloat16(machine: Machine) -> dict:
-    """The speed and memory of a billion parameters' step in bfloat16."""
+    """Measures speed and memory of a billion parameters' step in bfloat16."""
     return machine.plain()
 
 
 def kernels(machine: Machine) -> dict:
-    """The greatest difference of the GPU's kernels from plain ones, relative to the greatest value."""
+    """Compares the GPU's kernels with plain ones: the largest difference relative to the largest value."""
     return machine.inside("kernels")[1]
 
 
 def fp8(machine: Machine) -> dict:
-    """The step in float8, and how many times as fast it is."""
+    """Times the step in float8, relative to bfloat16."""
     return machine.beside_plain("fp8", "quantization=fp8")
 
 
 def decoding(machine: Machine) -> dict:
-    """Tokens per second of greedy decoding with random weights, by the number of prompts."""
+    """Measures greedy decoding with random weights, in tokens per second by number of prompts."""
     return machine.inside("decoding")[1]
 
 
 def saved_step(machine: Machine) -> dict:
-    """A step compiled by a process without a GPU, loaded and run; its loss is that of a run that compiles."""
+    """Runs a step that a process without a GPU compiled; its loss must match a run that compiles."""
     machine.ahead()
     found = machine.beside_plain("loaded", f"compiled_trainstep_file={machine.folder / 'step'}")
     return {**found, "loss_differs_by": abs(found["loss"] - found["loss_of_bfloat16"])}
 
 
 def prediction(machine: Machine) -> dict:
-    """The step's memory and time as measured, and as the compiler and the roofline state them ahead of time."""
+    """Compares the step's measured memory and time with the compiler's and roofline's predictions."""
     measured, report = machine.plain(), machine.ahead()
     needed, peak = report["memory"]["needed"], measured["peak_bytes"]
     seconds = {"measured": measured["step_time_seconds"]}
@@ -182,29 +182,29 @@ def prediction(machine: Machine) -> dict:
 
 
 def unpacked(machine: Machine) -> dict:
-    """Rows of one document each beside packed ones, whose attention has a mask."""
+    """Compares unpacked rows of one document with packed ones, whose attention is masked."""
     return machine.beside_plain("unpacked", "packing=false")
 
 
 def experts(machine: Machine) -> dict:
-    """A model of 8 experts, 2 of them per token."""
+    """Trains a model with 8 experts, 2 per token."""
     size = 2048 if machine.is_gpu else 64  # of an expert
     return machine.beside_plain("experts", "num_experts=8", "num_experts_per_tok=2", f"base_mlp_dim={size}")
 
 
 def window(machine: Machine) -> dict:
-    """A model whose layers have a sliding window."""
+    """Trains a model whose layers have a sliding window."""
     size = 1024 if machine.is_gpu else 16
     return machine.beside_plain("window", "attention_type=local_sliding", f"sliding_window_size={size}")
 
 
 def soft_cap(machine: Machine) -> dict:
-    """A model whose attention scores and logits have soft caps, which cuDNN's attention does not compute."""
+    """Trains a model with soft caps on attention scores and logits, which cuDNN's attention does not support."""
     return machine.beside_plain("soft_cap", "attn_logits_soft_cap=50", "final_logits_soft_cap=30")
 
 
 def head_dim_256(machine: Machine) -> dict:
-    """A model with half as many heads of 256, which cuDNN computes on Hopper and newer, and its kernel."""
+    """Trains a model with half as many heads, of 256, which cuDNN supports from Hopper on, and checks its kernel."""
     heads = 8 if machine.is_gpu else 1
     keys = ("head_dim=256", f"base_num_query_heads={heads}", f"base_num_kv_heads={heads}")
     found = machine.beside_plain("head_dim_256", *keys)
@@ -215,30 +215,30 @@ def head_dim_256(machine: Machine) -> dict:
 
 
 def pgle(machine: Machine) -> dict:
-    """Profiles that steer the compiler, by JAX itself and by a file, and the step's time beside a run without one."""
+    """Compiles with profiles, by JAX itself and from a file, and compares the step's time with a run without one."""
     found = {"auto": machine.train("pgle_auto", "pgle=auto"), "collecting": machine.train("collect", "pgle=collect")}
     (profile,) = (machine.folder / "collect" / "pgle").iterdir()
     found |= {"by_the_file": machine.train("pgle_file", f"pgle_profile={profile}"), "none": machine.plain()}
     if silent := [way for way in ("auto", "by_the_file") if "said" not in found[way]]:
-        raise RuntimeError(f"no line says that a profile was used: {', '.join(silent)} of {json.dumps(found)}")
+        raise RuntimeError(f"no line reports that a profile was used: {', '.join(silent)} of {json.dumps(found)}")
     seconds = {way: found[way]["step_time_seconds"] for way in ("by_the_file", "none")}
     return {**found, "step_time_times_none": seconds["by_the_file"] / seconds["none"]}
 
 
 class Check(NamedTuple):
-    """A check, and how long it takes, counted in runs of training: starting and compiling take most of one."""
+    """A check, and its expected duration in training runs: startup and compilation take most of a run."""
 
     make: Callable[[Machine], dict]
-    runs: float  # its own
-    shares: tuple[str, ...] = ("plain",)  # and one for each of these that no check before has made
+    runs: float  # excluding shared runs
+    shares: tuple[str, ...] = ("plain",)  # plus one for each of these that no earlier check has made
 
     def seconds(self, machine: Machine) -> float:
-        """Returns about how long it takes now."""
+        """Estimates how long it takes now."""
         return machine.seconds_per_run * (self.runs + sum(name not in machine.shared for name in self.shares))
 
 
 CHECKS = {
-    check.make.__name__: check  # the most telling first
+    check.make.__name__: check  # the most informative first
     for check in (
         Check(bfloat16, 0),
         Check(kernels, 1, shares=()),
@@ -262,7 +262,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("out", nargs="?", default="on_gpu.json")
     parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), metavar="CHECK")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no check that would not end in them")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="skip checks that would not finish in time")
     given = parser.parse_args(argv)
     if absent := missing():
         return refuse(f"not installed for {sys.executable}: {', '.join(absent)}")
@@ -287,25 +287,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 def refuse(why: str) -> int:
-    """Prints why no check can run, in one line; returns the exit code."""
+    """Prints in one line why no check can run; returns the exit code."""
     print(f"on_gpu: {' '.join(why.split())}", file=sys.stderr)
     return 2
 
 
 def missing() -> list[str]:
-    """Returns the packages that a run needs and this Python does not find."""
+    """Lists the packages that a run needs and this Python lacks."""
     found = {distribution.name.lower().replace("_", "-") for distribution in metadata.distributions()}
     old = ["Python 3.11 or newer"] if sys.version_info < (3, 11) else []
     return old + [name for name in NEEDED if name.lower().replace("_", "-") not in found]
 
 
 def made(name: str, machine: Machine) -> dict:
-    """Makes a check, after a line with its name and time; returns what it found, why it failed or was not begun."""
+    """Runs a check, after printing its name and estimated time; returns its result, or why it failed or was skipped."""
     check, left = CHECKS[name], machine.left()
     seconds = check.seconds(machine)
     print(f"{name}: {check.make.__doc__.splitlines()[0]} About {seconds:.0f} s.", flush=True)
     if left is not None and seconds > left:
-        return {"skipped": f"takes about {seconds:.0f} s, and {left:.0f} s are left"}
+        return {"skipped": f"takes about {seconds:.0f} s, but only {left:.0f} s remain"}
     runs, begin = seconds / machine.seconds_per_run, time.monotonic()
     try:
         found = check.make(machine)
@@ -317,7 +317,7 @@ def made(name: str, machine: Machine) -> dict:
 
 
 def judged(checks: dict[str, dict]) -> dict[str, bool]:
-    """Returns whether each figure of TARGETS is as it must be, for the checks that were begun; a missing one is not."""
+    """Tells whether each figure of TARGETS is in its range, for the checks that ran; a missing figure fails."""
     return {
         f"{check}.{figure} from {least} to {most}": least <= checks[check].get(figure, -1) <= most
         for check, figure, least, most in TARGETS
@@ -326,9 +326,9 @@ def judged(checks: dict[str, dict]) -> dict[str, bool]:
 
 
 def described(machine: Machine) -> dict:
-    """Returns the device, the software and the CUDA versions; raises RuntimeError if there is no device to check.
+    """Returns the device, the software and the CUDA versions; raises RuntimeError without a device to check.
 
-    The compilers that work ahead of time may be for another CUDA than the run's, which is printed.
+    The ahead-of-time compilers may be for another CUDA version than the run's, so both are printed.
     """
     facts, ahead = machine.inside("facts")[1], machine.inside("compilers")[1]
     if machine.is_gpu and facts["platform"] != "gpu":
@@ -340,7 +340,7 @@ def described(machine: Machine) -> dict:
 
 
 def write(out: Path, result: dict[str, Any]) -> None:
-    """Writes the JSON whole: a reader finds the last one or this one."""
+    """Writes the JSON atomically: readers find either the last version or this one."""
     partial = out.with_name(f"{out.name}.partial")
     partial.write_text(json.dumps(result, indent=2) + "\n")
     partial.replace(out)

@@ -1,4 +1,4 @@
-"""What scripts/on_gpu.py has a process of its own compute: `python -m scripts.on_gpu_inside NAME key=value ...`.
+"""Functions that scripts/on_gpu.py runs in separate processes: `python -m scripts.on_gpu_inside NAME key=value ...`.
 
 The last line that a process prints is its result, as JSON.
 """
@@ -18,7 +18,7 @@ BASE = str(Path(__file__).resolve().parents[1] / "configs" / "base.yml")
 
 
 def facts(keys: Sequence[str]) -> dict[str, str]:
-    """Returns the device, the software, and the CUDA that runs it."""
+    """Returns the device, the software, and the run's CUDA version."""
     import jax
 
     from src.run.environment import environment
@@ -27,14 +27,14 @@ def facts(keys: Sequence[str]) -> dict[str, str]:
 
 
 def compilers(keys: Sequence[str]) -> dict[str, str]:
-    """Returns the CUDA for which steps are compiled ahead of time: the run's, or that of `bash setup.sh aot`."""
+    """Returns the CUDA version for ahead-of-time compilation: the run's, or that of `bash setup.sh aot`."""
     import src.extras.aot.compilers  # noqa: F401  it extends the path
 
     return {"CUDA ahead of time": cuda()}
 
 
 def cuda() -> str:
-    """Returns the version of CUDA and of JAX's plugin for it."""
+    """Returns the versions of CUDA and of JAX's plugin for it."""
     plugin = f"jax-cuda{src.extras.aot.devices.CUDA}-plugin"
     try:
         return f"{src.extras.aot.devices.CUDA} ({plugin} {metadata.version(plugin)})"
@@ -43,7 +43,7 @@ def cuda() -> str:
 
 
 def train(keys: Sequence[str]) -> dict[str, int | None]:
-    """Trains as the command does; returns the most bytes that the device held, None if it does not count them."""
+    """Trains as the command does; returns the device's peak bytes, None if it does not count them."""
     import jax
 
     from src import train
@@ -53,7 +53,7 @@ def train(keys: Sequence[str]) -> dict[str, int | None]:
 
 
 def kernels(keys: Sequence[str]) -> dict[str, Any]:
-    """Compares cuDNN's attention and Triton's grouped products with plain ones; on a CPU their stand-ins."""
+    """Compares cuDNN's attention and Triton's grouped matmul with plain versions; CPUs use substitutes."""
     import jax.numpy as jnp
 
     from src.model.moe.grouped_matmul import grouped_matmul
@@ -63,9 +63,9 @@ def kernels(keys: Sequence[str]) -> dict[str, Any]:
     found = {}
     for name, packed, window in (("packed", True, 0), ("unpacked", False, 0), ("window", False, T // 4)):
         found[f"attention_{name}"] = attention_differs(B, T, N, N, H, packed, window)
-        # Rows as long as those of the trained model, and fewer heads of keys than of queries.
+        # Sequences as long as the trained model's, with fewer key heads than query heads.
         found[f"attention_{name}_grouped"] = attention_differs(1, 4 * T, N, N // 4, H, packed, window)
-    # In pieces, as rows of more than 4,096 tokens are; and latent attention's sizes of queries and values.
+    # In pieces, as for sequences of more than 4,096 tokens; then with latent attention's query and value sizes.
     found["attention_pieces"] = attention_differs(1, 8 * T, N, N // 4, H, True, 0)
     found["attention_latent"] = attention_differs(B, T, N, N, 3 * H // 2, True, 0, value_dim=H)
     sizes = jnp.asarray([T // 2, 3, 0, T // 2 - 3], jnp.int32)
@@ -79,7 +79,7 @@ def kernels(keys: Sequence[str]) -> dict[str, Any]:
 
 
 def kernel_of_256(keys: Sequence[str]) -> dict[str, float]:
-    """Compares cuDNN's attention with plain attention for heads of 256, packed and not."""
+    """Compares cuDNN's attention with plain attention for heads of 256, packed and unpacked."""
     B, T, N = (4, 1024, 8) if is_gpu() else (1, 64, 2)
     return {
         name: attention_differs(B, T, N, N, 256, packed, 0) for name, packed in (("packed", True), ("unpacked", False))
@@ -87,7 +87,7 @@ def kernel_of_256(keys: Sequence[str]) -> dict[str, float]:
 
 
 def is_gpu() -> bool:
-    """Returns whether JAX computes on a GPU."""
+    """Tells whether JAX computes on a GPU."""
     import jax
 
     return jax.default_backend() == "gpu"
@@ -96,7 +96,7 @@ def is_gpu() -> bool:
 def attention_differs(
     B: int, T: int, N: int, K: int, H: int, packed: bool, window: int, value_dim: int | None = None
 ) -> float:
-    """Compares cuDNN's attention over B rows of T with plain attention; N heads of queries, K of keys, of size H."""
+    """Compares cuDNN's with plain attention on B sequences of T, with N query heads and K key heads of size H."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -122,9 +122,9 @@ def attention_differs(
 
 
 def differs(kernel: Callable, plain: Callable, *shapes: tuple[int, ...]) -> float:
-    """Returns the greatest difference of `kernel` in bfloat16 from `plain` in float32, relative to the greatest value.
+    """Returns the largest difference of `kernel` in bfloat16 from `plain` in float32, relative to the largest value.
 
-    Compared are the output and the gradients of all arrays, whose values are random.
+    It compares the outputs, and the gradients of all input arrays, whose values are random.
     """
     import jax
     import jax.numpy as jnp
@@ -175,7 +175,7 @@ def decoding(keys: Sequence[str]) -> dict[str, Any]:
 
 
 def main(name: str, *keys: str) -> int:
-    """Prints the result of the function of this name; returns 2 after a mistake, which it prints in a line."""
+    """Prints the result of the function of this name; after a user's mistake, prints it in a line and returns 2."""
     functions = (facts, compilers, train, kernels, kernel_of_256, decoding)
     try:
         result = {function.__name__: function for function in functions}[name](keys)

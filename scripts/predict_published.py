@@ -1,7 +1,7 @@
-"""Predicted speed beside the published, as a table in Markdown: `python scripts/predict_published.py`.
+"""Compares predicted with published speeds, as a Markdown table: `python scripts/predict_published.py`.
 
-The collectives of these runs are counted here in closed form, for compiling each takes minutes to hours; the tests hold
-that form against programs that were compiled. Nothing is fitted to a run: aot/roofline.py has the only constants.
+The collectives of these runs are counted in closed form, because compiling each run takes minutes to hours; tests check
+that form against compiled programs. Nothing is fitted to a run: aot/roofline.py has the only constants.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from src.model.spec import ModelSpec, model_spec
 from src.parallel.topology import peak_flops
 from src.system.exit_codes import run_command
 
-STATE_BYTES = 12  # of a parameter: the weight and Adam's two moments, in float32
+STATE_BYTES = 12  # per parameter: the weight and Adam's two moments, in float32
 
 
 class Row(NamedTuple):
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 def main(argv: list[str]) -> None:
-    """Prints the table, and how far predictions are off."""
+    """Prints the table, and the predictions' median error."""
     rows = list(predicted())
     print("| run | slices | published | predicted | off by | longest after compute |")
     print("| --- | ---: | ---: | ---: | ---: | --- |")
@@ -53,21 +53,21 @@ def main(argv: list[str]) -> None:
             f"| {row.run} | {row.slices} | {row.published:.1f}% | {row.predicted:.1f}% | {off:+.1f} | "
             f"{longest}, {share:.0%} of the step |"
         )
-    print(f"\nMedian of the absolute errors: {median_error(rows):.1f} points of MFU, of {len(rows)} cells.")
+    print(f"\nMedian of the absolute errors: {median_error(rows):.1f} points of MFU, over {len(rows)} cells.")
 
 
 def median_error(rows: list[Row]) -> float:
-    """Of MFU, in points."""
+    """Returns the median absolute error of MFU, in points."""
     return statistics.median(abs(row.predicted - row.published) for row in rows)
 
 
 def predicted() -> Iterator[Row]:
-    """Every published cell of a dense model on TPUs with its prediction."""
+    """Yields every published cell of a dense model on TPUs with its prediction."""
     for recipe in recipes():
         config, chip = recipe.load(), recipe.topology().chip
         spec = model_spec(config.model, config.step, config.batch.max_target_length)
         execution = Execution(remat_policy=config.remat_policy, remat_custom=dict(config.remat_custom))
-        # Hosts of GPUs share the weights in the one recipe of theirs, for which the form below does not hold.
+        # The only GPU recipe shares the weights among hosts, for which the form below does not hold.
         if spec.has_experts or recipe.topology().platform == "gpu":
             continue
         mesh = {"data": config.ici_data_parallelism, "tensor": config.ici_tensor_parallelism}
@@ -91,13 +91,13 @@ def predicted() -> Iterator[Row]:
 
 
 def torus_links(shape: Sequence[int], mesh: Mapping[str, int]) -> dict[str, float]:
-    """The share of a device's links that each axis of more than one device uses: of the dims of its slice's torus.
+    """Returns, for each mesh axis of more than one device, the share of a device's links that it uses.
 
-    Axes go along whole dims where they can, and else along parts of them.
+    Axes use whole dims of the slice's torus if possible, else parts of them.
 
     Args:
-        shape: chips of a slice along each dim.
-        mesh: the sizes of its axes, whose product is the slice's chips.
+        shape: Chips of a slice along each dim.
+        mesh: Axis sizes, whose product is the slice's number of chips.
     """
     sizes = {axis: size for axis, size in mesh.items() if size > 1}
     parts = [(dim, prime) for dim, size in enumerate(shape) for prime in prime_factors(size)]
@@ -113,7 +113,7 @@ def torus_links(shape: Sequence[int], mesh: Mapping[str, int]) -> dict[str, floa
 
 
 def prime_factors(number: int) -> list[int]:
-    """The primes whose product it is."""
+    """Factors a number into primes."""
     prime = next((n for n in range(2, number + 1) if number % n == 0), None)
     return [prime, *prime_factors(number // prime)] if prime else []
 
@@ -126,23 +126,23 @@ def step_collectives(
     links: Mapping[str, float],
     slices: int,
 ) -> list[Collective]:
-    """What a step of a dense model must move, all in the dtype it computes in; what is as small as a norm is left out.
+    """Lists a dense model's collectives in a step, all in the compute dtype; arrays as small as norms are left out.
 
     Args:
-        spec: the model, with an output projection of its own.
-        execution: of its layers.
-        tokens: of a step and device.
-        mesh: the sizes of data, fsdp and tensor within a slice; between slices the model is copied.
-        links: the share of a device's links that each axis of more than one device uses.
-        slices: how many.
+        spec: The model, with a separate output projection.
+        execution: How its layers are computed.
+        tokens: Per step and device.
+        mesh: Sizes of data, fsdp and tensor within a slice; each slice has a copy of the model.
+        links: Share of a device's links that each axis of more than one device uses.
+        slices: Number of slices.
     """
     itemsize, L, D = jnp.dtype(spec.dtype).itemsize, len(spec.layers), spec.emb_dim
     table = spec.padded_vocab_size * D * itemsize // mesh["tensor"]
     weights = count_params(spec) * itemsize // mesh["tensor"]
     layers = weights - 2 * table
     activations = round(tokens * mesh["tensor"] * D * itemsize)
-    # Forward and backward, after the products with weights that `tensor` cuts: two per layer, and one of embedding and
-    # logits each. What attention adds is needed again in the backward pass.
+    # Forward and backward, after matmuls with weights split over `tensor`: two per layer, and one each of embedding and
+    # logits. Attention's output is needed again in the backward pass.
     again = execution.remat_policy == "full" or (
         execution.remat_policy == "custom" and "out_proj" not in execution.remat_custom
     )
@@ -156,7 +156,7 @@ def step_collectives(
         collective("all-gather", "fsdp", 2, layers),  # forward, backward
         collective("all-gather", "fsdp", 1, 2 * table),
         collective("reduce-scatter", "fsdp", 1, layers + table),
-        collective("all-reduce", "fsdp", 1, table),  # of the embedding, whose gradient every device adds to at random
+        collective("all-reduce", "fsdp", 1, table),  # of the embedding, to whose gradient every device adds random rows
         collective("all-reduce", "tensor", sums, activations),
         collective("all-reduce", "data", 1, weights // mesh["fsdp"]),
     ]

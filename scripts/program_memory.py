@@ -1,11 +1,11 @@
-"""What a compiled step's temporaries are when they fill most of a TPU's memory, by the compiler's dump.
+"""Lists a compiled step's temporaries at peak TPU memory, from the compiler's dump.
 
     XLA_FLAGS=--xla_dump_to=FOLDER python scripts/program_stats.py configs/base.yml key=value ...
     python scripts/program_memory.py FOLDER
 
-The dump is there when the compiler has placed all arrays, long before it is done. A place in memory counts once,
-however many values are in it, as those that a loop carries are: so this is the assignment itself, to the byte, and less
-than the temporaries that the compiler states. Arguments are not in it, nor what lies in vector memory.
+The dump is complete when the compiler has assigned all buffers, long before it is done. Bytes shared by several values,
+such as loop carries, count once: the total is the buffer assignment itself, to the byte, and less than the temporaries
+that the compiler reports. Arguments and vector memory are not included.
 """
 
 import argparse
@@ -20,23 +20,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from src.system.errors import UserError
 from src.system.exit_codes import run_command
 
-LEAST = 20_000_000  # bytes of what is listed by itself
+LEAST = 20_000_000  # smallest size listed individually
 _NAME = r"(\S+?)(\{[\d,]*\})?"
 
 
 class Value(NamedTuple):
-    """An array that the compiler has given a place, and when it is alive, in instructions of its schedule."""
+    """An array in the buffer assignment, and its lifetime, in instructions of the schedule."""
 
     name: str  # with its index in a tuple
     type: str
-    place: int  # the offset in bytes
+    offset: int  # in bytes
     size: int
     first: int
     last: int
 
 
 class Fullest(NamedTuple):
-    """The moment at which most bytes are taken: the instruction, the bytes, and what is alive, the largest first."""
+    """The moment of peak memory: the instruction, the bytes, and the live values, largest first."""
 
     instruction: str
     size: int
@@ -44,9 +44,9 @@ class Fullest(NamedTuple):
 
 
 def main(argv: list[str]) -> None:
-    """Prints what is alive when memory is fullest."""
+    """Prints the live values at peak memory."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("folder", help="that the compiler wrote to (xla_dump_to)")
+    arguments.add_argument("folder", help="the compiler's dump (xla_dump_to)")
     arguments.add_argument("--module", default="jit_train_step", help="the program's name")
     given = arguments.parse_args(argv)
     assignment, ranges, program = (
@@ -57,48 +57,46 @@ def main(argv: list[str]) -> None:
     print(f"{moment.size / 1e9:.3f} GB of temporaries at {moment.instruction}, {made_by(program, moment.instruction)}")
     listed: dict[tuple[int, int], Value] = {}
     for value in moment.values:
-        listed.setdefault((value.place, value.size), value)
+        listed.setdefault((value.offset, value.size), value)
     for value in listed.values():
         if value.size >= LEAST:
             print(f"  {value.size / 1e9:7.3f}  {value.type}  {made_by(program, value.name)}")
 
 
 def newest(folder: Path, pattern: str) -> Path:
-    """The last file of the dump with this name; raises UserError where there is none."""
+    """Returns the last file of the dump that matches; raises UserError if there is none."""
     if found := list(folder.glob(pattern)):
         return max(found, key=lambda path: path.stat().st_mtime)
-    raise UserError(
-        f"{folder}: no {pattern}; expected what a TPU's compiler writes with XLA_FLAGS=--xla_dump_to=FOLDER"
-    )
+    raise UserError(f"{folder}: no {pattern}; expected the TPU compiler's dump from XLA_FLAGS=--xla_dump_to=FOLDER")
 
 
 def fullest(assignment: str, ranges: str) -> Fullest:
-    """The fullest moment of the memory for temporaries, by the texts of both dumps.
+    """Finds the moment of peak temporaries, from the texts of both dumps.
 
-    Raises UserError where they are no texts of this kind.
+    Raises UserError if the texts have another format.
     """
     alive = {name + index: (int(first), int(last)) for name, index, first, last in _ranges(ranges)}
     values = [
-        Value(name, type_, place, size, *alive[name])
-        for name, type_, place, size in _temporaries(assignment)
+        Value(name, type_, offset, size, *alive[name])
+        for name, type_, offset, size in _temporaries(assignment)
         if name in alive
     ]
     if not values:
-        raise UserError("the dump has no temporaries with a place and a time")
+        raise UserError("the dump has no temporaries with an offset and a lifetime")
     moments = sorted({value.first for value in values})
     at = max(moments, key=lambda moment: _taken(values, moment))
     schedule = dict(re.findall(r"^\s+(\d+):(\S+)$", ranges, re.MULTILINE))
-    there = sorted((v for v in values if v.first <= at <= v.last), key=lambda v: (-v.size, v.place, v.first))
+    there = sorted((v for v in values if v.first <= at <= v.last), key=lambda v: (-v.size, v.offset, v.first))
     return Fullest(schedule[str(at)], _taken(values, at), there)
 
 
 def _ranges(text: str) -> Iterator[Sequence[str]]:
-    """Names, indices, first and last instruction of values."""
+    """Parses names, indices, first and last instruction of values."""
     return re.findall(rf"^\s+{_NAME}:(\d+)-(\d+)$", text.partition("BufferLiveRange:")[2], re.MULTILINE)
 
 
 def _temporaries(text: str) -> Iterator[tuple[str, str, int, int]]:
-    """Names, types, places and sizes of the values in the main memory's allocation for temporaries."""
+    """Yields names, types, offsets and sizes of the values in main memory's allocation for temporaries."""
     inside = False
     for line in text.splitlines():
         if line.startswith("allocation "):
@@ -110,16 +108,16 @@ def _temporaries(text: str) -> Iterator[tuple[str, str, int, int]]:
 
 
 def _taken(values: Sequence[Value], moment: int) -> int:
-    """Counts the bytes that are taken then; values may share them."""
+    """Counts the bytes in use at a moment; values may share bytes."""
     total = end = 0
-    for place, size in sorted((v.place, v.size) for v in values if v.first <= moment <= v.last):
-        total += max(place + size, end) - max(place, end)
-        end = max(place + size, end)
+    for offset, size in sorted((v.offset, v.size) for v in values if v.first <= moment <= v.last):
+        total += max(offset + size, end) - max(offset, end)
+        end = max(offset + size, end)
     return total
 
 
 def made_by(program: str, name: str) -> str:
-    """The operation that makes a value, and the line of the model that it is of, where the program says it."""
+    """Describes the operation that creates a value, with its line of the model if the program has it."""
     found = re.search(rf"^\s*(?:ROOT )?%{re.escape(name.partition('{')[0])} = (.*)$", program, re.MULTILINE)
     if not found:
         return ""

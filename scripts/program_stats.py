@@ -1,9 +1,9 @@
-"""What a compiled step does, read from its program: `python scripts/program_stats.py configs/base.yml key=value ...`.
+"""Summarizes a compiled step from its program: `python scripts/program_stats.py configs/base.yml key=value ...`.
 
-Keys as `src.train_compile` takes them. A saved program is read as `scripts/program_stats.py FILE --topology v5p-128`.
-Seconds are the TPU compiler's own estimates, instruction by instruction, times the rounds of their loops; it gives none
-for kernels (Pallas) and none for what waits on the network. They rank programs, and are no step time. With `--bundles`
-a kernel has its instruction bundles, of which a TPU issues at most one a cycle.
+Keys are as for `src.train_compile`. A saved program is read with `scripts/program_stats.py FILE --topology v5p-128`.
+Seconds are the TPU compiler's own estimates per instruction, times the iterations of their loops; it has no estimates
+for kernels (Pallas) or for waiting on the network. They serve to rank programs, and are not step times. With
+`--bundles`, kernels get their number of instruction bundles, of which a TPU issues at most one per cycle.
 """
 
 import argparse
@@ -34,20 +34,20 @@ from src.step.build import build
 from src.step.compiler_flags import compiler_options
 from src.system.exit_codes import run_command
 
-# Cycles a second: a chip's stated peak over what its matrix units do in a cycle (v4, v5e, v5p: 128 x 128 each).
+# Cycles per second: a chip's published peak over its matrix units' operations per cycle (v4, v5e, v5p: 128 x 128 each).
 CLOCK = {"TPU v4": 1.05e9, "TPU v5 lite": 1.5e9, "TPU v5": 1.75e9, "TPU v6 lite": 1.75e9, "TPU7x": 2.2e9}
 LISTED = 20  # copies and kernels
-# What moves an array and computes nothing.
+# Operations that move an array without computing.
 MOVES = {"copy", "transpose", "reshape", "bitcast", "parameter", "tuple", "get-tuple-element", "constant", "slice"}
 MOVES |= {"dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "broadcast"}
-LAYS_OUT = {"copy", "transpose", "reshape"}  # of those, what a better program might not need
+LAYS_OUT = {"copy", "transpose", "reshape"}  # the ones that a better program might avoid
 GEMM_TARGETS = ("__cublas", "__cudnn$conv")
-BUNDLES = "schedule-analysis_final_bundles"  # libtpu's last word on each instruction that it has compiled
+BUNDLES = "schedule-analysis_final_bundles"  # libtpu's final report on each compiled instruction
 _DTYPE = re.compile(r"([a-z]\w*)\[")
 
 
 class Executed(NamedTuple):
-    """An instruction outside fusions, how often it runs, and what it and the fusion it stands for consist of."""
+    """An instruction outside fusions, its number of executions, and the instructions it consists of."""
 
     instruction: Instruction
     operands: list[str]  # their types
@@ -56,15 +56,15 @@ class Executed(NamedTuple):
 
 
 def main(argv: list[str]) -> None:
-    """Prints the statistics; `--json` writes them too, `--save` the program's text."""
+    """Prints the statistics; `--json` also writes them, `--save` writes the program's text."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("program", nargs="+", help="a config and keys, or a file with a program's text")
-    arguments.add_argument("--topology", default="", help="of a file's program: its devices, such as v5p-128")
-    arguments.add_argument("--slices", type=int, default=1, help="of a file's program: how many of that topology")
+    arguments.add_argument("--topology", default="", help="the devices of a program from a file, such as v5p-128")
+    arguments.add_argument("--slices", type=int, default=1, help="for a program from a file: the number of such slices")
     arguments.add_argument("--json", default="", help="file to write")
     arguments.add_argument("--save", default="", help="file to write the program's text to")
-    arguments.add_argument("--bundles", action="store_true", help="of a config's program for TPUs: those of kernels")
-    given = arguments.parse_intermixed_args(argv)  # options between keys too
+    arguments.add_argument("--bundles", action="store_true", help="count kernels' bundles, for a config on TPUs")
+    given = arguments.parse_intermixed_args(argv)  # allows options between keys
     bundles = {}
     if given.program[0].endswith((".yml", ".yaml")):
         with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
         text, memory = Path(given.program[0]).read_text(), {}
         topology = parse_topology(given.topology, given.slices) if given.topology else None
         kind = topology.chip.kind if topology else ""
-        several = topology and topology.slices > 1  # whose devices the program names by numbers of their own
+        several = topology and topology.slices > 1  # the program numbers several slices' devices in its own way
         mesh = Mesh(np.array(abstract_devices(topology)), ("devices",)) if several else numbered_mesh(text)
     result = {"memory": memory, **statistics(text, mesh, kind, bundles)}
     if given.save:
@@ -87,36 +87,36 @@ def main(argv: list[str]) -> None:
 
 
 def compiled(argv: Sequence[str]) -> tuple[str, Mesh, str, dict[str, int]]:
-    """The program of a configuration's step: its text, mesh, kind of device, and bytes of memory."""
+    """Compiles a config's step: returns the program's text, mesh, device kind, and bytes of memory."""
     config = configured(argv, USAGE, joins=False)
     topology = parse_topology(config.compile_topology, config.compile_topology_num_slices)
     devices = abstract_devices(topology)
-    jax.config.update("jax_enable_compilation_cache", False)  # a program from it has no text of its own
+    jax.config.update("jax_enable_compilation_cache", False)  # cached programs have no text
     built = build(config, devices, compiler_options(config.compile_xla_flags, devices[0], topology.slices))
     program = built.traced.lower().compile()
     stated = program.memory_analysis()
     memory = {"arguments": stated.argument_size_in_bytes, "temporaries": stated.temp_size_in_bytes}
     memory["at once"] = stated.peak_memory_in_bytes  # arguments included
-    if counted := program.cost_analysis():  # of a GPU that is not here there is none
+    if counted := program.cost_analysis():  # not available for an absent GPU
         memory["accessed"] = int(counted["bytes accessed"])
     return program.as_text(), built.plan.layout.mesh, devices[0].device_kind, memory
 
 
 def dump_bundles(folder: str) -> None:
-    """Has libtpu, which this process has not loaded yet, write each instruction's bundles into a folder."""
+    """Makes libtpu, which must not be loaded yet, write each instruction's bundles into a folder."""
     flags = {
         "xla_jf_dump_to": folder,
         "xla_jf_dump_llo_text": "true",
-        "xla_jf_dump_llo_pass_label_regex": "final_bundles",  # which BUNDLES analyses
+        "xla_jf_dump_llo_pass_label_regex": "final_bundles",  # the pass that BUNDLES reports on
     }
     words = [os.environ.get("LIBTPU_INIT_ARGS", ""), *(f"--{name}={value}" for name, value in flags.items())]
     os.environ["LIBTPU_INIT_ARGS"] = " ".join(words).strip()
 
 
 def dumped_bundles(folder: Path) -> dict[str, int]:
-    """Returns the bundles of the instructions in such a folder; of one name those that were written last.
+    """Reads the number of bundles per instruction from such a folder; the last file for a name counts.
 
-    A file is empty where an instruction has no program of its own, such as a custom call that allocates.
+    A file is empty if an instruction has no program, such as a custom call that allocates.
     """
     found = {}
     for path in sorted(folder.glob(f"*-{BUNDLES}.txt")):  # TIME-INSTRUCTION-PASS-...
@@ -127,19 +127,19 @@ def dumped_bundles(folder: Path) -> dict[str, int]:
 
 
 def numbered_mesh(text: str) -> Any:
-    """A mesh of one axis for a program of one slice or host whose own is not known."""
+    """Makes a mesh of one axis for a program of one slice or host whose mesh is unknown."""
     count = int(found[1]) if (found := re.search(r"num_partitions=(\d+)", text)) else 1
     devices = np.array([SimpleNamespace(id=i, platform="", process_index=0) for i in range(count)])
     return SimpleNamespace(devices=devices, axis_names=("devices",), size=count)
 
 
 def statistics(text: str, mesh: Mesh, kind: str, bundles: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Everything but memory, of a program's text for devices of this kind; `bundles` of instructions by name."""
+    """Computes all statistics except memory, for a program on this kind of device; `bundles` are by instruction."""
     found = list(instructions(text))
     cycles, seconds = Counter(), CLOCK.get(kind)
     for each in found:
         cycles[category(each)] += each.times * estimated_cycles(each.instruction)
-    result = {"cycles": dict(cycles), "products": products(found)}
+    result = {"cycles": dict(cycles), "matmuls": matmuls(found)}
     result |= {"kernels": kernels(found, bundles), "copies": copies(found)}
     if seconds:
         result["seconds"] = {name: count / seconds for name, count in [*cycles.items(), ("sum", sum(cycles.values()))]}
@@ -154,7 +154,7 @@ def statistics(text: str, mesh: Mesh, kind: str, bundles: Mapping[str, int] | No
 
 
 def instructions(text: str) -> Iterator[Executed]:
-    """All that a program executes outside fusions."""
+    """Yields all instructions that a program executes outside fusions."""
     computations, entry = parse(text)
     fused = {name for part in computations.values() for each in part.values() for name in called(each)}
     for name, instruction, times, _ in executed(computations, entry):
@@ -165,14 +165,14 @@ def instructions(text: str) -> Iterator[Executed]:
 
 
 def called(instruction: Instruction) -> list[str]:
-    """The computation of a fusion."""
+    """Returns the computation of a fusion."""
     return re.findall(r" calls=%?([\w.\-]+)", instruction.attributes) if instruction.opcode == "fusion" else []
 
 
 def inside(
     instruction: Instruction, part: Computation, computations: Mapping[str, Computation]
 ) -> Iterator[tuple[Computation, Instruction]]:
-    """The instruction, or those of a fusion and of fusions in it, each with its computation."""
+    """Yields the instruction, or all instructions in a fusion and its nested fusions, each with its computation."""
     names = called(instruction)
     if not names:
         yield part, instruction
@@ -182,43 +182,43 @@ def inside(
 
 
 def category(each: Executed) -> str:
-    """Of what an instruction's cycles are; a product with a collective beside it in its fusion is a product."""
+    """Classifies an instruction's cycles; a fusion of a matmul and a collective counts as a matmul."""
     opcodes = {instruction.opcode for _, instruction in each.inside}
     if opcodes & {"convolution", "dot"} or is_gemm(each):
-        return "products"
+        return "matmuls"
     if {opcode.removesuffix("-start").removesuffix("-done") for opcode in opcodes} & set(RING_SHARE):
         return "collectives"
     return "copies" if opcodes <= MOVES and opcodes & LAYS_OUT else "elementwise"
 
 
 def estimated_cycles(instruction: Instruction) -> int:
-    """The TPU compiler's estimate of one execution; 0 where it gives none."""
-    if instruction.opcode in ("while", "conditional", "call"):  # what they run is counted by itself
+    """Returns the TPU compiler's estimate of one execution; 0 if there is none."""
+    if instruction.opcode in ("while", "conditional", "call"):  # their callees are counted separately
         return 0
     found = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
     return int(found[1]) if found else 0
 
 
 def is_gemm(each: Executed) -> bool:
-    """Whether it is a GPU library's product, or one that Triton compiles."""
+    """Tests for a matmul by a GPU library or by Triton."""
     calls = any(target(one).startswith(GEMM_TARGETS) for _, one in each.inside)
     return calls or "__triton" in each.instruction.attributes
 
 
 def target(instruction: Instruction) -> str:
-    """What a custom call calls."""
+    """Returns the target of a custom call."""
     found = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
     return found[1] if found and instruction.opcode == "custom-call" else ""
 
 
-def products(found: Sequence[Executed]) -> list[dict[str, Any]]:
-    """Products of matrices by what computes them and the dtypes of both inputs and the output, the most frequent first.
+def matmuls(found: Sequence[Executed]) -> list[dict[str, Any]]:
+    """Counts matmuls by implementation and dtypes of inputs and output, most frequent first.
 
-    A fusion may convert its product at once: the output is the product's own.
+    A fusion may convert a matmul's result: the output dtype is before the conversion.
     """
     counts: dict[str, Counter] = {}
     for each in found:
-        for part, one in each.inside:  # a library's call too may be in a fusion, which gives it a slice of an array
+        for part, one in each.inside:  # a library call may also be in a fusion, which passes it a slice
             if one.opcode in ("dot", "convolution"):
                 how = "triton gemm fusion" if "__triton" in each.instruction.attributes else one.opcode
             elif not (how := target(one)).startswith(GEMM_TARGETS):
@@ -230,9 +230,10 @@ def products(found: Sequence[Executed]) -> list[dict[str, Any]]:
 
 
 def kernels(found: Sequence[Executed], bundles: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
-    """Calls of kernels, whose cycles are not counted, by name and dtypes of operands and results.
+    """Counts kernel calls by name and dtypes of operands and results; cycles do not include them.
 
-    `bundles` of instructions by name; of the calls of a kernel the most. A loop within it stands there once.
+    `bundles` are by instruction name, and the maximum over a kernel's calls is reported. A loop in a kernel counts
+    once.
     """
     counts: dict[str, Counter] = {}
     for each in found:
@@ -249,7 +250,7 @@ def kernels(found: Sequence[Executed], bundles: Mapping[str, int] | None = None)
 
 
 def copies(found: Sequence[Executed]) -> list[dict[str, Any]]:
-    """Copies of arrays into another layout or place, by the bytes that they write in a step, the largest first."""
+    """Lists copies of arrays into another layout or buffer, by the bytes they write in a step, largest first."""
     result = []
     for each in found:
         if category(each) == "copies":
@@ -261,7 +262,7 @@ def copies(found: Sequence[Executed]) -> list[dict[str, Any]]:
 
 
 def written_bytes(each: Executed) -> int:
-    """Counts what one execution writes: its whole result, but of an array that it updates in place the update alone."""
+    """Counts the bytes that one execution writes: its whole result, or only the update of an array updated in place."""
     size = type_bytes(each.instruction.type)
     for part, one in each.inside:
         if one.opcode == "dynamic-update-slice" and one.type.partition("{")[0] in each.instruction.type:
@@ -270,11 +271,11 @@ def written_bytes(each: Executed) -> int:
 
 
 def print_statistics(result: Mapping[str, Any]) -> None:
-    """Prints what `statistics` returns, in gigabytes of 1e9."""
+    """Prints the result of `statistics`, with gigabytes of 1e9."""
     print("  ".join(f"{name} {size / 1e9:.3f} GB" for name, size in result["memory"].items()))
     unit, amounts = ("s", result["seconds"]) if "seconds" in result else ("cycles", result["cycles"])
     print("  ".join(f"{name} {amount:.4g} {unit}" for name, amount in amounts.items()))
-    for title in ("products", "kernels"):
+    for title in ("matmuls", "kernels"):
         print(f"\n{title} (places, executions)")
         for each in result[title][:LISTED]:
             of = f" ({each['bundles']:,} bundles)" if "bundles" in each else ""

@@ -1,7 +1,7 @@
-"""Published runs (configs/recipes), as a table in Markdown: `python scripts/recipes.py [FOLDER]`.
+"""Lists published runs (configs/recipes) as a Markdown table: `python scripts/recipes.py [FOLDER]`.
 
-A recipe begins with a comment of fixed form that says what was published of its run; `Recipe` describes it. FOLDER has
-reports of src.train_compile, RECIPE.json, for the columns of what was compiled.
+A recipe begins with a YAML comment on the published run; `Recipe` describes its fields. FOLDER has reports of
+src.train_compile, RECIPE.json, for the columns on the compiled step.
 """
 
 import json
@@ -29,35 +29,35 @@ GIB = 2**30
 
 
 class Figures(NamedTuple):
-    """What a source states of a run; None: nothing."""
+    """Figures that a source states for a run; None if it does not."""
 
     tflops: float | None  # 1e12 operations per second and device
     mfu: float | None  # percent of the peak
-    tokens_per_second: float | None  # of a device
+    tokens_per_second: float | None  # per device
 
     def utilization(self, peak: float) -> float:
-        """MFU in percent, as stated or of the stated rate; `peak` is in operations per second."""
+        """Returns MFU in percent, as stated or from the stated rate; `peak` is in operations per second."""
         return self.mfu if self.mfu is not None else 100 * self.tflops * 1e12 / peak
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A file of configs/recipes: a published run's configuration, after a comment that is YAML itself.
+    """A file in configs/recipes: a published run's configuration, after a comment that is YAML itself.
 
     Attributes:
-        name: of the file.
-        run: whose, and which model.
-        hardware: slices or hosts of a topology, and the devices in all.
-        mesh: the sizes of its axes, as a run's header has them.
-        rows: of a step.
-        tokens: of a step.
-        parameters: of the model.
-        published: by the number of slices or hosts; empty: nothing was.
-        unpublished: why nothing was, or empty.
-        attention_flops: how the source counts attention: "palm", in full, or "causal"; empty where nothing is stated.
-        source: where the configuration and the figures are from.
-        differs: from the source in what, and why.
-        keys: the configuration's own, beside base.yml's.
+        name: The file's name.
+        run: Who ran it, and which model.
+        hardware: Slices or hosts of a topology, and the total number of devices.
+        mesh: Axis sizes, as in a run's header.
+        rows: Sequences per step.
+        tokens: Tokens per step.
+        parameters: Parameters of the model.
+        published: Figures by number of slices or hosts; empty if there are none.
+        unpublished: Why there are none, or empty.
+        attention_flops: How the source counts attention: "palm", in full, or "causal"; empty if not stated.
+        source: Source of the configuration and the figures.
+        differs: Differences from the source, and why.
+        keys: The configuration's own keys, in addition to base.yml's.
     """
 
     name: str
@@ -75,31 +75,31 @@ class Recipe:
     keys: Mapping[str, Any]
 
     def load(self, *arguments: str) -> FrozenConfigDict:
-        """The configuration, with `key=value` arguments after the file."""
+        """Loads the configuration, with `key=value` arguments after the file."""
         return resolve_config.load([str(FOLDER / f"{self.name}.yml"), *arguments])
 
     def topology(self, slices: int | None = None) -> Topology:
-        """Of as many slices or hosts; None: as the file says."""
+        """Returns the topology with this number of slices or hosts; None: the file's number."""
         return parse_topology(
             self.keys["compile_topology"], slices or int(self.keys.get("compile_topology_num_slices", 1))
         )
 
 
 def recipes() -> list[Recipe]:
-    """All of them, by name."""
+    """Reads all recipes, by name."""
     return [read(path) for path in sorted(FOLDER.glob("*.yml"))]
 
 
 def read(path: Path) -> Recipe:
-    """A recipe and what its opening comment says."""
+    """Reads a recipe and its opening comment."""
     text = path.read_text()
     comment = re.match(r"(?:#.*\n)+", text)[0]
-    said = yaml.safe_load(re.sub(r"^# ?", "", comment, flags=re.MULTILINE))
-    figures = said.pop("published")
+    comment_keys = yaml.safe_load(re.sub(r"^# ?", "", comment, flags=re.MULTILINE))
+    figures = comment_keys.pop("published")
     none = figures if isinstance(figures, str) else ""
     published = {} if none else {slices: Figures(**{**_UNSTATED, **stated}) for slices, stated in figures.items()}
     return Recipe(
-        **{"attention_flops": "", **said},
+        **{"attention_flops": "", **comment_keys},
         name=path.stem,
         published=published,
         unpublished=none,
@@ -111,7 +111,7 @@ _UNSTATED = dict.fromkeys(Figures._fields)
 
 
 def table(found: Iterable[Recipe], reports: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """The lines of the table; `reports` are src.train_compile's, by recipe."""
+    """Yields the table's lines; `reports` are src.train_compile's, by recipe."""
     columns = {
         "recipe": "---",
         "devices": "---",
@@ -144,7 +144,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _compiled(recipe: Recipe, report: Mapping[str, Any]) -> list[str]:
-    """Cells of what a report says: how long the compilation took, memory, predicted MFU."""
+    """Formats a report's cells: compilation time, memory, predicted MFU."""
     memory, prediction = report["memory"], report.get("prediction")
     verdict = "fits" if memory["fits"] else "does not fit"
     fraction = prediction and prediction["mfu" if recipe.attention_flops == "causal" else "mfu_palm"]
@@ -156,7 +156,7 @@ def _compiled(recipe: Recipe, report: Mapping[str, Any]) -> list[str]:
 
 
 def _published(recipe: Recipe) -> str:
-    """MFU by the number of slices in a cell."""
+    """Formats MFU by the number of slices, for a cell."""
     peak = peak_flops(recipe.topology().chip.kind, "bfloat16")
     cells = [f"{slices}: {figures.utilization(peak):.1f}%" for slices, figures in recipe.published.items()]
     return cells[0].removeprefix("1: ") if list(recipe.published) == [1] else ", ".join(cells)

@@ -1,8 +1,8 @@
-"""Makes the results of docs/results again: `python scripts/results.py EXPERIMENT TEXT_FOLDER`.
+"""Reproduces the results in docs/results: `python scripts/results.py EXPERIMENT TEXT_FOLDER`.
 
-`scripts/get_text.py TEXT_FOLDER` brings the text; every hundredth block of 64 paragraphs is held out. The experiment
-`quickstart` needs none. Runs follow one another; one that is finished is not made again, so the script may be stopped
-and started. Written are a table on the console, `docs/results/EXPERIMENT.json` and pictures beside it.
+`scripts/get_text.py TEXT_FOLDER` downloads the text; every hundredth block of 64 paragraphs is held out. The experiment
+`quickstart` needs no text. Runs are trained one after the other; finished ones are not repeated, so the script may be
+stopped and restarted. It prints a table, and writes `docs/results/EXPERIMENT.json` and plots next to it.
 """
 
 import argparse
@@ -32,62 +32,62 @@ sys.path.insert(0, str(ROOT))
 from scripts import results_plots as plots  # noqa: E402 (the path is set above)
 
 MODEL = ROOT / "docs" / "results" / "model.yml"
-BLOCK, HELD_OUT_EVERY = 64, 100  # paragraphs a block; of the blocks one is held out
-POINTS = 150  # that are kept of a curve
+BLOCK, HELD_OUT_EVERY = 64, 100  # paragraphs per block; one block in HELD_OUT_EVERY is held out
+POINTS = 150  # points stored of a curve
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a finished run recorded: `curve` has (step, mean training loss since the point before)."""
+    """Results of a finished run: `curve` has (step, mean training loss since the previous point)."""
 
     name: str
     keys: list[str]
     parameters: int
     curve: list[tuple[int, float]]
     held_out: list[tuple[int, float]]  # (step, loss in nats per token on the held-out text)
-    minutes: float  # of the steps, as their times were logged
+    minutes: float  # of steps, from their logged times
     version: str  # and commit of MinText
 
     @property
     def held_out_loss(self) -> float:
-        """Returns the loss on the held-out text at the end."""
+        """The final loss on the held-out text."""
         return self.held_out[-1][1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Lab:
-    """Trains the runs of an experiment in `folder`, on the halves of `text`."""
+    """Trains the runs of an experiment in `folder`, on the two parts of `text`."""
 
-    text: Path | None  # None: configs say what is read
+    text: Path | None  # None: the config names the data
     folder: Path
 
     def train(self, name: str, *keys: str, config: Path = MODEL, core: int | None = None) -> Run:
-        """Returns the run `name`, which is made if it is not finished, on one `core` or on all."""
+        """Returns the run `name`, training it unless it is finished, on one `core` or on all."""
         run = self.folder / name
         parts = {"dataset_path": "train", "eval_dataset_path": "held_out"} if self.text else {}
         sources = [f"{key}={self.text / part}" for key, part in parts.items()]
         digests = [hashlib.sha256((self.text / part / "text.txt").read_bytes()).hexdigest() for part in parts.values()]
         asked = "\n".join([config.read_text(), *digests, *keys])  # a run of the same name may have had other settings
         if not (run / "finished").exists() or (run / "finished").read_text() != asked:
-            place = [f"run_name={name}", f"base_output_directory={self.folder}", "quiet=true"]
+            where = [f"run_name={name}", f"base_output_directory={self.folder}", "quiet=true"]
             print(" ".join([name, *keys]), flush=True)
-            shutil.rmtree(run, ignore_errors=True)  # what a stopped run left
-            _command("src.train", str(config), *sources, *place, *keys, core=core)
+            shutil.rmtree(run, ignore_errors=True)  # remove a stopped run's files
+            _command("src.train", str(config), *sources, *where, *keys, core=core)
             (run / "finished").write_text(asked)
         return _read(run, list(keys))
 
 
 def main(argv: list[str]) -> None:
-    """Makes one experiment's runs, and writes what they came to."""
+    """Runs one experiment, and writes its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", choices=sorted(EXPERIMENTS))
     parser.add_argument("text", type=Path, nargs="?", help="the folder that scripts/get_text.py wrote")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "results", help="folder of the runs")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", help="folder of what is written")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", help="output folder")
     options = parser.parse_args(argv)
     if (options.text is None) != (options.experiment == "quickstart"):
         parser.error("quickstart trains on this Python's own source; all others need TEXT_FOLDER")
-    options.out.mkdir(parents=True, exist_ok=True)  # hours before it is written to
+    options.out.mkdir(parents=True, exist_ok=True)  # fail now, not hours later
     lab = Lab(options.text and split(options.text, options.runs / "text"), options.runs)
     found = EXPERIMENTS[options.experiment](lab, options.out)
     versions = f"Python {platform.python_version()}, JAX {version('jax')}"
@@ -98,18 +98,18 @@ def main(argv: list[str]) -> None:
 
 
 def split(source: Path, out: Path) -> Path:
-    """Writes OUT/train/text.txt and OUT/held_out/text.txt from the paragraphs, one a line, of SOURCE/botocore.txt."""
+    """Splits SOURCE/botocore.txt, a paragraph per line, into OUT/train/text.txt and OUT/held_out/text.txt."""
     lines = (source / "botocore.txt").read_bytes().splitlines(keepends=True)
     blocks = [b"".join(lines[i : i + BLOCK]) for i in range(0, len(lines), BLOCK)]
     for name, held in ("train", False), ("held_out", True):
         (out / name).mkdir(parents=True, exist_ok=True)
-        kept = [block for i, block in enumerate(blocks) if (i % HELD_OUT_EVERY == 0) is held]
-        (out / name / "text.txt").write_bytes(b"".join(kept))
+        part = [block for i, block in enumerate(blocks) if (i % HELD_OUT_EVERY == 0) is held]
+        (out / name / "text.txt").write_bytes(b"".join(part))
     return out
 
 
 def quickstart(lab: Lab, out: Path) -> dict[str, Any]:
-    """The first command of the README: its curve, and what it takes."""
+    """Trains the first command of the README: its curve and cost."""
     run = lab.train("quickstart", config=ROOT / "configs" / "quickstart.yml")
     lines = {"training": run.curve, "held-out files": run.held_out}
     plots.training(lines, out / "quickstart.svg", ("step", "loss, nats per byte"))
@@ -119,7 +119,7 @@ def quickstart(lab: Lab, out: Path) -> dict[str, Any]:
 
 
 def optimizers(lab: Lab, out: Path) -> dict[str, Any]:
-    """AdamW and Muon on one model: of how many steps Muon's whole schedule must be for AdamW's loss."""
+    """Compares AdamW and Muon on one model: how many steps of a whole schedule Muon needs for AdamW's final loss."""
     steps, seeds, lengths = 2000, (0, 1, 2), (700, 1000, 1300)
     rates = {"adamw": ("1e-3", "2e-3", "4e-3"), "muon": ("2e-3", "4e-3", "8e-3")}
 
@@ -151,7 +151,7 @@ def optimizers(lab: Lab, out: Path) -> dict[str, Any]:
 
 
 def sizes(lab: Lab, out: Path) -> dict[str, Any]:
-    """Six sizes on the same bytes: loss over parameters, a power law's exponent and its standard error."""
+    """Trains six sizes on the same bytes: loss by parameters, a power law's exponent and its standard error."""
     shapes = [(64, 2), (96, 3), (128, 4), (192, 4), (256, 5), (384, 6)]  # width, layers
     points = []
     for width, layers in shapes:
@@ -159,23 +159,25 @@ def sizes(lab: Lab, out: Path) -> dict[str, Any]:
             keys = [*_width(width), f"base_num_decoder_layers={layers}", "mup_base_emb_dim=64", "learning_rate=8e-3"]
             keys += ["steps=1500", *_seed(seed)]
             points.append((width, layers, lab.train(f"sizes-{width}-{seed}", *keys)))
-    parameters = [it.parameters - 2 * 258 * width for width, _, it in points]  # without the tables, as Kaplan et al.
+    # Without embeddings and output, as Kaplan et al.
+    parameters = [it.parameters - 2 * 258 * width for width, _, it in points]
     losses = [it.held_out_loss for _, _, it in points]
     law = power_law(parameters, losses)
     table = [
-        "| width | layers | parameters without tables | held-out loss of seeds 0, 1 |",
+        "| width | layers | parameters without embeddings | held-out loss of seeds 0, 1 |",
         "| --- | --- | --- | --- |",
     ]
     for i in range(0, len(points), 2):
         width, layers, _ = points[i]
         table.append(f"| {width} | {layers} | {parameters[i]:,} | {losses[i]:.4f}, {losses[i + 1]:.4f} |")
     table += ["", f"loss = {law['factor']:.3f} N^-{law['exponent']:.4f}, standard error {law['standard_error']:.4f}"]
-    plots.law(parameters, losses, law, out / "sizes.svg", ("parameters without tables", "held-out loss, nats per byte"))
+    labels = ("parameters without embeddings", "held-out loss, nats per byte")
+    plots.law(parameters, losses, law, out / "sizes.svg", labels)
     return {"table": table, "law": law, "runs": [_record(it) for _, _, it in points]}
 
 
 def widths(lab: Lab, out: Path) -> dict[str, Any]:
-    """Loss over the learning rate at three widths, with muP and without, and activations after few steps."""
+    """Measures loss by learning rate at three widths, with and without muP, and activations after a few steps."""
     shapes, rates, seeds = (64, 128, 256), [2.0**power for power in range(-11, -4)], (0, 1)
     found: dict[str, dict[int, dict[float, list[Run]]]] = {
         kind: {width: {rate: [] for rate in rates} for width in shapes} for kind in ("muP", "plain")
@@ -217,7 +219,7 @@ def widths(lab: Lab, out: Path) -> dict[str, Any]:
 
 
 def experts(lab: Lab, out: Path) -> dict[str, Any]:
-    """Feed-forward layers of 320 units against two of eight experts of 160: a token's products are as many."""
+    """Compares feed-forward layers of 320 units with two of eight experts of 160: equal FLOPs per token."""
     shape = [key for key in _width(128) if not key.startswith("base_mlp_dim")]
     kinds = {
         "dense": [*shape, "base_mlp_dim=320"],
@@ -236,7 +238,7 @@ def experts(lab: Lab, out: Path) -> dict[str, Any]:
 
 
 def lora(lab: Lab, out: Path) -> dict[str, Any]:
-    """A model of English learns Python's source: all weights, or adapters of each matrix, the best rate of either."""
+    """Finetunes a model of English on Python source: all weights, or adapters, with the best rate of each."""
     shape = _width(128)
     lab.train("lora-base", *shape, "steps=2000", "enable_checkpointing=true", "checkpoint_period=2000")
     python = [*shape, "dataset_path=", "eval_dataset_path=", "eval_steps=64", "steps=400"]
@@ -262,16 +264,17 @@ def lora(lab: Lab, out: Path) -> dict[str, Any]:
 
 
 def compression(lab: Lab, out: Path) -> dict[str, Any]:
-    """Six layers of 320 on SentencePiece and on bytes: bits per byte of held-out text, beside compressors.
+    """Trains six layers of 320 on SentencePiece and on bytes; compares bits per byte with compressors.
 
-    Two runs of one thread take half the time of one after the other on two threads; the third, a second seed of bytes,
-    has both cores.
+    Two single-threaded runs in parallel take half the time of two runs with two threads in sequence; the third, a
+    second seed of bytes, uses both cores.
     """
     assert lab.text
     model = ["base_emb_dim=320", "base_mlp_dim=896", "base_num_decoder_layers=6", "base_num_query_heads=5"]
     model += ["base_num_kv_heads=5", "opt_type=muon", "learning_rate=4e-3", "steps=1000"]
     model += ["enable_checkpointing=true", "checkpoint_period=1000"]
-    model += ["eval_interval=-1"]  # src.evaluate cuts the held-out text, else one document of 282 KB
+    # src.evaluate cuts the held-out text; a training run would see one document of 282 KB.
+    model += ["eval_interval=-1"]
     pieces = ["tokenizer_type=sentencepiece", f"tokenizer_path={lab.folder / 'pieces.model'}", "vocab_size=4096"]
     kinds = {
         "SentencePiece": [*pieces, "max_target_length=256", "per_device_batch_size=8"],
@@ -309,7 +312,7 @@ def compression(lab: Lab, out: Path) -> dict[str, Any]:
 
 
 def compressed_bits(text: bytes, before: bytes) -> dict[str, dict[str, float]]:
-    """Returns compressors' bits per byte of `text`; "primed": of what it adds to `before` where that fits a window."""
+    """Measures compressors' bits per byte of `text`; "primed": what it adds to `before`, for large enough windows."""
     window = zstandard.ZstdCompressionParameters.from_level(22, window_log=27, enable_ldm=True)
     tools: dict[str, Callable[[bytes], bytes]] = {
         "gzip -9": lambda data: gzip.compress(data, 9),
@@ -318,34 +321,34 @@ def compressed_bits(text: bytes, before: bytes) -> dict[str, dict[str, float]]:
         "zstd --ultra -22 --long=27": zstandard.ZstdCompressor(compression_params=window).compress,
     }
     bits = {name: {"bits": 8 * len(tool(text)) / len(text)} for name, tool in tools.items()}
-    for name in "xz -9e", "zstd --ultra -22 --long=27":  # whose windows have 64 and 128 MiB
+    for name in "xz -9e", "zstd --ultra -22 --long=27":  # with windows of 64 and 128 MiB
         bits[name]["primed"] = 8 * (len(tools[name](before + text)) - len(tools[name](before))) / len(text)
     return bits
 
 
 def activations(metrics: Path) -> list[float]:
-    """Returns the root mean square of the last layer's activations at each step that has them."""
+    """Reads the last layer's root-mean-square activations at each step that has them."""
     lines = map(json.loads, metrics.read_text().splitlines())
     return [line["activation_rms"][-1] for line in lines if "activation_rms" in line]
 
 
 def crossing(steps: Sequence[int], losses: Sequence[float], target: float) -> float:
-    """Returns where a line through the points (steps, losses) first comes down to `target`.
+    """Finds the step at which a line through the points (steps, losses) first falls to `target`.
 
-    Raises ValueError if the first loss is not above it, or none is at most it: then no point of the line is known.
+    Raises ValueError if the first loss is not above it, or no loss reaches it: the crossing is then unknown.
     """
     for i in range(1, len(steps)):
         if losses[i] <= target < losses[i - 1]:
             part = (losses[i - 1] - target) / (losses[i - 1] - losses[i])
             return steps[i - 1] + part * (steps[i] - steps[i - 1])
-    raise ValueError(f"runs of {list(steps)} steps, with losses {list(losses)}, do not lie about {target}")
+    raise ValueError(f"runs of {list(steps)} steps, with losses {list(losses)}, do not enclose {target}")
 
 
 def knee(curve: Sequence[tuple[int, float]]) -> tuple[int, float]:
-    """Returns the step at which a falling curve bends most, and how much of its fall lies before, from 0 to 1.
+    """Finds the step at which a falling curve bends most, and the fraction of its fall before that step.
 
-    That is the point furthest below the line from the first point to where the last step meets the least loss, both
-    axes from 0 to 1 (Satopaa et al. 2011, "Finding a Kneedle in a Haystack", section 3, of a decreasing convex curve).
+    It is the point furthest below the line from the first point to the least loss at the last step, with both axes
+    scaled to 0..1 (Satopaa et al. 2011, "Finding a Kneedle in a Haystack", section 3, for a decreasing convex curve).
     """
     (first, highest), (last, _) = curve[0], curve[-1]
     least = min(loss for _, loss in curve)
@@ -355,7 +358,7 @@ def knee(curve: Sequence[tuple[int, float]]) -> tuple[int, float]:
 
 
 def power_law(sizes: Sequence[float], losses: Sequence[float]) -> dict[str, float]:
-    """Fits loss = factor * size^-exponent by least squares of logarithms; the exponent's standard error is ordinary."""
+    """Fits loss = factor * size^-exponent by least squares of logarithms; returns the standard error too."""
     x, y = [math.log(size) for size in sizes], [math.log(loss) for loss in losses]
     fit = statistics.linear_regression(x, y)
     left = sum((b - fit.intercept - fit.slope * a) ** 2 for a, b in zip(x, y, strict=True))
@@ -365,7 +368,7 @@ def power_law(sizes: Sequence[float], losses: Sequence[float]) -> dict[str, floa
 
 
 def mean_and_spread(values: Sequence[float]) -> str:
-    """Returns "0.65 +- 0.02 (n = 3)": the mean and the standard deviation."""
+    """Formats mean and standard deviation: "0.65 +- 0.02 (n = 3)"."""
     return f"{statistics.fmean(values):.4f} +- {statistics.stdev(values):.4f} (n = {len(values)})"
 
 
@@ -407,7 +410,7 @@ def _read(run: Path, keys: list[str]) -> Run:
 
 
 def thinned(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Returns at most POINTS points, the mean loss of as many neighbouring steps each, with their last step."""
+    """Reduces a curve to at most POINTS points, each the mean loss of neighboring steps at the last of them."""
     size = math.ceil(len(curve) / POINTS)
     parts = [curve[i : i + size] for i in range(0, len(curve), size)]
     return [(part[-1][0], round(statistics.fmean(loss for _, loss in part), 4)) for part in parts]

@@ -1,4 +1,4 @@
-"""Pictures of docs/results, as SVG that can be read at the width of a telephone."""
+"""Plots for docs/results, as SVG that is readable at the width of a phone."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
 Labels = tuple[str, str]  # of x and of y
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#666666", "#e69f00")  # Okabe and Ito's, told apart by all
+# Okabe and Ito's, distinguishable for color-blind readers.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#666666", "#e69f00")
 plt.rcParams.update(
     {"font.size": 12, "svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "mintext", "axes.grid": True}
 )
@@ -20,7 +21,7 @@ plt.rcParams.update({"axes.prop_cycle": mpl.cycler(color=COLORS), "grid.color": 
 
 
 def curves(runs: Mapping[str, Sequence[Sequence[tuple[float, float]]]], path: Path, labels: Labels) -> None:
-    """Draws each kind's runs [(x, y), ...], of the same x, as their mean and a band of all, on logarithmic axes."""
+    """Plots each kind's runs [(x, y), ...], with equal x, as their mean and range, on logarithmic axes."""
     figure, axes = plt.subplots(figsize=(6, 4))
     for color, (kind, of_kind) in zip(COLORS, runs.items(), strict=False):
         smoothed = [averaged(points) for points in of_kind]
@@ -33,7 +34,7 @@ def curves(runs: Mapping[str, Sequence[Sequence[tuple[float, float]]]], path: Pa
 
 
 def averaged(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns means of neighbouring points, a tenth of the way so far each: even noise on a logarithmic axis."""
+    """Averages neighboring points over 10% of x each, so that noise looks even on a logarithmic axis."""
     parts: list[list[tuple[float, float]]] = []
     for point in points:
         if not parts or point[0] > 1.1 * parts[-1][0][0]:
@@ -43,7 +44,7 @@ def averaged(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def training(lines: Mapping[str, Sequence[tuple[float, float]]], path: Path, labels: Labels) -> None:
-    """Draws the lines of one run, the last with its points."""
+    """Plots the curves of one run, the last one with markers."""
     figure, axes = plt.subplots(figsize=(6, 3.2))
     for i, (name, points) in enumerate(lines.items(), 1):
         axes.plot(*zip(*points, strict=True), "o-" if i == len(lines) else "-", label=name, linewidth=1.2 * i)
@@ -52,7 +53,7 @@ def training(lines: Mapping[str, Sequence[tuple[float, float]]], path: Path, lab
 
 
 def law(sizes: Sequence[float], losses: Sequence[float], fit: Mapping[str, float], path: Path, labels: Labels) -> None:
-    """Draws losses over sizes and the power law through them."""
+    """Plots losses by size, and the power law fitted to them."""
     figure, axes = plt.subplots(figsize=(6, 4))
     axes.loglog(sizes, losses, "o", markersize=5)
     ends = [min(sizes), max(sizes)]
@@ -63,7 +64,7 @@ def law(sizes: Sequence[float], losses: Sequence[float], fit: Mapping[str, float
 
 
 def panels(kinds: Mapping[str, Mapping[int, Mapping[float, float]]], path: Path, labels: Labels, *, log: bool) -> None:
-    """Draws {kind: {width: {x: y}}}: a panel a kind, a line a width, its lowest point marked if `log`."""
+    """Plots {kind: {width: {x: y}}}: a panel per kind, a line per width, its lowest point marked if `log`."""
     figure, of_kind = plt.subplots(len(kinds), 1, figsize=(6, 6.4), sharex=True, sharey=True)
     for axes, (kind, by_width) in zip(of_kind, kinds.items(), strict=True):
         for color, (width, points) in zip(COLORS, by_width.items(), strict=False):
@@ -82,7 +83,7 @@ def _finish(figure: plt.Figure, all_axes: Sequence[Axes], path: Path, labels: La
     all_axes[-1].set_xlabel(labels[0])
     for axes in all_axes:
         axes.set_ylabel(labels[1])
-        if axes.get_yscale() == "log":  # 1.5 and not 1.5 x 10^0
+        if axes.get_yscale() == "log":  # 1.5 instead of 1.5 x 10^0
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("{x:g}")
             low, high = axes.get_ylim()

@@ -1,8 +1,8 @@
-"""Times how a run of the quickstart starts, and its imports: `python scripts/startup.py [--starts 3] [key=value ...]`.
+"""Times the quickstart's startup and its imports: `python scripts/startup.py [--starts 3] [key=value ...]`.
 
-For each start, the seconds until the first printed line and until the first step's line, without kept programs
-(`jax_cache_dir=`), by the clock and, as other jobs slow that, the CPU seconds of the process and its children until
-the first step. Then the packages that `import src.train` loads, by the time that each takes with what it alone brings.
+For each start, prints the wall-clock seconds until the first printed line and until the first step's line, without
+cached programs (`jax_cache_dir=`), and the CPU seconds of the process and its children until the first step, which
+other load affects less. Then prints the packages that `import src.train` loads, by their modules' own import time.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def time_start(keys: list[str]) -> tuple[float, float, float]:
-    """Returns the seconds until the first line and the first step's, and the CPU seconds until then."""
+    """Returns the seconds until the first line and the first step, and the CPU seconds until then."""
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["jax_cache_dir=", "log_period=1", "steps=2", f"base_output_directory={folder}"]
         command = [sys.executable, "-m", "src.train", "configs/quickstart.yml", *fixed, *keys]
@@ -54,7 +54,7 @@ def time_start(keys: list[str]) -> tuple[float, float, float]:
 
 
 def time_imports() -> tuple[float, Counter[str]]:
-    """Returns the seconds that `import src.train` takes, and each package's share of them: its modules' own time."""
+    """Returns the seconds of `import src.train`, and each package's share: its modules' own time."""
     command = [sys.executable, "-X", "importtime", "-c", "import src.train"]
     errors = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
     packages: Counter[str] = Counter()

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Cloud TPU VMs: one slice or several, all their workers at once (docs/launch.md).
+# Manages Cloud TPU VMs: all workers of one or several slices at once (docs/launch.md).
 #
 #   scripts/tpu.sh create NAME --type v5litepod-256 [--slices N] [--spot|--reserved|--on-demand]
-#                  [--version RUNTIME] [--no-wait]      asks for the slices, a queued resource, until they are there
+#                  [--version RUNTIME] [--no-wait]      requests the slices, a queued resource, and waits for them
 #   scripts/tpu.sh run NAME -- python -m src.train configs/base.yml run_name=JOB key=value
 #                                                       copies this working tree to all workers, installs, runs
-#   scripts/tpu.sh run NAME                             follows the run that is there
-#   scripts/tpu.sh stop NAME                            has the run save a checkpoint and end; --force kills it
-#   scripts/tpu.sh status NAME                          the slices' state, and whether a run is alive
-#   scripts/tpu.sh ssh NAME [--slice I] [--worker J]    a shell on a worker
-#   scripts/tpu.sh delete NAME [--yes] [--force]        gives the slices back; --force also those in use
+#   scripts/tpu.sh run NAME                             follows the current run
+#   scripts/tpu.sh stop NAME                            makes the run save a checkpoint and end; --force kills it
+#   scripts/tpu.sh status NAME                          prints the slices' state, and whether a run is alive
+#   scripts/tpu.sh ssh NAME [--slice I] [--worker J]    opens a shell on a worker
+#   scripts/tpu.sh delete NAME [--yes] [--force]        releases the slices; --force also if in use
 #
-# Each takes --zone and --project (otherwise gcloud's own configuration has them) and --dry-run, which prints the
-# commands and runs none. It asks nobody what NAME has, but takes --slices and --workers (of a slice), 1 if not given.
+# All commands take --zone and --project (default: gcloud's configuration) and --dry-run, which prints the commands
+# without running them. A dry run does not query NAME, but takes --slices and --workers (per slice), 1 by default.
 #
-# Ctrl-C in `run` is `stop`, a second one kills. The exit code of `run` is 0 if every worker's was.
+# Ctrl-C in `run` means `stop`, a second one kills. The exit code of `run` is 0 if every worker's was.
 
 # shellcheck source=scripts/launch_common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/launch_common.sh"
@@ -26,7 +26,7 @@ waits=true yes=false force=false command=()
 case $action in
   create | run | stop | status | ssh | delete) shift ;;
   -h | --help) show_help && exit ;;
-  *) fail "'$action' is none of create, run, stop, status, ssh, delete" ;;
+  *) fail "'$action' is not one of create, run, stop, status, ssh, delete" ;;
 esac
 while [[ $# -gt 0 ]]; do
   if [[ $1 == --*=* ]]; then set -- "${1%%=*}" "${1#*=}" "${@:2}"; fi
@@ -44,7 +44,7 @@ while [[ $# -gt 0 ]]; do
     --dry-run) dry_run=true ;;
     -h | --help) show_help && exit ;;
     --) command=("${@:2}") && break ;;
-    -*) fail "there is no option $1: scripts/tpu.sh --help" ;;
+    -*) fail "unknown option $1: scripts/tpu.sh --help" ;;
     *)
       [[ -z $name ]] || fail "'$1' is one name too many: a command to run comes after --"
       name=$1
@@ -57,10 +57,10 @@ for number in slices workers; do
   [[ ${!number} =~ ^[1-9][0-9]*$ ]] || fail "--$number ${!number}: expected a number, 1 or more"
 done
 for number in slice worker; do
-  [[ ${!number} =~ ^[0-9]+$ ]] || fail "--$number ${!number}: expected a number, from 0 up"
+  [[ ${!number} =~ ^[0-9]+$ ]] || fail "--$number ${!number}: expected a number, 0 or more"
 done
 
-# setting KEY: what gcloud's own configuration has, or nothing.
+# setting KEY: prints the value in gcloud's configuration, or nothing.
 setting() {
   local value
   value=$(gcloud config get-value "$1" 2>/dev/null) || true
@@ -74,7 +74,7 @@ $dry_run || type -P gcloud >/dev/null || fail "gcloud is not installed: https://
 [[ -n $zone ]] || fail "which zone? Give --zone, or once: gcloud config set compute/zone ZONE"
 [[ -n $project ]] || fail "which project? Give --project, or once: gcloud config set project PROJECT"
 where=(--zone="$zone" --project="$project")
-# Silent connections are cut after ten minutes otherwise, and nobody is there to answer whether a host is known.
+# Without these, idle connections are cut after ten minutes, and ssh would ask about unknown hosts.
 quietly=(--strict-host-key-checking=no --ssh-flag=-oServerAliveInterval=30)
 on_worker='bash mintext/scripts/tpu_worker.sh'
 
@@ -88,7 +88,7 @@ look() {
     if [[ $slices -gt 1 ]]; then for ((i = 0; i < slices; i++)); do nodes[i]=$name-$i; done; fi
     return
   fi
-  answer=$("${ask[@]}") || fail "$name was not found in $zone of $project (scripts/tpu.sh create makes it)"
+  answer=$("${ask[@]}") || fail "$name was not found in $zone of $project (create it with scripts/tpu.sh create)"
   state=${answer%%$'\t'*}
   IFS=';' read -r -a nodes <<<"${answer#*$'\t'}"
 }
@@ -98,7 +98,7 @@ require_active() {
   [[ $state == ACTIVE ]] || fail "$name is $state, not ACTIVE: scripts/tpu.sh status $name"
 }
 
-# on_each_node COMMAND: runs COMMAND NODE for all slices at the same time; fails if any did.
+# on_each_node COMMAND: runs COMMAND NODE for all slices in parallel; fails if any of them fails.
 on_each_node() {
   local pids=() node pid failed=0
   trap 'for pid in "${pids[@]}"; do kill -TERM -- "-$pid"; done; exit 130' INT
@@ -107,7 +107,7 @@ on_each_node() {
       "$@" "$node"
       continue
     fi
-    set -m # a process group of its own, which ends as a whole
+    set -m # in its own process group, which can be killed as a whole
     "$@" "$node" </dev/null &
     set +m
     pids+=($!)
@@ -117,7 +117,7 @@ on_each_node() {
   return $failed
 }
 
-# tell ARGUMENTS NODE: has all workers of a slice run scripts/tpu_worker.sh with these arguments.
+# tell ARGUMENTS NODE: runs scripts/tpu_worker.sh with these arguments on all workers of a slice.
 tell() {
   run_or_print gcloud compute tpus tpu-vm ssh "$2" --worker=all "${where[@]}" "${quietly[@]}" --command="$on_worker $1"
 }
@@ -130,7 +130,7 @@ create() {
     v5p-[1-9]*) runtime=v2-alpha-tpuv5 ;;
     v6e-[1-9]*) runtime=v2-alpha-tpuv6e ;;
     v5e-*) fail "--type $type: Cloud TPU's name for it is v5litepod-${type#v5e-}" ;;
-    tpu7x*) fail "--type $type: TPU7x is not had as TPU VMs, but through GKE: scripts/gke.sh" ;;
+    tpu7x*) fail "--type $type: TPU7x is not available as TPU VMs, only on GKE: scripts/gke.sh" ;;
     '') fail "--type is missing: expected v4-N, v5litepod-N, v5p-N or v6e-N, such as v5litepod-256" ;;
     *) fail "--type '$type' is unknown: expected v4-N, v5litepod-N, v5p-N or v6e-N, such as v5litepod-256" ;;
   esac
@@ -144,7 +144,7 @@ create() {
     case $state in
       ACTIVE) return ;;
       FAILED | SUSPENDING | SUSPENDED | DELETING)
-        echo "tpu.sh: it will not become ACTIVE; gcloud compute tpus queued-resources describe $name says why" >&2
+        echo "tpu.sh: it will not become ACTIVE; see gcloud compute tpus queued-resources describe $name" >&2
         exit 1
         ;;
     esac

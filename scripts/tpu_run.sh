@@ -1,10 +1,10 @@
-# What `scripts/tpu.sh run` does (it is sourced there, and has its variables): copy, install, start, follow to the end.
+# Implements `scripts/tpu.sh run` (which sources it and shares its variables): copy, install, start, follow to the end.
 #
-# Each worker has a gcloud here, which holds the connection, and a log and an exit code in runs/tpu/NAME/ID/.
+# For each worker, a local gcloud process holds the connection, and runs/tpu/NAME/ID/ has a log and an exit code.
 
 run() {
   local id i j job=follow
-  id=$(date +%Y%m%d-%H%M%S)-$$ # two launches may be of the same second
+  id=$(date +%Y%m%d-%H%M%S)-$$ # two launches may start in the same second
   logs=runs/tpu/$name/$id
   if ! $dry_run; then mkdir -p "$logs"; fi
   count_workers
@@ -22,7 +22,7 @@ run() {
       if $dry_run; then
         on_one "$i" "$j" "$job"
       else
-        set -m # a process group of its own: Ctrl-C is for this script
+        set -m # in its own process group, so that Ctrl-C only reaches this script
         record "$i" "$j" "$job" </dev/null &
         set +m
         running+=("slice-$i-worker-$j")
@@ -32,7 +32,7 @@ run() {
   if ! $dry_run; then watch; fi
 }
 
-# Sets `workers`, of a slice: all slices of a queued resource are alike.
+# Sets `workers`, the number per slice: all slices of a queued resource are alike.
 count_workers() {
   local ask=(gcloud compute tpus tpu-vm describe "${nodes[0]}" "${where[@]}" '--format=value(networkEndpoints.len())')
   if $dry_run; then quoted "${ask[@]}"; else workers=$("${ask[@]}"); fi
@@ -42,7 +42,7 @@ copy() {
   archive=${TMPDIR:-/tmp}/mintext-$name.tgz
   local pack="{ $tracked_files; } | COPYFILE_DISABLE=1 tar -czf $(quoted "$archive") -T -"
   if $dry_run; then echo "$pack"; else echo "tpu.sh: copying and installing" && eval "$pack"; fi
-  on_each_node copy_to || fail "copying or installing failed; what each worker said is in $logs"
+  on_each_node copy_to || fail "copying or installing failed; the workers' output is in $logs"
 }
 
 copy_to() {
@@ -61,13 +61,13 @@ install_on() {
       --command="mkdir -p mintext && tar -xzf mintext.tgz -C mintext scripts/tpu_worker.sh && $on_worker install"
 }
 
-# on_one SLICE WORKER ARGUMENTS: has one worker run scripts/tpu_worker.sh with these arguments.
+# on_one SLICE WORKER ARGUMENTS: runs scripts/tpu_worker.sh with these arguments on one worker.
 on_one() {
   run_or_print gcloud compute tpus tpu-vm ssh "${nodes[$1]}" --worker="$2" "${where[@]}" "${quietly[@]}" \
     --command="$on_worker $3"
 }
 
-# record SLICE WORKER ARGUMENTS: the same, with its output in a log, and that of the first worker here too.
+# record SLICE WORKER ARGUMENTS: the same, logging the output; also prints the first worker's output.
 record() {
   local log=$logs/slice-$1-worker-$2.log code=0 line
   if [[ $1-$2 == 0-0 ]]; then
@@ -80,7 +80,7 @@ record() {
   echo "$code" >"${log%.log}.code"
 }
 
-# Waits for all workers. One that failed takes the others with it, which would wait for it; the exit code is its own.
+# Waits for all workers. If one fails, kills the others, which would wait for it; exits with the failed one's code.
 watch() {
   local result=0 still each code
   while [[ ${#running[@]} -gt 0 ]]; do
@@ -94,8 +94,8 @@ watch() {
       if [[ $code == 0 ]]; then continue; fi
       if [[ $result == 0 ]]; then result=$code; fi
       case $code in
-        143) ;; # stopped by SIGTERM: all of them are, and save a checkpoint together
-        255) echo "tpu.sh: $each: the connection broke, the run goes on; tpu.sh run $name follows it again" >&2 ;;
+        143) ;; # stopped by SIGTERM, like all workers, which save a checkpoint together
+        255) echo "tpu.sh: $each: the connection broke, but the run continues; follow it with tpu.sh run $name" >&2 ;;
         *)
           if ! $killed; then echo "tpu.sh: $each failed with exit code $code: $logs/$each.log" >&2; fi
           kill_all
@@ -104,9 +104,9 @@ watch() {
     done
     running=(${still[@]+"${still[@]}"})
     sleep 1 &
-    wait $! || true # a trap ends it early
+    wait $! || true # a trap interrupts it
   done
-  if [[ $result == 143 ]]; then echo "tpu.sh: stopped; the same command goes on, if it has a run_name"; fi
+  if [[ $result == 143 ]]; then echo "tpu.sh: stopped; the same command resumes the run, if it has a run_name"; fi
   exit "$result"
 }
 
@@ -127,7 +127,7 @@ kill_all() {
   fi
 }
 
-# signal NAME: to the run, on all workers; does not wait, for they tell by ending.
+# signal NAME: signals the run on all workers without waiting; their end is noticed elsewhere.
 signal() {
   set -m
   on_each_node tell "stop $1" >>"$logs/stop.log" 2>&1 </dev/null &

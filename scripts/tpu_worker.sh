@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # The part of scripts/tpu.sh that runs on a worker of a TPU slice, in ~/mintext, its copy of the repository.
 #
-#   install            makes the copy what ~/mintext.tgz holds, and installs what requirements/ asks for
-#   start ID COMMAND   starts a run and follows it; where the run was started before, only follows it
-#   follow             prints the last run's output, from its start to its end; exits with its exit code
+#   install            replaces the copy by the content of ~/mintext.tgz, and installs requirements/
+#   start ID COMMAND   starts a run and follows it; if it was started before, only follows it
+#   follow             prints the last run's output from start to end; exits with its exit code
 #   stop TERM|KILL     TERM lets the run save a checkpoint
-#   status             says in a line how the last run is
+#   status             prints the state of the last run in a line
 #
-# A run does not depend on the connection that started it. Of each, .launched/ID/ has: log, the output; pid, of the
-# command; leader, of its session; code, once it has ended, the exit code.
+# A run does not depend on the connection that started it. For each run, .launched/ID/ has: log, its output; pid, of the
+# command; leader, the pid of its session leader; code, the exit code, once it has ended.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 id=$(cat .launched/last 2>/dev/null || true)
@@ -18,14 +18,14 @@ is_alive() { [[ -n "$id" && ! -e $run/code ]] && kill -0 "$(<"$run/leader")" 2>/
 
 refuse_if_alive() {
   if is_alive; then
-    echo "the run $id is alive on this worker: tpu.sh stop NAME ends it, tpu.sh run NAME alone follows it" >&2
+    echo "the run $id is alive on this worker: end it by tpu.sh stop NAME, or follow it by tpu.sh run NAME" >&2
     exit 3
   fi
 }
 
 install() {
   refuse_if_alive
-  if [[ -f .copied ]]; then tr '\n' '\0' <.copied | xargs -0 rm -f; fi # files may be gone since the last time
+  if [[ -f .copied ]]; then tr '\n' '\0' <.copied | xargs -0 rm -f; fi # remove files deleted since the last copy
   tar -xzvf ../mintext.tgz >.copied
   if [[ ! -x .venv/bin/python ]]; then # Cloud TPU's images have Python 3.10
     python3 -m pip install --quiet --user uv
@@ -52,7 +52,7 @@ start() {
       echo $code >"$run/code"
     ' launched "$PWD/$run" "${@:2}" </dev/null >/dev/null 2>&1 &
     echo $! >"$run/leader"
-    disown # or bash tells of its end
+    disown # or bash reports its end
     echo "$id" >.launched/last
   fi
   follow
@@ -65,8 +65,8 @@ follow() {
   fi
   tail -n +1 -s 0.2 -f --pid="$(<"$run/leader")" "$run/log"
   local code
-  code=$(cat "$run/code" 2>/dev/null || echo 137) # killed, with the shell that would have written it
-  exit $((code == 255 ? 1 : code))                # 255 is what ssh says of a broken connection
+  code=$(cat "$run/code" 2>/dev/null || echo 137) # killed, together with the shell that writes it
+  exit $((code == 255 ? 1 : code))                # 255 is ssh's code for a broken connection
 }
 
 stop() {

@@ -47,13 +47,13 @@ VALUES, BLOCKS = torch.ones(8, 5).to(torch.float8_e4m3fn), torch.ones(2, 3, 1, 1
     ("quantization", "tensors", "named"),
     [
         (FLOAT8, {"x_scale_inv": torch.ones(2, 2)}, "x missing"),
-        (FLOAT8, {"x": VALUES, "x_scale_inv": torch.ones(1, 2)}, r"x_scale_inv .*shape \[1, 2\], not \[2, 2\]"),
+        (FLOAT8, {"x": VALUES, "x_scale_inv": torch.ones(1, 2)}, r"x_scale_inv .*shape \[1, 2\], expected \[2, 2\]"),
         (MXFP4, {"x_blocks": BLOCKS}, "x_scales missing"),
         (MXFP4, {"x_scales": BLOCKS[..., 0].clone().contiguous()}, "x_blocks missing"),
         (
             MXFP4,
             {"x_blocks": BLOCKS.clone(), "x_scales": BLOCKS[:, :, 0].clone().contiguous()},
-            r"x_scales .*shape \[2, 3, 16\], not \[2, 3, 1\]",
+            r"x_scales .*shape \[2, 3, 16\], expected \[2, 3, 1\]",
         ),
         ({"load_in_8bit": True}, {"x": torch.ones(2)}, "load_in_8bit"),
     ],
@@ -69,7 +69,7 @@ def test_float8_without_scales_is_no_weight(tmp_path):
     file = tmp_path / "model.safetensors"
     norm = {"model.norm.weight": load_file(file)["model.norm.weight"].to(torch.float8_e4m3fn)}
     save_file(norm, file, {"format": "pt"})
-    with pytest.raises(UserError, match=r"model\.norm\.weight is stored as float8_e4m3fn, and no scales"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight is stored as float8_e4m3fn, but has no scales"):
         match_tensors(open_folder(tmp_path), {"final_norm": {"scale": jax.ShapeDtypeStruct((8,), "float32")}})
 
 

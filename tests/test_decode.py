@@ -164,7 +164,7 @@ def test_one_prompt_streams_its_whole_text(llama, capsys, monkeypatch):
     assert "".join(pieces) == f"{PROMPTS[1]}{text}\n"
     capsys.readouterr()
     decode.main(arguments(folder, prompt=PROMPTS[1], sample_length=LENGTH - len(PROMPTS[1])))
-    said = f"sample_length={LENGTH - len(PROMPTS[1])}: prompt and text end at max_target_length={LENGTH} tokens"
+    said = f"sample_length={LENGTH - len(PROMPTS[1])}: prompt and text are limited to max_target_length={LENGTH} tokens"
     assert said in capsys.readouterr().out, "with its bos the prompt has a token more"
 
 
@@ -220,7 +220,7 @@ def test_an_interactive_conversation_goes_on_and_begins_anew_when_it_is_full(lla
     assert texts[:2] == [first, second]
     output = capsys.readouterr().out
     assert "max_target_length" in output
-    assert "begins anew" in output
+    assert "starts over" in output
     assert texts[2:] == [answer("user: he\nassistant:")]
 
 
@@ -561,13 +561,13 @@ def test_a_killed_command_goes_on_to_the_same_file(llama, documents, capsys):
         capsys.readouterr()
         decode.main(arguments(llama[0], **keys))
         assert path.read_bytes() == whole
-    assert "15 texts, 0 of them drawn now" in capsys.readouterr().out
+    assert "15 texts, 0 of them generated now" in capsys.readouterr().out
     said = refused(*arguments(llama[0], **{**keys, "decode_seed": 5}))
-    assert f"decode_path={path} has texts of other settings (decode_seed): name a new file" in said
+    assert f"decode_path={path} has texts from other settings (decode_seed): name a new file" in said
     for key, value in (("dtype", "bfloat16"), ("rope_max_timescale", 500), ("matmul_precision", "high")):
-        assert f"has texts of other settings ({key})" in refused(*arguments(llama[0], **{**keys, key: value}))
+        assert f"has texts from other settings ({key})" in refused(*arguments(llama[0], **{**keys, key: value}))
     (path.parent / f"{path.name}.settings").unlink()
-    assert "has texts of other settings" in refused(*arguments(llama[0], **keys))
+    assert "has texts from other settings" in refused(*arguments(llama[0], **keys))
 
 
 def test_a_kill_at_any_moment_of_a_restart_loses_no_text(llama, documents, monkeypatch, capsys):
@@ -582,7 +582,7 @@ def test_a_kill_at_any_moment_of_a_restart_loses_no_text(llama, documents, monke
         decode.main(arguments(llama[0], **documents))
     capsys.readouterr()
     decode.main(arguments(llama[0], **documents))
-    assert "5 texts, 0 of them drawn now" in capsys.readouterr().out
+    assert "5 texts, 0 of them generated now" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "tokens", "custom"])
@@ -607,12 +607,12 @@ def test_prompts_for_a_file_come_from_one_set_of_data(key, tmp_path, capsys):
         config = load([runs.BASE, "decode_prompt_tokens=4", f"{key}=[{', '.join(sets)}]", *beside, *keys])
         return decode.prompts_of(config.decoding, InputSpec.of(config, BYTES))
 
-    with pytest.raises(UserError, match=f"prompts from one set of data, and {key} names code, prose: name one alone"):
+    with pytest.raises(UserError, match=f"prompts from one dataset, but {key} names code, prose: name only one"):
         prompts_of(sets, "decode_path=x")
     assert BYTES.decode(prompts_of(sets[1:], "decode_path=x")[0][1:]) == "pro"
     if key == "eval_datasets":
         assert BYTES.decode(prompts_of(sets, "decode_metrics=a:b", "eval_interval=1")[0][1:]) == "cod"
-        said = "decode_metrics takes prompts from code alone, the first set of eval_datasets: code, prose\n"
+        said = "decode_metrics takes prompts only from code, the first dataset of eval_datasets: code, prose\n"
         assert capsys.readouterr().out == said
 
 

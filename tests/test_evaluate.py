@@ -103,7 +103,7 @@ def test_data_that_are_read_again_are_said(trained, capsys):
     def tokens(**keys):
         evaluate.main([str(trained[0]), *(f"{key}={value}" for key, value in keys.items())])
         said = capsys.readouterr().out
-        return int(re.search(r"eval_tokens (\d+)", said)[1]), re.search(r"the data were read ([\d.]+) times", said)
+        return int(re.search(r"eval_tokens (\d+)", said)[1]), re.search(r"the data was read ([\d.]+) times", said)
 
     epoch, nothing = tokens(eval_steps=-1)
     assert nothing is None

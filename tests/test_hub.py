@@ -234,7 +234,7 @@ def test_what_is_not_there_is_said_in_one_line(server, llama, monkeypatch, capsy
         hub._fetched.cache_clear()
         return runs.refusal(monkeypatch, capsys, ["configs/base.yml", f"load_parameters_path={name}"])
 
-    assert f"hf://org/none: {server.url} has no org/none, or it is private: check its name" in refusal("hf://org/none")
+    assert f"hf://org/none: {server.url} has no org/none, or it is private: check the name" in refusal("hf://org/none")
     message = refusal("hf://org/tiny@v2")
     assert "hf://org/tiny@v2: org/tiny has no branch, tag or commit v2" in message
     assert "has no branch, tag or commit" in refusal(f"hf://org/tiny@{'0' * 40}")
@@ -270,7 +270,7 @@ def test_a_full_disk_is_said(server, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(file_download, "http_get", full)
-    with pytest.raises(UserError, match=r"no space is left in .*cache: make room, or set HF_HOME to another disk"):
+    with pytest.raises(UserError, match=r"no space is left in .*cache: free some, or set HF_HOME to another disk"):
         hub.local_folder("hf://org/tiny")
 
 

@@ -46,10 +46,10 @@ def texts(tmp_path):
 def test_rows_are_shown_as_text_with_where_documents_begin_and_end(capsys, tmp_path, texts):
     printed = inspect(capsys, tmp_path)
     assert rows_shown(printed) == list(range(8))
-    whole = re.findall(r"begins   ends .*\n +'(.*)'", printed)
+    whole = re.findall(r"begins     ends .*\n +'(.*)'", printed)
     assert whole
     assert set(whole) <= set(texts)
-    for text in re.findall(r"goes on  .*\n +'(.*)'", printed):
+    for text in re.findall(r"continues  .*\n +'(.*)'", printed):
         assert any(text in other and not other.startswith(text) for other in texts)
     assert "12 of 12" not in printed  # the stream goes on after an epoch: a hundred documents are checked
     assert "100 of 100 documents decode to text that encodes to the same ids" in printed
@@ -77,14 +77,14 @@ def test_of_a_stream_the_rows_of_other_processes_are_not_made_up(capsys, tmp_pat
     monkeypatch.syspath_prepend(tmp_path)
     keys = {"dataset_path": "", "dataset_type": "custom", "dataset_factory": "my_counting:made"}
     assert "'0'" in inspect(capsys, tmp_path, **keys, eval_interval=-1)
-    with pytest.raises(UserError, match="process_count=2: these data are a stream for each process"):
+    with pytest.raises(UserError, match="process_count=2: this dataset is streamed per process"):
         inspect(capsys, tmp_path, **keys, process_count=2, process_index=1)
 
 
 def test_later_steps_are_those_that_a_run_comes_to(capsys, tmp_path, texts):
     both = inspect(capsys, tmp_path, inspect_num_steps=2)
     later = inspect(capsys, tmp_path, inspect_first_step=1)
-    assert later[later.index("step 1, row 0") : later.index("looked at")] in both
+    assert later[later.index("step 1, row 0") : later.index("checked")] in both
 
 
 def test_the_batches_of_a_ramp_have_the_rows_that_full_ones_would_have(capsys, tmp_path, texts):
@@ -97,7 +97,7 @@ def test_the_batches_of_a_ramp_have_the_rows_that_full_ones_would_have(capsys, t
     ramped, printed = rows_of(enable_rampup_batch_size="true", inspect_first_step=1, inspect_num_steps=3, **sizes)
     assert "2 rows to step 2, 4 rows to step 3, 6 rows to step 4, 8 from step 5 on, after 14 rows" in printed
     assert ramped == full[2:14]  # 2, 4 and 6 rows
-    with pytest.raises(UserError, match="the mesh decides which rows a process has"):
+    with pytest.raises(UserError, match="a process's rows depend on the mesh"):
         inspect(capsys, tmp_path, enable_rampup_batch_size="true", process_count=2, **sizes)
 
 
@@ -155,11 +155,11 @@ def test_conversations_of_a_template_begin_and_end_where_they_do(capsys, tmp_pat
         **{"tokenizer_type": "huggingface", "tokenizer_path": folder, "vocab_size": 400},
     )
     assert re.search(r"conversations +1 of 5 looked at are longer than a row of 64 and cut; what the assi", printed)
-    parts = re.findall(r"(begins|goes on) +(ends|is cut) .*\n +'(.*)'", printed)
+    parts = re.findall(r"(begins|continues) +(ends|truncated) .*\n +'(.*)'", printed)
     for begins, ends, text in parts:
         assert (begins == "begins") == text.startswith("<|start|>user")
         assert (ends == "ends") == (text.endswith("c<|end|>\\n"))
-    assert {part[:2] for part in parts} >= {("begins", "ends"), ("begins", "is cut"), ("goes on", "ends")}
+    assert {part[:2] for part in parts} >= {("begins", "ends"), ("begins", "truncated"), ("continues", "ends")}
     assert "round trip" not in printed
 
 
@@ -191,7 +191,7 @@ def test_hosts_that_do_not_divide_the_batch():
 
     rows, own = rows_of(4, index=3)
     assert (rows, own.tolist()) == (32, list(range(24, 32)))
-    with pytest.raises(UserError, match=r"is 4.8 rows per batch, which don't divide by 3 processes"):
+    with pytest.raises(UserError, match=r"is 4.8 rows per batch, not divisible by 3 processes"):
         rows_of(3, rows_per_device=0.2)
     with pytest.raises(UserError, match=r"process_index=2 must be less than process_count=2"):
         rows_of(2, index=2)

@@ -43,7 +43,7 @@ def test_each_figure_is_judged_and_a_missing_one_is_not_good(check, found):
     judged = on_gpu.judged(GOOD | {check: found})
     assert [name.partition(".")[0] for name, is_good in judged.items() if not is_good] == [check]
     assert set(on_gpu.judged({"fp8": GOOD["fp8"]})) == {"fp8.times_bfloat16 from 1.3 to 2.0"}
-    assert on_gpu.judged({"fp8": {"skipped": "takes about 90 s, and 4 s are left"}}) == {}
+    assert on_gpu.judged({"fp8": {"skipped": "takes about 90 s, but only 4 s remain"}}) == {}
 
 
 def machine_whose_runs_say(monkeypatch, tmp_path, lines):
@@ -64,8 +64,8 @@ def machine_whose_runs_say(monkeypatch, tmp_path, lines):
 
 
 def test_what_a_run_says_of_its_profile_is_kept(monkeypatch, tmp_path):
-    used = "compiled by the profile p: 40 of its 42 instructions are in the program"
-    again = "pgle=auto: compiled again by times of 42 instructions"
+    used = "compiled with the profile p: 40 of its 42 instructions are in the program"
+    again = "pgle=auto: compiled again with times for 42 instructions"
     lines = {"pgle=auto": [again], "pgle_profile=": [used]}
     found = on_gpu.pgle(machine_whose_runs_say(monkeypatch, tmp_path, lines))
     assert (found["auto"]["said"], found["by_the_file"]["said"]) == ([again], [used])
@@ -73,7 +73,7 @@ def test_what_a_run_says_of_its_profile_is_kept(monkeypatch, tmp_path):
 
 
 def test_a_profile_that_no_run_says_it_used_is_an_error(monkeypatch, tmp_path):
-    with pytest.raises(RuntimeError, match="no line says that a profile was used: auto, by_the_file of"):
+    with pytest.raises(RuntimeError, match="no line reports that a profile was used: auto, by_the_file of"):
         on_gpu.pgle(machine_whose_runs_say(monkeypatch, tmp_path, {}))
 
 
@@ -123,7 +123,7 @@ def test_no_check_begins_that_would_not_end_in_time_and_each_result_is_kept(chec
     found = json.loads(out.read_text())["checks"]
     error = "compile_topology=a3:1 needs the package jax-cuda12-plugin, which is not installed here"
     assert found["b"] == {"error": error}
-    assert found["c"] == {"skipped": "takes about 300 s, and 200 s are left"}
+    assert found["c"] == {"skipped": "takes about 300 s, but only 200 s remain"}
     assert found["a"] == found["d"] == {"figure": 1, "seconds": 100.0}
     assert checks["checks"] == {name: found[name] for name in "abc"}  # as the last check found the file
     printed = capsys.readouterr().out
@@ -134,7 +134,7 @@ def test_no_check_begins_that_would_not_end_in_time_and_each_result_is_kept(chec
 
 def test_a_process_that_would_outlast_the_minutes_is_ended(tmp_path):
     machine = on_gpu.Machine("cpu", tmp_path, minutes=1 / 60)
-    with pytest.raises(RuntimeError, match=r"did not end in the 1 s that were left"):
+    with pytest.raises(RuntimeError, match=r"did not finish in the remaining 1 s"):
         machine.python("-c", "import time; time.sleep(600)")
 
 
@@ -251,4 +251,4 @@ def test_all_checks_run_or_say_that_they_need_a_gpu(tmp_path):
         assert found[other]["times_bfloat16"] > 0, found[other]
     assert max(found["head_dim_256"]["kernel"].values()) < 0.02
     assert [name for name in found if "error" in found[name]] == ["pgle"]
-    assert "pgle=auto is for NVIDIA GPUs, and this is cpu" in found["pgle"]["error"]
+    assert "pgle=auto needs an NVIDIA GPU, but the platform is cpu" in found["pgle"]["error"]

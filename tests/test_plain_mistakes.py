@@ -58,7 +58,7 @@ def test_paths_that_are_no_keys_value_are_refused_where_they_are_opened():
 @pytest.mark.parametrize("name", ["../x", "a/..", "-a/b", "a/b--c", "a/" + "b" * 200])
 def test_a_name_that_the_hub_cannot_have(name):
     pytest.importorskip("huggingface_hub")
-    with pytest.raises(UserError, match=f"hf://{name} is no name of a model: "):
+    with pytest.raises(UserError, match=f"hf://{name} is not a model name: "):
         hub.local_folder(f"hf://{name}")
 
 

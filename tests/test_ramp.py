@@ -189,7 +189,7 @@ def test_a_ramp_that_cannot_be_is_refused_before_the_run(changes, message, corpu
 
 
 def test_train_dpo_refuses_it():
-    with pytest.raises(UserError, match=r"src.train_dpo has no use for .*enable_rampup_batch_size=true"):
+    with pytest.raises(UserError, match=r"src.train_dpo does not support .*enable_rampup_batch_size=true"):
         train_dpo.main(["configs/quickstart.yml", "enable_rampup_batch_size=true"])
 
 

@@ -51,7 +51,7 @@ def test_a_power_law_is_found_with_its_standard_error():
 def test_the_steps_to_a_loss_lie_between_the_runs_about_it():
     assert results.crossing([100, 200, 300], [2.0, 1.6, 1.5], 1.7) == pytest.approx(175)
     for outside in (2.1, 1.4):
-        with pytest.raises(ValueError, match="do not lie about"):
+        with pytest.raises(ValueError, match="do not enclose"):
             results.crossing([100, 200, 300], [2.0, 1.6, 1.5], outside)
 
 

@@ -214,7 +214,7 @@ def test_a_place_that_can_not_be_written_is_refused_before_weights_are_read(mode
         ({"tokens_path": "{tmp}/float.npy", "logits_path": "out"}, "expected int32 .B, T., got float64"),
         ({"tokens_path": "{tmp}/big.npy", "logits_path": "out"}, "ids reach from 0 to 300"),
         ({"tokens_path": "{tmp}/long.txt", "logits_path": "out"}, "cannot be read as a .npy file"),
-        ({"load_parameters_path": ""}, "load_parameters_path says whose weights to use"),
+        ({"load_parameters_path": ""}, "load_parameters_path is empty: give the weights to use"),
         ({"quantize_weights": "int8"}, "it is for src.decode, and this is src.evaluate"),
         ({"eval_metrics": "accuracy"}, "expected module:function"),
         ({"eval_metrics": "tests.test_scoring:precision"}, "has no function precision"),

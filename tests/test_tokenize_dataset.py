@@ -203,7 +203,7 @@ def test_a_killed_command_goes_on_and_writes_the_same_bytes(tmp_path, capsys, mo
 
     main([*argv, f"tokenized_path={out}"])
     shards = json.loads((out / "tokens.json").read_text())["shards"]
-    assert f"going on: {len(finished)} of {len(shards)} shards are finished" in capsys.readouterr().out
+    assert f"resuming: {len(finished)} of {len(shards)} shards are finished" in capsys.readouterr().out
     assert {name: (out / f"{name}.ids").stat().st_mtime_ns for name in finished} == finished
     main([*argv, f"tokenized_path={tmp_path / 'whole'}"])
     assert contents(out) == contents(tmp_path / "whole")
@@ -237,7 +237,7 @@ def test_a_finished_folder_is_left_as_it_is(command, tmp_path, capsys):
     main(command())
     expected = contents(tmp_path / "out")
     main(command())
-    assert "is finished already" in capsys.readouterr().out
+    assert "is already finished" in capsys.readouterr().out
     assert contents(tmp_path / "out") == expected
 
 
@@ -325,7 +325,7 @@ def test_an_item_that_can_not_be_read_is_an_error_that_names_its_file(command, p
 
 def test_data_without_text_are_an_error(command, tmp_path):
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 3)
-    with pytest.raises(UserError, match="the data have no text"):
+    with pytest.raises(UserError, match="the data contains no text"):
         main(command(dataset_path=tmp_path / "empty.jsonl"))
 
 
@@ -340,8 +340,8 @@ def test_a_folder_that_can_not_be_written_is_an_error(command, tmp_path):
     [
         ({"tokenized_path": None}, "tokenized_path is empty: expected the folder"),
         ({"tokenized_path": "gs://bucket/out"}, "expected a local folder"),
-        ({"dataset_type": "synthetic"}, "dataset_type=synthetic has token ids already"),
-        ({"dataset_type": "tokens"}, "dataset_type=tokens has token ids already"),
+        ({"dataset_type": "synthetic"}, "dataset_type=synthetic already has token ids"),
+        ({"dataset_type": "tokens"}, "dataset_type=tokens already has token ids"),
         ({"use_sft": True}, "set use_sft=false"),
         (
             {"datasets": "[{name: a, dataset_path: x}, {name: b, dataset_path: y}]"},

@@ -291,7 +291,7 @@ def test_a_sample_that_ends_before_its_length_is_announced(length, is_said, tmp_
     """The prompt has five tokens and a row 64: nothing slides on, as nanoGPT's window does."""
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 1, "log_period": 2}
     runs.run_here(**keys, sample_length=length)
-    line = f"sample_length={length}: prompt and text end at max_target_length=64 tokens\n"
+    line = f"sample_length={length}: prompt and text are limited to max_target_length=64 tokens\n"
     assert (line in capsys.readouterr().out) == is_said
 
 

@@ -89,7 +89,7 @@ def test_it_begins_at_the_reference_and_prefers_what_is_chosen(folder, trained):
         assert 0 <= line[f"{of}accuracy"] <= 1
     header = (folder / "dpo" / "environment.json").read_text()
     assert "DPO, dpo_beta 0.5" in header
-    assert "a pair a row" in header
+    assert "one pair per row" in header
     (reference,) = (folder / "dpo").glob("reference-*.json")
     # Log-probabilities are kept as they are: those that a pair had at the first step.
     assert all(len(pair) == 2 and max(pair) < 0 for pair in json.loads(reference.read_text())["log_probs"].values())
@@ -142,7 +142,7 @@ def test_a_start_that_the_reference_does_not_fit_changes_nothing(folder, changed
 
     before = contents()
     with pytest.raises(
-        UserError, match=r"for these pairs, .*: give those it began with \(accept_changes does not help\)"
+        UserError, match=r"for these pairs, .*: give the original ones \(accept_changes does not help\)"
     ):
         train_dpo.main(keys_of(folder, **keys, **changed))
     assert contents() == before
@@ -210,8 +210,8 @@ def test_adapters_begin_at_the_same_reference(folder, trained):
     [
         ({"load_parameters_path": ""}, "src.train_dpo needs load_parameters_path, which is the reference"),
         ({"dataset_path": ""}, "src.train_dpo needs dataset_path, a .jsonl file of pairs"),
-        ({"mtp_num_layers": 1, "loss": "a:b"}, "no use for mtp_num_layers=1, loss=a:b"),
-        ({"dropout_rate": 0.1}, "dropout_rate and capacity_factor make a reward depend on chance"),
+        ({"mtp_num_layers": 1, "loss": "a:b"}, "does not support mtp_num_layers=1, loss=a:b"),
+        ({"dropout_rate": 0.1}, "dropout_rate and capacity_factor would make a reward random"),
         ({"dpo_label_smoothing": 0.5}, "dpo_label_smoothing.*at least 0 and less than 0.5"),
     ],
 )
@@ -237,13 +237,15 @@ def test_a_config_file_of_src_train_is_taken_with_a_list_of_what_is_unused(folde
     printed = capsys.readouterr().out
     for key, value in unused.items():
         assert f"{key}={dump(value)} (in {file}) has no effect: it is for src.train, and" in printed
-    assert "a pair a row" in printed
-    assert printed.index("restored the weights") < printed.index("reference: log-prob"), "which these weights give"
+    assert "one pair per row" in printed
+    assert printed.index("restored the weights") < printed.index("reference: computing log-prob"), (
+        "which these weights give"
+    )
     assert "sample:" not in printed
     assert load([str(folder / "of-a-file")]).packing, "cuDNN's kernel takes rows without it for one segment each"
     # What trains another model is refused there too.
     file.write_text("base_config: base.yml\nquantization: int8\n")
-    with pytest.raises(UserError, match=r"src\.train_dpo has no use for quantization=int8"):
+    with pytest.raises(UserError, match=r"src\.train_dpo does not support quantization=int8"):
         train_dpo.main([str(file), *words])
 
 

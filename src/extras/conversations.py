@@ -1,4 +1,4 @@
-"""Reads .jsonl files of conversations, and turns them into ids with a mark on those that count: `use_sft=true`."""
+"""Reads .jsonl files of conversations, and tokenizes them with a mask of the tokens in the loss: `use_sft=true`."""
 
 import contextlib
 import hashlib
@@ -22,8 +22,8 @@ from src.system.json_text import parse_json, well_formed
 if TYPE_CHECKING:
     from src.extras.hf.huggingface_tokenizer import HuggingFaceTokenizer
 
-# What chat templates are told of the time: training data must be the same on the day a run is resumed. It is the date
-# that Llama 3.1's template falls back on.
+# The date that chat templates see: fixed, because training data must be the same on the day a run is resumed. Llama
+# 3.1's template defaults to this date.
 _NOW = "2024-07-26"
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -33,19 +33,19 @@ _EXPECTED = (
 )
 _OF_RECORD = ("system", "tools", "chat_template_kwargs")
 _OF_LOSS = ("weight", "train")
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field of a message, in order of precedence
-# Fields by which other trainers change what the model is shown or learns, and what to write here.
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # alternative names of one message field, by precedence
+# Fields by which other trainers change what the model sees or learns, and what to write instead here.
 _INSTEAD = {
     **dict.fromkeys(("conversations", "history"), 'all turns in "messages"'),
     **dict.fromkeys(("functions", "function_call"), '"tools", and "tool_calls" in messages'),
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "conversations of text alone"),
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "conversations of text only"),
     **dict.fromkeys((*_OF_LOSS, "training", "loss", "train_detail"), '"train": false in messages not to be learned'),
     "documents": '"chat_template_kwargs": {"documents": ...}',
 }
 
 
 class ChatFields:
-    """Reads what a chat template and the loss can use of records; `unused` collects the names of other fields."""
+    """Extracts record fields for the chat template and the loss; `unused` collects the names of other fields."""
 
     def __init__(self, inputs: InputSpec, **shown: Any) -> None:
         of = inputs.tokenizer
@@ -55,15 +55,16 @@ class ChatFields:
         self._rules, self._shown, self.unused = inputs.rules, shown, set[str]()
 
     def read(self, record: Mapping[str, Any], messages: Sequence[Message], *names: str) -> Conversation:
-        """Returns messages, from the record's fields `names`, and what else of it transformers shows a template.
+        """Builds a conversation from messages, read from the record's fields `names`, and the other template variables.
 
-        Raises ValueError for a field that is unfit, or that other trainers read and nothing here does.
+        A template gets the same variables as in transformers. Raises ValueError for an invalid field, or one that other
+        trainers read and MinText does not.
         """
         if self._rules == 1:
             messages = ({key: each[key] for key in each if key not in _OF_LOSS} for each in messages)
             return Conversation(tuple(messages), shown=self._shown)
         system, tools, variables = map(record.get, _OF_RECORD)
-        if isinstance(tools, str):  # as Parquet has them
+        if isinstance(tools, str):  # Parquet files have them as strings
             with contextlib.suppress(ValueError):
                 tools = parse_json(tools)
         if any(not isinstance(each, kind) for each, kind in ((system, str), (tools, list), (variables, dict)) if each):
@@ -89,16 +90,16 @@ class ChatFields:
 
 
 def _as_shown(message: Message) -> Message:
-    """Drops nulls, and gives reasoning the names by which templates read it."""
+    """Drops nulls, and copies reasoning to the names that templates read."""
     message = {name: value for name, value in message.items() if value is not None}
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 class ConversationSource(Source):
-    """Reads .jsonl files of conversations, or of prompts with their completions. Opening checks all lines.
+    """Reads .jsonl files of conversations, or of prompts with completions. Opening checks all lines.
 
-    The first arguments are those of `DocumentFiles`. Raises UserError where nothing is there, or a line is neither.
+    The first arguments are as in `DocumentFiles`. Raises UserError for missing files, or a line that is neither.
     """
 
     reader, expected = "use_sft=true", _EXPECTED
@@ -109,11 +110,14 @@ class ConversationSource(Source):
         self._fields = ChatFields(inputs, strftime_now=_NOW)
         for file in self._files.paths:
             if not is_jsonl(file):
-                raise UserError(f"{key}: {file} is no .jsonl file; {self.reader} reads lines of JSON: {self.expected}")
+                raise UserError(
+                    f"{key}: {file} is not a .jsonl file; {self.reader} reads lines of JSON: {self.expected}"
+                )
         digest = hashlib.sha256()
         for file, lines in itertools.groupby(map(self._files.locate, range(len(self))), operator.itemgetter(0)):
             extents = [extent for _, *extent in lines]
-            content = b"".join(files.chunks(file, extents[-1][1]))  # at once: of a remote file a line is a request
+            # In one read: for a remote file, each line would be a request.
+            content = b"".join(files.chunks(file, extents[-1][1]))
             digest.update(content)
             for start, stop in extents:
                 self.parse(content[start:stop], file, start)
@@ -121,19 +125,19 @@ class ConversationSource(Source):
         self._fields.report(key)
 
     def parse(self, line: bytes, file: str, start: int) -> Conversation:
-        """Parses the line that begins at byte `start` of a file; raises UserError for another than is expected."""
+        """Parses the line that begins at byte `start` of a file; raises UserError if it is malformed."""
         try:
             return self.parse_record(parse_json(line), file, start)
         except ValueError as error:
             raise UserError(f"{files.line_name(file, start)}: {error}") from None
 
     def parse_record(self, record: Any, file: str, start: int) -> Conversation:
-        """Reads a line's JSON; raises ValueError where it is no conversation."""
+        """Converts a line's JSON to a conversation; raises ValueError if it is not one."""
         messages, *names = _messages(record)
         chat = self._fields.read(record, messages, *names)
         left_out = list(map(is_left_out, chat.messages))
         if all(out or message["role"] != "assistant" for message, out in zip(chat.messages, left_out, strict=True)):
-            raise ValueError("no message is the assistant's and counts: there is nothing to learn")
+            raise ValueError("no message of the assistant counts in the loss: there is nothing to learn")
         if any(left_out) and not self._inputs.data.sft_train_on_completion_only:
             raise ValueError('"weight": 0 and "train": false need sft_train_on_completion_only=true')
         return chat._replace(is_pair=len(names) == len(chat.messages) == 2, file=file, start=start)
@@ -153,18 +157,21 @@ class ConversationSource(Source):
 
 
 def _messages(record: Any) -> tuple[Any, ...]:
-    """Returns a line's messages, or its prompt and completion as two, and the fields that have them; or ValueError."""
+    """Returns a line's messages, or its prompt and completion as two messages, and the fields they are from.
+
+    Raises ValueError for any other record.
+    """
     if not isinstance(record, dict):
         raise ValueError(_EXPECTED)
     if "messages" in record:
         messages = record["messages"]
         if not isinstance(messages, list):
-            raise ValueError(f'"messages" is no list: {_EXPECTED}')
+            raise ValueError(f'"messages" is not a list: {_EXPECTED}')
         return [read_message(message, number) for number, message in enumerate(messages, start=1)], "messages"
     completion = "response" if "response" in record else "completion"
     for field in ("prompt", completion):
         if not isinstance(record.get(field), str):
-            fault = f'"{field}" is no string' if field in record else f'there is no "{field}"'
+            fault = f'"{field}" is not a string' if field in record else f'there is no "{field}"'
             raise ValueError(f"{fault}: {_EXPECTED}")
     if not record[completion].strip():
         raise ValueError(f'"{completion}" is empty: there is nothing to learn')
@@ -175,7 +182,7 @@ def _messages(record: Any) -> tuple[Any, ...]:
 def read_message(message: Any, number: int) -> Message:
     """Checks that a message has a role and a text, else raises ValueError; other fields go to the chat template."""
     if not isinstance(message, dict):
-        raise ValueError(f'message {number} is no object: expected {{"role": ..., "content": ...}}')
+        raise ValueError(f'message {number} is not an object: expected {{"role": ..., "content": ...}}')
     role, content = message.get("role"), message.get("content")
     says = role == "assistant" and any(message.get(name) for name in ("tool_calls", *_REASONING))
     for field, value in (("role", role), ("content", content)):
@@ -187,7 +194,7 @@ def read_message(message: Any, number: int) -> Message:
         excerpt = textwrap.shorten(json.dumps(content, ensure_ascii=False), 40, placeholder="...")
         raise ValueError(
             f'message {number} has "content": {excerpt}, expected a string. '
-            "Lists of parts are not read: write them out as one text, or leave the line out"
+            "Lists of parts are not supported: join them into one text, or remove the line"
         )
     if role == "assistant" and not (says or content.strip()):
         raise ValueError(f"message {number}, of the assistant, is empty: there is nothing to learn")
@@ -195,9 +202,9 @@ def read_message(message: Any, number: int) -> Message:
 
 
 def is_left_out(message: Message) -> bool:
-    """Says whether a message has `weight: 0` or `train: false`; raises ValueError for values that can't be heeded."""
+    """Tells whether a message has `weight: 0` or `train: false`; raises ValueError for unusable values."""
     role, values = message["role"], [message.get(name) for name in _OF_LOSS]
-    if any(value not in (None, 0, role == "assistant") for value in values):  # of other roles nothing is learned
+    if any(value not in (None, 0, role == "assistant") for value in values):  # other roles are never learned
         said = '"weight" and "train" may be 0 and false, in messages of the assistant also 1 and true'
         raise ValueError(f"{said}: one of the {role} has {values!r:.60}")
     return 0 in values
@@ -206,12 +213,12 @@ def is_left_out(message: Message) -> bool:
 def encode_conversation(
     tokenizer: Tokenizer, conversation: Conversation, completion_only: bool, first: int = 0
 ) -> list[Document]:
-    """Tokenizes a conversation, and marks which ids count in the loss, none before the message `first`.
+    """Tokenizes a conversation, and marks the ids that count in the loss, starting at the message `first`.
 
-    The tokenizer's chat template writes it. Without one, a prompt and its completion are bos, prompt, completion, eos.
-    With `completion_only` the assistant's tokens count alone, with the token after each turn that ends it, and a
-    template that rewrites earlier turns gives a document for each turn of the assistant. Raises UserError for messages
-    without a template, or a template that does not show what the assistant says.
+    The tokenizer's chat template formats it. Without a template, a prompt and its completion become bos, prompt,
+    completion, eos. With `completion_only`, only the assistant's tokens count, including the token that ends each turn;
+    a template that rewrites earlier turns then gives a document for each turn of the assistant. Raises UserError for
+    messages without a template, or if the template does not show what the assistant says.
     """
     if conversation.is_pair and tokenizer.chat_template is None:
         prompt, completion = (message["content"] for message in conversation.messages)
@@ -229,11 +236,10 @@ def encode_conversation(
 
 
 def _encode_turns(tokenizer: "HuggingFaceTokenizer", conversation: Conversation, first: int) -> list[Document]:
-    """Tokenizes a conversation as the template writes it; the ids of the assistant's turns from `first` on count.
+    """Tokenizes a conversation as the template formats it; the assistant's turns from `first` on count in the loss.
 
-    Where the template only appends, that is one document; a turn is the text by which the conversation up to it is
-    longer than the prompt for it. A template that rewrites earlier turns gives a document for each turn: the prompt for
-    it, as the model will be shown it, and the turn.
+    If the template only appends, the result is one document, and a turn is the text added to its prompt. A template
+    that rewrites earlier turns gives a document for each turn: its prompt, as the model will see it, and the turn.
     """
     messages, shown = conversation.messages, conversation.shown
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn >= first]
@@ -255,12 +261,12 @@ def _encode_turns(tokenizer: "HuggingFaceTokenizer", conversation: Conversation,
 def _turn_begin(tokenizer: Tokenizer, messages: tuple[Message, ...], shown: Shown, prompt: str, text: str) -> int:
     """Finds where the last message, the assistant's, begins in the template's `text` of a conversation.
 
-    Some templates write earlier messages differently once the answer is there: Mistral's leaves out the system message.
-    Then the message before the answer, and what follows that in the prompt, show where the answer begins.
+    Some templates format earlier messages differently once the answer is there: Mistral's leaves out the system
+    message. In that case, search for the message before the answer, with the text that follows it in the prompt.
     """
 
     def content_begin(messages: Sequence[Message], add_generation_prompt: bool) -> int:
-        """Finds where the template writes the content of the last message."""
+        """Finds where the template inserts the content of the last message."""
         variants = ([*messages[:-1], {**messages[-1], "content": content}] for content in ("x", "y"))
         one, other = (tokenizer.render_chat(each, add_generation_prompt, shown) for each in variants)
         return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
@@ -271,8 +277,8 @@ def _turn_begin(tokenizer: Tokenizer, messages: tuple[Message, ...], shown: Show
         if before and begin >= 0:
             return begin + len(before)
     raise UserError(
-        f"the tokenizer's chat template does not show where message {len(messages)}, the assistant's, begins: with it "
-        "the conversation is written in another way than the prompt for it. Give the tokenizer a template that only "
+        f"the tokenizer's chat template does not show where message {len(messages)}, the assistant's, begins: it "
+        "formats the conversation differently from the prompt for it. Give the tokenizer a template that only "
         "appends, or set sft_train_on_completion_only=false"
     )
 
@@ -285,7 +291,8 @@ def _document(tokenizer: "HuggingFaceTokenizer", text: str, turns: list[tuple[in
     for begin, end in turns:
         in_turn = (spans[:, 0] < end) & (spans[:, 1] > begin)
         ends = np.flatnonzero(in_turn & stops)
-        # A template may write a line end after the token that ends the turn: a model that stops there never says it.
+        # A template may write a newline after the token that ends the turn: a model that stops there never generates
+        # it.
         if len(ends):
             if rest := text[spans[ends[-1], 1] : end].strip():
                 raise UserError(

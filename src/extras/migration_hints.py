@@ -1,4 +1,4 @@
-"""Answers other trainers' names from the tables of docs/from_maxtext_and_pax.md, and says which command was meant."""
+"""Explains other trainers' names, from tables in docs/from_maxtext_and_pax.md, and suggests what to type."""
 
 import difflib
 import fnmatch
@@ -17,75 +17,75 @@ from src.config.yaml import CONFIGS, NOTHING, Plain, dump, literal, parse, parse
 from src.system.errors import UserError, did_you_mean, from_here
 
 PAGE = shipped("docs") / "from_maxtext_and_pax.md"
-# What others call the axes of the mesh in the keys of their sizes.
+# Other programs' words for mesh axes in their size keys.
 MESH_WORDS = {
     **{"dp": "data", "replica": "data", "stage": "pipeline", "pp": "pipeline", "cp": "context", "sp": "context"},
     **{"ep": "expert", "model": "tensor", "mdl": "tensor", "tp": "tensor"},
 }
 NOTHING_TO_TYPE = "nothing to type"
 RETIRED_FLAGS = "Retired XLA flags"
-LEFT_OPEN = re.compile(r"=(NAME|FOLDER|FILE|TEXT)\b")  # in the page: what only the user knows
+LEFT_OPEN = re.compile(r"=(NAME|FOLDER|FILE|TEXT)\b")  # in the page: values that only the user knows
 
 
 class Hint(NamedTuple):
-    """Answers another trainer's key: it is accepted (and changes nothing here) or not, and a sentence says why."""
+    """An answer to another trainer's key: whether it is accepted (without effect), and a sentence that explains it."""
 
     accepted: bool
     sentence: str
-    instead: str = ""  # the words to type for it, where that is certain
+    instead: str = ""  # words to type instead, if they are certain
 
 
 class Renamed(NamedTuple):
-    """Tells what to type instead: `...` stands for the value, {0} {1} for a list's entries; a dict maps values."""
+    """What to type instead: `...` stands for the value, {0} {1} for a list's entries; a dict maps values."""
 
     program: str
     template: str | dict[str, str]
 
     def hint(self, key: str, value: Any) -> Hint:
-        """Returns what to say to `key`=`value`."""
+        """Answers `key`=`value`."""
         typed, certain = _fill(self.template, value)
         words, _, note = typed.partition("  # ")
         if not typed or value in NOTHING:
-            return Hint(True, f"{key}={_spell(value)}, of {self.program}, is what happens here anyway")
-        sentence = f"{key} is a name of {self.program}; type {words} instead{f' ({note})' if note else ''}"
+            return Hint(True, f"{self.program}'s {key}={_spell(value)} is already the behavior here; ignored")
+        sentence = f"{key} is a {self.program} name; type {words} instead{f' ({note})' if note else ''}"
         return Hint(False, sentence, words if certain else "")
 
 
 class Explained(NamedTuple):
-    """Explains what MinText does instead, and which value is accepted all the same: "..." is any, None none."""
+    """What MinText does instead, and which value is accepted without effect: "..." is any, None is none."""
 
     program: str
     why: str
     accepted: Any
 
     def hint(self, key: str, value: Any) -> Hint:
-        """Returns what to say to `key`=`value`."""
+        """Answers `key`=`value`."""
         program, why, accepted = self
         if accepted == "...":
-            return Hint(True, f"{key}, of {program}, has no effect here: {why}")
+            return Hint(True, f"{program}'s {key} has no effect here: {why}")
         if accepted is None:
-            return Hint(False, f"{key}, of {program}: {why}")
+            return Hint(False, f"{program}'s {key}: {why}")
         if _same(value, accepted):
-            return Hint(True, f"{key}={_spell(value)}, of {program}, changes nothing: {why}")
-        return Hint(False, f"{key}={_spell(value)}, of {program}: {why} ({key}={_spell(accepted)} is accepted)")
+            return Hint(True, f"{program}'s {key}={_spell(value)} changes nothing: {why}")
+        return Hint(False, f"{program}'s {key}={_spell(value)}: {why} ({key}={_spell(accepted)} is accepted)")
 
 
 class Page(NamedTuple):
-    """Holds the page's tables, by name."""
+    """The page's tables, by name."""
 
     names: dict[str, Renamed | Explained]
-    values: dict[tuple[str, str], str]  # of keys that MaxText and MinText both have: `key=value`, or what to say
-    sizes: dict[str, str]  # sizes that a program has together -> what else they imply there
-    flags: dict[str, dict[str, str]]  # of XLA, retired: what to type instead, by value; * is any other
+    values: dict[tuple[str, str], str]  # for keys that MaxText and MinText share: `key=value`, or an explanation
+    sizes: dict[str, str]  # sizes that a program combines -> what else they imply there
+    flags: dict[str, dict[str, str]]  # retired XLA flags: what to type instead, by value; * is any other
 
 
 @functools.cache
 def read_page() -> Page:
-    """Returns the tables of the page. The first of a program has names, then come those that have no other name.
+    """Parses the page's tables. A program's first table has names to replace, the second names without a replacement.
 
-    A third one has sizes of models, from which the program derives further ones.
+    A third one has model sizes from which the program derives others.
 
-    Where src/ and configs/ were copied without docs/, there are none: such a run knows MinText's names alone.
+    Without docs/ (src/ and configs/ were copied without it), the tables are empty: only MinText's own names are known.
     """
     names: dict[str, Renamed | Explained] = {}
     values: dict[tuple[str, str], str] = {}
@@ -120,32 +120,32 @@ def _by_value(cell: str) -> dict[str, str]:
 
 
 def migration_hint(key: str, value: Any) -> Hint | None:
-    """Returns what to say to `key`=`value`, a parsed value, if `key` is a name of another trainer's; else None."""
+    """Returns an answer to `key`=`value`, a parsed value, if `key` is another trainer's name; else None."""
     names = read_page().names
     name = key if key in names else next((name for name in names if fnmatch.fnmatchcase(key, name)), None)
     return names[name].hint(key, value) if name else None
 
 
 def meant(key: str) -> str:
-    """Returns ` Did you mean ...?` with keys like this one, in which a mesh axis may have another's word; or ""."""
+    """Suggests similar keys, ` Did you mean ...?`, knowing other trainers' words for mesh axes; else ""."""
     match = re.fullmatch(rf"(ici|dcn)_({'|'.join(MESH_WORDS)})(_parallelism)?", key)
     return did_you_mean(f"{match[1]}_{MESH_WORDS[match[2]]}_parallelism" if match else key, KEYS)
 
 
 def value_hint(key: str, value: Any) -> str:
-    """Returns what to type instead of others' `value` for a `key` that both have; "" if there is nothing to say."""
+    """Suggests what to type instead of another trainer's `value` for a `key` that both have; "" if there is nothing."""
     hint = _about_value(key, value)
     return f" ({value}: {hint})" if hint else ""
 
 
 def own_value(key: str, value: Any) -> Any:
-    """Returns how MinText spells MaxText's parsed `value` for a `key` that both have: mostly as it is."""
+    """Converts MaxText's parsed `value` for a shared `key` to MinText's spelling; most are unchanged."""
     hint = _about_value(key, value)
     return Plain(hint.strip("`").removeprefix(f"{key}=")) if hint.startswith("`") else value
 
 
 def is_maxtext_default(key: str, value: Any) -> bool:
-    """Returns whether MaxText's base.yml has this `value` for a `key` without effect: typed, it asks for nothing."""
+    """Tests whether `value` is MaxText's default for a `key` that has no effect here, so it can be ignored."""
     return _about_value(key, value) == NOTHING_TO_TYPE
 
 
@@ -155,25 +155,26 @@ def _about_value(key: str, value: Any) -> str:
 
 
 def retired_flag(name: str, value: str) -> str | None:
-    """Returns what to type for a retired flag of XLA; "" if XLA does so by itself, None if this value is not listed."""
+    """Returns the replacement for a retired XLA flag; "" if XLA does it by default, None for an unlisted value."""
     rows = read_page().flags.get(name, {}).items()
     return next((typed for theirs, typed in rows if theirs == "*" or _same(Plain(value), Plain(theirs))), None)
 
 
 def environment_notes(variables: Iterable[str]) -> list[str]:
-    """Returns a line for each environment variable that would set a key in MaxText (M_STEPS), where it does nothing."""
+    """Warns about each environment variable that would set a key in MaxText (M_STEPS) but does nothing here."""
     keys = {name: name[2:].lower() for name in variables if name.startswith("M_") and name.isupper()}
     return [
-        f"{name} in the environment, by which MaxText sets a key, has no effect here: type {key}=... as an argument"
+        f"{name} in the environment, with which MaxText sets a key, has no effect here: type {key}=..."
         for name, key in sorted(keys.items())
         if key in KEYS or migration_hint(key, Plain("..."))
     ]
 
 
 def _fill(template: str | dict[str, str], value: Any) -> tuple[str, bool]:
-    """Returns `template` with the value in it, and whether that is certain; of a dict's unknown value all answers."""
+    """Fills the value into `template`, and tells if that is certain; an unknown value gives all answers of a dict."""
     if isinstance(template, dict):
-        bare = Plain(_spell(value).rpartition(".")[2])  # jnp.bfloat16 and layers.GELU are Python in Pax's files
+        # Pax's files contain Python such as jnp.bfloat16 and layers.GELU.
+        bare = Plain(_spell(value).rpartition(".")[2])
         for theirs, typed in template.items():
             if _same(value, Plain(theirs)) or _same(bare, Plain(theirs)) or fnmatch.fnmatchcase(bare, theirs):
                 certain = (theirs != "*" or "..." in typed) and not LEFT_OPEN.search(typed)
@@ -196,10 +197,10 @@ def _spell(value: Any) -> str:
 
 
 def corrected_command(argv: Sequence[str], load: Callable[[Sequence[str]], object]) -> str:
-    """Returns a line with the whole corrected command, or "" unless `load` accepts it."""
+    """Suggests the whole corrected command as a line, or "" unless `load` accepts it."""
     words = [corrected for word in joined(argv) for corrected in _corrected(word)]
     words += _implied(argv, {word.partition("=")[0] for word in words})
-    files = [word for word in words if "=" not in word]  # of which a recipe that a word stands for is the last
+    files = [word for word in words if "=" not in word]  # the last one is a recipe that a word expands to
     words = [*files[-1:], *(word for word in words if "=" in word)]
     if words == list(argv) or sum("=" not in word for word in joined(argv)) > 1:
         return ""
@@ -213,9 +214,9 @@ def corrected_command(argv: Sequence[str], load: Callable[[Sequence[str]], objec
 
 
 def _implied(argv: Sequence[str], given: set[str]) -> list[str]:
-    """Returns the settings beyond `given` keys that another program derives from sizes on its command line.
+    """Lists settings beyond the `given` keys that another program derives from sizes on its command line.
 
-    Where it would derive them from sizes that only it knows, it is a word that no command takes.
+    If that needs sizes that only the other program knows, the result is a word that no command accepts.
     """
     typed = {key.lstrip("-"): value for key, _, value in (word.partition("=") for word in joined(argv))}
     settings: list[str] = []
@@ -233,7 +234,7 @@ def _implied(argv: Sequence[str], given: set[str]) -> list[str]:
 
 
 def _corrected(word: str) -> list[str]:
-    """Returns what a word of a command line certainly meant; the word itself where that is unknown."""
+    """Translates a word of a command line if its meaning is certain; else returns it unchanged."""
     key, equals, text = word.lstrip("-").partition("=")
     if not equals and not Path(word).exists() and (CONFIGS / Path(word).name).is_file():
         return [f"configs/{Path(word).name}"]  # such as src/maxtext/configs/base.yml

@@ -1,4 +1,4 @@
-"""Sends a run's metrics to Weights & Biases and MLflow, from metrics.jsonl, in threads for which no step waits."""
+"""Sends a run's metrics from metrics.jsonl to Weights & Biases and MLflow, in threads that no step waits for."""
 
 import contextlib
 import hashlib
@@ -33,32 +33,33 @@ from src.system.errors import (
 )
 
 RETRY_SECONDS = 60.0
-END_SECONDS = 20  # a machine that is about to go leaves about thirty
-MAX_TEXT = 4900  # MLflow's stores keep at least 5000 characters of a parameter or tag
-MAX_METRICS, MAX_TEXTS = 1000, 100  # of metrics, and of parameters or tags, that MLflow takes at once
-RATE = "train/learning_rate"  # which every step has, and MLflow gets last of a step
+END_SECONDS = 20  # a machine about to be preempted leaves about thirty
+MAX_TEXT = 4900  # MLflow's stores accept at least 5000 characters per parameter or tag
+MAX_METRICS, MAX_TEXTS = 1000, 100  # MLflow's limits per request, for metrics, and for parameters or tags
+RATE = "train/learning_rate"  # in every step, and sent to MLflow as a step's last metric
 
-Steps = Mapping[int, Mapping[str, float]]  # the scalars of steps, in order
-# A tracker's file in the run's folder: the tracked run's `id`, the last `step` that it got, the digest `trained_by`,
-# and the step `since` which that is so.
+Steps = Mapping[int, Mapping[str, float]]  # scalars by step, in order
+# A tracker's file in the run's folder: the tracked run's `id`, the last `step` it received, the digest `trained_by`,
+# and the step `since` which the digest applies.
 Saved = Mapping[str, Any]
 
 
 class Tracking:
-    """Has the trackers of `report_to` follow a run. It is entered on every process, and started on process 0.
+    """Makes the trackers in `report_to` follow a run. Entered on every process, started on process 0.
 
-    Each reads metrics.jsonl in a thread of its own: one that is slow or out of reach costs the run nothing, and gets
+    Each one reads metrics.jsonl in its own thread: a slow or unreachable tracker costs the run nothing, and receives
     what it missed once it is back, or when the run is resumed.
     """
 
     def __init__(self, report_to: tuple[str, ...]) -> None:
         """Raises UserError if a package or MLflow's address is missing."""
         self.stopped_by = 0  # the signal that ended the run early
-        self.lacks_evaluation = False  # of the last step, which the resumed run makes
+        self.lacks_evaluation = False  # whether the last step does; the resumed run computes it
         self._names, self._followers = report_to, list[_Follower]()
         for name in report_to:
             spec = find_spec(name)
-            if spec is None or spec.origin is None:  # a folder `wandb` of offline runs is a package without origin
+            # A `wandb` folder of offline runs looks like a package without origin.
+            if spec is None or spec.origin is None:
                 raise UserError(f"report_to={name} needs a package that is not installed: bash setup.sh trackers")
         if "mlflow" in report_to and not os.environ.get("MLFLOW_TRACKING_URI"):
             raise UserError(
@@ -67,7 +68,7 @@ class Tracking:
             )
 
     def start(self, folder: RunFolder, resume_step: int | None) -> None:
-        """Begins to follow the run's metrics.jsonl, and goes on with its folder's tracked runs; None: a new run."""
+        """Follows the run's metrics.jsonl, continuing its folder's tracked runs; `resume_step` None: a new run."""
         for name in dict.fromkeys(self._names):
             self._followers.append({"wandb": _Wandb, "mlflow": _Mlflow}[name](name, folder, resume_step))
             self._followers[-1].start()
@@ -87,40 +88,40 @@ class Tracking:
             follower.join(max(0.0, deadline - time.monotonic()))
             if follower.is_alive():
                 follower.has_told = True
-                _tell(f"{follower.name} did not take all within {END_SECONDS} s; metrics.jsonl has it")
+                _tell(f"{follower.name} did not receive everything within {END_SECONDS} s; metrics.jsonl has it")
 
 
 class _Follower(threading.Thread):
-    """Hands a run's metrics to a tracker, from one thread. Any error of its package means that it is out of reach.
+    """Sends a run's metrics to a tracker, from one thread. Any error in its package means that it is unreachable.
 
-    A subclass has `_begin(keys) -> Saved`, which begins a tracked run with the configuration's keys or goes on with the
-    saved one, and returns the last step it has; `_log(steps)`, which yields the last step sent so far, so that none is
-    lost if it fails; and `_finish(sample)`, with the text of the run's end.
+    A subclass has `_begin(keys) -> Saved`, which starts a tracked run with the config's keys or continues the saved
+    one, and returns the last step it has; `_log(steps)`, which yields the last step sent so far, so that no step is
+    lost if it fails; and `_finish(sample)`, with the text generated at the run's end.
     """
 
     def __init__(self, name: str, folder: RunFolder, resume_step: int | None) -> None:
         super().__init__(name=name, daemon=True)
         self._folder, self._file = folder, f"{name}.json"
-        self._interval = 10.0 if is_remote(folder.path) else 1.0  # seconds; each time a small file is written
+        self._interval = 10.0 if is_remote(folder.path) else 1.0  # seconds; a small file is written each time
         self._resume_step, self._saved = resume_step, dict[str, Any]()  # empty: not read yet
-        self._last = 0  # the last step of metrics.jsonl
-        self.has_told = False  # whether it is said that the tracker fails
-        self.ended, self.exit_code = threading.Event(), 0  # of the run
+        self._last = 0  # the last step in metrics.jsonl
+        self.has_told = False  # whether the tracker's failure was reported
+        self.ended, self.exit_code = threading.Event(), 0  # the end of the run, and its exit code
         self.is_whole = False  # whether the last step has all its lines
 
     def run(self) -> None:
-        """Follows the run; says once what failed, and tries again now and then, the last time when the run ends."""
+        """Follows the run; reports the first failure, and retries periodically, the last time when the run ends."""
         is_last = False
         while not is_last:
             is_last = self.ended.is_set()
             try:
                 return self._follow()
-            except Exception as error:  # of any package or network
+            except Exception as error:  # from any package or network
                 message = f"{type(error).__name__}: {clipped(' '.join(str(error).split()), 300).rstrip('.')}"
                 if not self.has_told:
                     _tell(
-                        f"{self.name} failed, and the run goes on without it: {message}. metrics.jsonl has all; it is "
-                        "tried again each minute, in silence"
+                        f"{self.name} failed, and the run continues without it: {message}. metrics.jsonl has "
+                        "everything; retrying silently every minute"
                     )
                 self.has_told = True
             self.ended.wait(RETRY_SECONDS)
@@ -138,7 +139,7 @@ class _Follower(threading.Thread):
                     raise FileNotFoundError("metrics.jsonl was deleted or replaced")  # it is opened again
                 self._read(file, steps)
                 # A step is complete once another has begun. The last one before an error may lack its evaluation, which
-                # the resumed run makes: then it gets that step.
+                # the resumed run computes and then sends.
                 last = [] if ended and self.is_whole else list(steps)[-1:]
                 if complete := {step: steps.pop(step) for step in list(steps) if step not in last}:
                     try:
@@ -146,12 +147,12 @@ class _Follower(threading.Thread):
                             self._saved["step"] = step
                     finally:
                         self._save(self._saved)
-        # A run without a sample, or one that goes on from a finished one, leaves that one's sample in the folder.
+        # A run without a sample, or one resumed after its end, may find an older sample in the folder.
         sample = (self.exit_code == 0 and keys.get("sample_length") and self._folder.read_text("sample.txt")) or ""
         self._finish(sample if sample.startswith(f"after step {self._last}\n") else "")
 
     def _go_on(self, trained_by: str) -> dict[str, Any]:
-        """Returns what is saved of the tracked run; of none, if that has steps which are now made in another way."""
+        """Loads the tracked run's saved state, or starts a new one if its steps are now trained differently."""
         saved, start = {"step": 0}, self._resume_step or 0
         if self._resume_step is not None:
             saved |= json.loads(self._folder.read_text(self._file) or "{}")
@@ -159,8 +160,8 @@ class _Follower(threading.Thread):
             return saved
         if saved["step"] > start:
             _tell(
-                f"{self.name}: its run has steps after {start} of other settings, and keeps them; another one is begun "
-                "for this run, with all steps"
+                f"{self.name}: its run has steps after {start} with other settings, and keeps them; a new tracked run "
+                "gets all steps of this run"
             )
             saved = {"step": 0}
         return {**saved, "trained_by": trained_by, "since": start}
@@ -181,7 +182,7 @@ class _Follower(threading.Thread):
 
 
 def _trained_by(keys: Mapping[str, Any]) -> str:
-    """Returns a digest of the settings that make an update what it is; others, as the mesh, change its rounding."""
+    """Digests the settings that determine an update; others, such as the mesh, only change its rounding."""
     schedule = keys["learning_rate_schedule_steps"]
     sizes = size_keys(keys["enable_rampup_batch_size"])
     rows = {key: keys[key] * keys["gradient_accumulation_steps"] * jax.device_count() for key in sizes}
@@ -196,21 +197,22 @@ def _trained_by(keys: Mapping[str, Any]) -> str:
 
 
 class _Wandb(_Follower):
-    """Weights & Biases: project, entity and mode are of its own environment variables."""
+    """Weights & Biases, with project, entity and mode from its own environment variables."""
 
     _run: Any = None
 
     def _begin(self, keys: Mapping[str, Any]) -> Saved:
         import wandb
 
-        if self._run:  # of a try that failed: its id is in use until it is finished
+        if self._run:  # of a failed try: its id is in use until it is finished
             try:
                 self._run.finish()
-            except Exception:  # W&B's own process is gone; it starts another after this, which raises the same
+            except Exception:
+                # W&B's own process is gone. This makes it start another one, and raises the same.
                 with contextlib.suppress(Exception):
                     wandb.teardown()
-        # Silent: without a key it would ask for one on the terminal, in the middle of a run. Both timeouts also hold
-        # up the process's end.
+        # Silent: without an API key it would ask for one on the terminal, in the middle of a run. Both timeouts also
+        # delay the process's end.
         limits = {"init_timeout": END_SECONDS, "finish_timeout": END_SECONDS - 5}
         settings = wandb.Settings(console="off", silent=True, **limits)
         wandb.setup(settings=settings)
@@ -221,7 +223,7 @@ class _Wandb(_Follower):
             name=None if "id" in saved else os.environ.get("WANDB_NAME") or self._folder.name,
             dir=None if is_remote(path) or os.environ.get("WANDB_DIR") else str(path),
             config=dict(keys),
-            allow_val_change=True,  # of a resumed run
+            allow_val_change=True,  # a resumed run may have other values
             reinit="create_new",
             settings=settings,
         )
@@ -240,10 +242,11 @@ class _Wandb(_Follower):
 
 
 class _Mlflow(_Follower):
-    """MLflow: server and experiment are of its own environment variables."""
+    """MLflow, with server and experiment from its own environment variables."""
 
     def _begin(self, keys: Mapping[str, Any]) -> Saved:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # its 7 take minutes; it is tried again here
+        # Its default, 7, takes minutes; this thread retries itself.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         import mlflow
         from mlflow.entities import Param, RunTag
 
@@ -254,7 +257,8 @@ class _Mlflow(_Follower):
         texts = {key: clipped(text, MAX_TEXT) for key, text in texts.items()}
         sent = self._client.get_run(self._id).data
         params = [Param(key, text) for key, text in texts.items() if key not in sent.params]
-        # A parameter cannot change, and a resumed run may have another number of steps, and then the first one again.
+        # A parameter can't change, but a resumed run may change its number of steps, and change it back: use tags for
+        # these.
         now = {**texts, **sent.params, **sent.tags}
         tags = [RunTag(key, text) for key, text in texts.items() if now[key] != text]
         for begin in range(0, max(len(params), len(tags)), MAX_TEXTS):
@@ -269,9 +273,9 @@ class _Mlflow(_Follower):
 
         now = time.time_ns() // 1_000_000
         ordered = [(key, step) for step, values in steps.items() for key in sorted(values, key=RATE.__eq__)]
-        # With other characters in a name it takes none of a batch.
+        # With other characters in a name, MLflow rejects the whole batch.
         named = [(re.sub(r"[^\w./ :-]", "_", key), steps[step][key], step) for key, step in ordered]
-        # A request that failed, or a kill, may have left a part of a step there.
+        # A failed request, or a kill, may have left part of a step there.
         new = [Metric(key, value, now, step) for key, value, step in named if step > self._last_steps.get(key, 0)]
         for begin in range(0, len(new), MAX_METRICS):
             self._client.log_batch(self._id, metrics=new[begin : begin + MAX_METRICS])
@@ -286,5 +290,5 @@ class _Mlflow(_Follower):
 
 
 def _tell(line: str) -> None:
-    with contextlib.suppress(OSError):  # a closed output is the main thread's to answer
+    with contextlib.suppress(OSError):  # the main thread reports a closed output
         say([line])

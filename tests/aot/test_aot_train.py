@@ -47,7 +47,7 @@ def test_a_run_that_loads_its_step_is_the_run_that_compiles_it(tmp_path, corpus,
     saving = start_saving("src.train_compile", logs[0], **aot)
     compiled = runs.start(logs[1], devices=8, **compiling)
     with runs.ended(saving, compiled):
-        assert ("the full batch; src.train compiles that of each" in runs.finish(saving, logs[0])) == bool(ramp)
+        assert ("the full batch; src.train also compiles a step for each" in runs.finish(saving, logs[0])) == bool(ramp)
         output = runs.finish(compiled, logs[1])
     assert "compiled by this run" in output
 
@@ -139,7 +139,7 @@ def test_a_run_goes_on_with_or_without_the_file(tmp_path, corpus, saved):
 def test_another_run_than_it_was_compiled_for_is_refused(tmp_path, corpus, saved, monkeypatch, capsys):
     keys = {**MODEL, "dataset_path": corpus, "base_output_directory": tmp_path, "compiled_trainstep_file": saved}
     said = runs.refusal(monkeypatch, capsys, runs.arguments(**{**keys, "per_device_batch_size": 2, "vocab_size": 300}))
-    assert f"compiled_trainstep_file={saved} was compiled for another run" in said
+    assert f"compiled_trainstep_file={saved} was compiled for a different run" in said
     assert "\n  per_device_batch_size: 1.0 in the file, 2.0 here\n" in said
     assert "\n  vocab_size: 258 in the file, 300 here\n" in said
     assert "\n  batch.targets: int32[8, 64] sharded ('fsdp', None) in the file, int32[16, 64] " in said

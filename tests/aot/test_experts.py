@@ -131,7 +131,7 @@ def test_a_tpu_makes_experts_products_of_int8(topology, settings):
     small = {**SMALL_MIXTRAL, "quantization": "int8", **settings}
     text = lowered(small, topology, 1, tokens=1024).compile().as_text()
     calls = {each["kind"]: each["executions"] for each in kernels(list(instructions(text)))}
-    products = [narrow for _, _, narrow in eight_bits.products(text)]
+    products = [narrow for _, _, narrow in eight_bits.matmuls(text)]
     assert products == [True] * 9
     assert calls == ({} if settings else {"in_8_bits: s32,s8,f32 -> bf16": 9})
     sent = {

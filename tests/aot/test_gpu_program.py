@@ -35,7 +35,7 @@ def products(flags):
     """How often a step runs the products of each kind."""
     text, mesh, chip = compiled(flags)
     found = Counter()
-    for each in statistics(text, mesh, chip.kind)["products"]:
+    for each in statistics(text, mesh, chip.kind)["matmuls"]:
         found[each["kind"].partition(":")[0]] += each["executions"]  # of each kind in every pair of dtypes
     return found
 

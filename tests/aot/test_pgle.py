@@ -106,7 +106,9 @@ def test_the_command_that_compiles_ahead_of_time_does_so_by_the_profile(for_gpus
         path = slow_gathers(tmp_path / "profile", step_of("a3", *keys)[1], digest, plain)
     try:
         train_compile.main([*command, f"pgle_profile={path}"])
-        with pytest.raises(UserError, match=r"pgle=auto measures a run: src\.train_compile takes the profile of one"):
+        with pytest.raises(
+            UserError, match=r"pgle=auto measures a run, but src\.train_compile only takes a finished profile"
+        ):
             train_compile.main([*command, "pgle=auto"])
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
@@ -126,7 +128,7 @@ def test_a_profile_of_another_program_is_refused(for_gpus, tmp_path, is_compiled
     if is_compiled:
         text = lowered.compile(pgle.options(path, header)).as_text()
         assert instructions(text) == instructions(plain)
-    with pytest.raises(UserError, match=r"has times of [\d,]+ instructions, of which 0 are in this program"):
+    with pytest.raises(UserError, match=r"has times for [\d,]+ instructions, of which 0 are in this program"):
         pgle.check_used(path, pgle.options(path, header), text)
 
 
@@ -139,8 +141,8 @@ def test_the_instructions_of_a_profile():
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda content: content[:-5], "is cut off or damaged"),
-        (lambda content: content[:-5] + b"XXXXX", "is cut off or damaged"),
+        (lambda content: content[:-5], "is truncated or damaged"),
+        (lambda content: content[:-5] + b"XXXXX", "is truncated or damaged"),
         (lambda content: b"", "is not what src.train pgle=collect"),
         (lambda content: program.STEP_FILE.first_line + content, "is not what src.train pgle=collect"),
     ],
@@ -159,7 +161,7 @@ def test_a_profile_of_another_configuration_is_refused(tiny, tmp_path):
     config = load(base_mlp_dim=128)
     other = program.header(build(config, jax.devices()), config.model, config.step, config.batch, config.mesh)
     path = written(tmp_path / "other", other, proto({"fusion.1": 2.0}))
-    with pytest.raises(UserError, match=r"collected for another run than this:\n  base_mlp_dim: 128 in the file, 64"):
+    with pytest.raises(UserError, match=r"collected for a different run:\n  base_mlp_dim: 128 in the file, 64"):
         pgle.options(path, tiny[1])
 
 
@@ -182,7 +184,7 @@ def test_a_run_that_collects_writes_a_profile_of_its_program(tiny, tmp_path, mon
     monkeypatch.setattr(pgle, "get_profiled_instructions_proto", lambda folder: proto({"fusion.1": 2.0}))
     calls(pgle._Collector(built.traced.lower(), header, tmp_path / "profile"), built, 2 + pgle.PGLE_STEPS)
     assert pgle.options(str(tmp_path / "profile"), header)["fdo_profile"] == proto({"fusion.1": 2.0})
-    assert f"compile by it with pgle_profile={tmp_path / 'profile'}" in capsys.readouterr().out
+    assert f"compile with it by pgle_profile={tmp_path / 'profile'}" in capsys.readouterr().out
 
 
 def test_a_run_that_ends_before_the_profile_does_says_so(tiny, tmp_path, capsys):
@@ -192,7 +194,7 @@ def test_a_run_that_ends_before_the_profile_does_says_so(tiny, tmp_path, capsys)
         collector = pgle._Collector(built.traced.lower(), header, tmp_path / "profile")
         calls(collector, built, steps)
         collector.close()
-        assert f"pgle=collect wrote no profile: it takes 4 steps, this start made {steps}" in capsys.readouterr().out
+        assert f"pgle=collect wrote no profile: it needs 4 steps, and this start ran {steps}" in capsys.readouterr().out
     with jax.profiler.trace(str(tmp_path / "free")):
         pass
 
@@ -207,7 +209,9 @@ def test_a_step_whose_products_are_wider_than_they_are_to_be_is_not_profiled(kin
     plan = SimpleNamespace(quantization=quantization, layout=SimpleNamespace(platform="gpu"), roles={})
     built = SimpleNamespace(plan=plan, train=None, traced=SimpleNamespace(lower=lambda: lowered))
     keys = SimpleNamespace(pgle=kind, pgle_profile="", compiled_trainstep_file="")
-    with pytest.raises(UserError, match="0 products of 8 bits, and these in more: every forward one, every backward"):
+    with pytest.raises(
+        UserError, match="0 matmuls in 8 bits, and these in more bits: every forward one, every backward"
+    ):
         pgle.chosen_step(keys, built, {}, tmp_path, contextlib.ExitStack())
 
 
@@ -238,23 +242,26 @@ def test_a_step_that_jax_compiled_by_its_profile_says_so(monkeypatch, capsys):
         return capsys.readouterr().out.splitlines()
 
     assert lines(3) == []
-    assert lines(6) == ["pgle=auto: compiled again by times of 2 instructions"]
-    assert lines(2) == ["pgle=auto: jax_cache_dir has the step, compiled by an earlier run's profile"]
+    assert lines(6) == ["pgle=auto: compiled again with times for 2 instructions"]
+    assert lines(2) == ["pgle=auto: jax_cache_dir has the step, compiled with an earlier run's profile"]
 
 
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"pgle": "auto"}, "pgle=auto is for NVIDIA GPUs, and this is cpu"),
-        ({"pgle": "collect"}, "pgle=collect is for NVIDIA GPUs, and this is cpu"),
-        ({"pgle_profile": "p"}, "pgle_profile=p is for NVIDIA GPUs, and this is cpu"),
+        ({"pgle": "auto"}, "pgle=auto needs an NVIDIA GPU, but the platform is cpu"),
+        ({"pgle": "collect"}, "pgle=collect needs an NVIDIA GPU, but the platform is cpu"),
+        ({"pgle_profile": "p"}, "pgle_profile=p needs an NVIDIA GPU, but the platform is cpu"),
         ({"pgle": "auto", "compiled_trainstep_file": "s"}, "pgle=auto and compiled_trainstep_file=s exclude"),
         ({"pgle": "collect", "pgle_profile": "p"}, "pgle=collect and pgle_profile=p exclude each other"),
         ({"pgle": "auto", "profiler": "xplane"}, "pgle=auto and profiler=xplane exclude each other"),
         ({"pgle": "collect", "steps": 3}, "pgle=collect profiles the steps 2 to 4, and steps=3"),
         ({"pgle": "auto", "steps": 3}, "pgle=auto compiles step 4 by a profile of those before it, and steps=3"),
         ({"pgle": "auto", "runs": 0}, "pgle=auto does nothing with JAX_PGLE_PROFILING_RUNS=0 in the environment"),
-        ({"pgle_profile": "p", "compiled_trainstep_file": "s"}, "the step of compiled_trainstep_file is compiled"),
+        (
+            {"pgle_profile": "p", "compiled_trainstep_file": "s"},
+            "the step in compiled_trainstep_file is already compiled",
+        ),
     ],
 )
 def test_what_excludes_a_profile_is_said(keys, said, monkeypatch, capsys, tmp_path):
@@ -267,5 +274,5 @@ def test_what_excludes_a_profile_is_said(keys, said, monkeypatch, capsys, tmp_pa
 
 
 def test_a_tpu_has_no_such_profile():
-    with pytest.raises(UserError, match="pgle_profile=p is for NVIDIA GPUs, and this is tpu"):
+    with pytest.raises(UserError, match="pgle_profile=p needs an NVIDIA GPU, but the platform is tpu"):
         pgle.check_platform(SimpleNamespace(pgle="", pgle_profile="p"), "tpu")

@@ -158,7 +158,7 @@ def test_a_flipped_bit_is_seen(file, step, tmp_path_factory, place, bit):
     content[place] ^= 1 << bit
     damaged = tmp_path_factory.getbasetemp() / "damaged"
     damaged.write_bytes(content)
-    with pytest.raises(UserError, match=r"is cut off or damaged|is not what"):
+    with pytest.raises(UserError, match=r"is truncated or damaged|is not what"):
         program.load(str(damaged), step[2], step[1])
 
 
@@ -166,7 +166,7 @@ def test_a_flipped_bit_is_seen(file, step, tmp_path_factory, place, bit):
 def test_a_shortened_file_is_refused(file, step, tmp_path, kept):
     short = tmp_path / "short"
     short.write_bytes(file.read_bytes()[:kept])
-    expected = "is cut off or damaged" if kept in (60, 1000, -1) else "is not what src.train_compile"
+    expected = "is truncated or damaged" if kept in (60, 1000, -1) else "is not what src.train_compile"
     assert expected in refusal(short, step)
 
 
@@ -205,7 +205,7 @@ def test_no_other_name_than_a_step_is_made_of_is_looked_up(step, tmp_path):
 )
 def test_another_header_under_a_right_digest_is_none_of_ours(step, tmp_path, header):
     said = refusal(written(tmp_path / "other", header, b""), step)
-    assert f"{tmp_path / 'other'} is none of ours, though its digest is right" in said
+    assert f"{tmp_path / 'other'} was not written by MinText, though its digest is right" in said
 
 
 @pytest.mark.parametrize(
@@ -214,14 +214,14 @@ def test_another_header_under_a_right_digest_is_none_of_ours(step, tmp_path, hea
 )
 def test_another_program_under_a_right_digest_is_none_of_ours(step, tmp_path, payload):
     said = refusal(written(tmp_path / "other", step[2], payload), step)
-    assert f"{tmp_path / 'other'} is none of ours, though its digest is right" in said
+    assert f"{tmp_path / 'other'} was not written by MinText, though its digest is right" in said
 
 
 def test_a_header_that_is_no_json_is_none_of_ours(step, tmp_path):
     body = b"{no json\n}\n"
     second = f"sha256 {hashlib.sha256(body).hexdigest()} of the {len(body)} bytes that follow\n".encode()
     (tmp_path / "other").write_bytes(program.STEP_FILE.first_line + second + body)
-    assert "its header is no JSON" in refusal(tmp_path / "other", step)
+    assert "its header is not JSON" in refusal(tmp_path / "other", step)
 
 
 def test_a_program_that_the_devices_do_not_load_is_refused(file, step, tmp_path):
@@ -304,7 +304,7 @@ def test_another_order_of_devices_is_another_program(file, step):
 
 def test_changed_code_is_another_program(file, step, monkeypatch):
     monkeypatch.setattr(train_step, "clip", lambda gradients, norm, threshold: gradients)
-    assert "the code of MinText" in refusal(file, build_step())
+    assert "MinText's code" in refusal(file, build_step())
 
 
 def test_another_machine_versions_and_flags_are_listed(file, step, tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ def test_a_loop_of_products_a_quantised_one_and_a_gather_on_a_tpu():
     x, weights = ((8 * ROWS, WIDTH), jnp.bfloat16, "fsdp"), ((ROUNDS, WIDTH, WIDTH), jnp.bfloat16)
     text = text_of(step, mesh, x, weights, ((256, 256), jnp.int8))
     result = statistics(text, mesh, "TPU v5 lite")
-    assert {each["kind"].partition(": ")[2]: each["executions"] for each in result["products"]} == {
+    assert {each["kind"].partition(": ")[2]: each["executions"] for each in result["matmuls"]} == {
         "bf16 x bf16 -> bf16": ROUNDS,
         "s8 x s8 -> s32": 1,
     }
@@ -56,7 +56,7 @@ def test_a_loop_of_products_a_quantised_one_and_a_gather_on_a_tpu():
     assert gathered["sent_bytes"] == 7 * ROWS * WIDTH * 2
     # No product takes less than its operations at the chip's stated peak.
     least = 2 * ROWS * WIDTH * WIDTH * ROUNDS / 197e12
-    assert least <= result["seconds"]["products"] < 10 * least
+    assert least <= result["seconds"]["matmuls"] < 10 * least
     (without_mesh,) = statistics(text, numbered_mesh(text), "")["collectives"]
     assert without_mesh["sent_bytes"] == gathered["sent_bytes"]
 
@@ -146,7 +146,7 @@ def test_a_librarys_product_in_the_fusion_that_slices_its_operand_is_a_product()
     """As XLA of JAX 0.11 has the gradients of a scan's weights."""
     text, chip = SLICED.replace("TARGET", "__cublas$lt$matmul"), parse_topology("a3", 1).chip
     found = statistics(text, numbered_mesh(text), chip.kind)
-    assert found["products"] == [{"kind": "__cublas$lt$matmul: bf16 x bf16 -> bf16", "places": 1, "executions": 1}]
+    assert found["matmuls"] == [{"kind": "__cublas$lt$matmul: bf16 x bf16 -> bf16", "places": 1, "executions": 1}]
     peak = 1e9  # so slow that its operations take longer than its bytes
     replayed = replay(text, numbered_mesh(text), chip, peak)
     assert replayed.compute_seconds == pytest.approx(2 * 1024 * 256 * 512 / peak / COMPUTE_REACHED)
@@ -203,7 +203,7 @@ def test_a_step_for_gpus_is_read_as_one_for_tpus_is(tmp_path):
         jax.config.update("jax_enable_compilation_cache", keeps)
     found = json.loads((tmp_path / "j").read_text())
     assert found["memory"].keys() == {"arguments", "temporaries", "at once"}
-    assert any(product["kind"].startswith("__cublas$lt$matmul") for product in found["products"])
+    assert any(product["kind"].startswith("__cublas$lt$matmul") for product in found["matmuls"])
 
 
 @needs_cuda
@@ -221,6 +221,6 @@ def test_what_computes_a_product_on_a_gpu(dtypes, triton, kind):
 
     flags, mesh = {"xla_gpu_enable_triton_gemm": str(triton)}, mesh_of("a3")
     text = text_of(step, mesh, *(((ROWS, ROWS), dtype) for dtype in dtypes), flags=flags)
-    (product,) = statistics(text, mesh, "NVIDIA H100 80GB HBM3")["products"]
+    (product,) = statistics(text, mesh, "NVIDIA H100 80GB HBM3")["matmuls"]
     assert re.fullmatch(kind, product["kind"])
     assert product["executions"] == 1

@@ -81,7 +81,7 @@ def test_a_tpu_makes_every_product_with_a_weight_of_int8(topology):
     products = re.findall(r'= (\w+)\[\S* convolution\((.*?)\), .*?op_name="([^"]*)"', text)
     with_weights = [dtype for dtype, _, name in products if "SKH" not in name]  # that is attention's
     assert with_weights == ["s32"] * 3 * WEIGHTS
-    assert [narrow for _, _, narrow in eight_bits.products(text)] == [True] * 3 * WEIGHTS
+    assert [narrow for _, _, narrow in eight_bits.matmuls(text)] == [True] * 3 * WEIGHTS
     assert sent(text, "all-gather") == {"s8"}
     assert sent(text, "all-reduce") == {"bf16"}  # gradients, no sum of 32 bits
     # No device waits for another's largest magnitudes, but for the weights', which are found before the first layer.
@@ -96,8 +96,8 @@ def test_a_tpu_makes_every_product_with_a_weight_of_int8(topology):
 def test_a_tpu7x_makes_every_product_with_a_weight_of_float8():
     text = compiled("fp8", "tpu7x-8")
     made = {"f8e4m3fn x f8e4m3fn": WEIGHTS, "f8e5m2 x f8e4m3fn": 2 * WEIGHTS}  # forward, backward
-    assert Counter(how for _, how, narrow in eight_bits.products(text) if narrow) == made
-    assert all(narrow for *_, narrow in eight_bits.products(text))
+    assert Counter(how for _, how, narrow in eight_bits.matmuls(text) if narrow) == made
+    assert all(narrow for *_, narrow in eight_bits.matmuls(text))
     assert sent(text, "all-gather") == {"f8e4m3fn"}
 
 
@@ -114,14 +114,14 @@ def test_a_gpu_makes_every_product_with_a_weight_of_float8():
         operations += math.prod(shapes[name]) * shapes[left][int(summed)]
     assert operations == 3 * T * ELEMENTS
     assert sent(text, "all-gather") == {"f8e4m3fn"}
-    assert all(narrow for _, _, narrow in eight_bits.products(text))
+    assert all(narrow for _, _, narrow in eight_bits.matmuls(text))
 
 
 @pytest.mark.long
 @needs_cuda
 def test_a_blackwell_gpu_makes_every_product_with_a_weight_in_blocks():
     text = compiled("mxfp8", "a4")
-    found = eight_bits.products(text)
+    found = eight_bits.matmuls(text)
     assert [(how, narrow) for _, how, narrow in found] == [("__cudnn$blockScaledDot", True)] * 3 * WEIGHTS
     assert sent(text, "all-gather") == {"f8e4m3fn", "f8e8m0fnu"}  # weights as codes, with the blocks' scales
     assert sent(text, "reduce-scatter") == {"bf16"}
@@ -141,7 +141,7 @@ def test_an_evaluation_on_a_gpu_multiplies_in_float8_too():
 def test_a_gpus_program_with_wider_products_is_refused():
     """Triton's: its float8 becomes float16."""
     program = SimpleNamespace(as_text=lambda: compiled("fp8", "a3", "--xla_gpu_enable_triton_gemm=true"))
-    with pytest.raises(UserError, match=r"quantization=fp8: the compiled step has .* these in more: .*in_8_bits"):
+    with pytest.raises(UserError, match=r"quantization=fp8: the compiled step has .* these in more bits: .*in_8_bits"):
         eight_bits.check(program, PLAN)
 
 
@@ -155,9 +155,13 @@ def test_a_gpus_program_without_the_products_of_one_pass_is_refused():
         lines = [line for line in text.splitlines() if "in_8_bits" not in line or not is_lost("transpose(" in line)]
         return SimpleNamespace(as_text=lambda: "\n".join(lines))
 
-    with pytest.raises(UserError, match=r"has [1-9]\d* products of 8 bits, and these in more: every forward one\. "):
+    with pytest.raises(
+        UserError, match=r"has [1-9]\d* matmuls in 8 bits, and these in more bits: every forward one\. "
+    ):
         eight_bits.check(without(lambda is_backward: not is_backward), PLAN)
-    with pytest.raises(UserError, match=r"has [1-9]\d* products of 8 bits, and these in more: every backward one\. "):
+    with pytest.raises(
+        UserError, match=r"has [1-9]\d* matmuls in 8 bits, and these in more bits: every backward one\. "
+    ):
         eight_bits.check(without(lambda is_backward: is_backward), PLAN)
     # As where the layers' weights are frozen, and the output's alone are trained.
     some_frozen = SimpleNamespace(**vars(PLAN) | {"roles": {"wi": "frozen", "output": "trainable"}})
@@ -166,5 +170,5 @@ def test_a_gpus_program_without_the_products_of_one_pass_is_refused():
     fixed = SimpleNamespace(**vars(PLAN) | {"roles": {"wi": "trainable", "layer_scalar": "frozen"}})
     with pytest.raises(UserError, match="every backward one"):
         eight_bits.check(without(lambda is_backward: is_backward), fixed)
-    with pytest.raises(UserError, match=r"has 0 products of 8 bits, .*: every forward one, every backward one"):
+    with pytest.raises(UserError, match=r"has 0 matmuls in 8 bits, .*: every forward one, every backward one"):
         eight_bits.check(without(lambda is_backward: True), PLAN)

@@ -113,14 +113,17 @@ def test_what_would_help_is_said_as_it_was_compiled():
         "per_device_batch_size=0.5\n    compiled: 16.00 GiB, still too much; half of it",
     ]
     first, second = change_lines({"changes": [too_large]})
-    assert first.startswith("nothing that was compiled fits")
+    assert first.startswith("no compiled change fits")
     assert "16.00 GiB, still too much" in second
     assert len(list(change_lines({"changes": []}))) == 1
 
 
 @pytest.mark.parametrize(
     ("keys", "topology", "why"),
-    [({}, "v5e-8", "no peak rate of a TPU v5 lite is published for dtype=float32"), ({}, "cpu-8", "of a CPU's rates")],
+    [
+        ({}, "v5e-8", "no published peak rate of a TPU v5 lite for dtype=float32"),
+        ({}, "cpu-8", "no published rates for CPUs"),
+    ],
 )
 def test_why_there_is_no_prediction(keys, topology, why):
     float32 = build(load(base_num_query_heads=8, base_num_kv_heads=8, head_dim=4), jax.devices())

@@ -175,7 +175,7 @@ def test_nothing_there_is_an_error(tmp_path):
         source(tmp_path)
     write(tmp_path / "a.array_record", [])
     write(tmp_path / "b.array_record", [])
-    with pytest.raises(UserError, match="the 2 ArrayRecord files there have no record"):
+    with pytest.raises(UserError, match="the 2 ArrayRecord files have no records"):
         source(tmp_path)
 
 
@@ -194,14 +194,14 @@ def test_a_truncated_file_is_named_at_the_start(tmp_path, part):
     file = write(tmp_path / "b.array_record", [rng.randbytes(1000) for _ in range(300)])
     data = file.read_bytes()
     file.write_bytes(data[: min(int(part * len(data)), len(data) - 1)])
-    with pytest.raises(UserError, match=r"b\.array_record is no whole ArrayRecord file"):
+    with pytest.raises(UserError, match=r"b\.array_record is not a complete ArrayRecord file"):
         source(tmp_path)
 
 
 def test_a_file_of_another_kind_is_named(tmp_path):
     file = tmp_path / "a.array_record"
     file.write_text("text\n" * 50_000)
-    with pytest.raises(UserError, match=r"a\.array_record is no whole ArrayRecord file"):
+    with pytest.raises(UserError, match=r"a\.array_record is not a complete ArrayRecord file"):
         source(file)
 
 
@@ -222,7 +222,7 @@ def test_a_damaged_index_is_an_error_that_names_the_file(tmp_path):
     data = bytearray(file.read_bytes())
     data[len(data[:-65_536].rstrip(b"\0")) - 200] ^= 1  # in the footer, which only the header of padding follows
     file.write_bytes(data)
-    with pytest.raises(UserError, match=f"^{file} is no whole ArrayRecord file"):
+    with pytest.raises(UserError, match=f"^{file} is not a complete ArrayRecord file"):
         source(file)[4000]
 
 

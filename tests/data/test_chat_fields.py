@@ -269,7 +269,7 @@ WRONG = [
     ),
     ({"functions": [{"name": "a"}]}, '"functions" is not read.*"tools"'),
     ({"documents": [{"text": "a"}]}, '"documents" is not read.*"chat_template_kwargs"'),
-    ({"images": ["a.png"]}, '"images" is not read here: write conversations of text alone'),
+    ({"images": ["a.png"]}, '"images" is not read here: write conversations of text only'),
     ({"weight": 0.5}, '"weight" is not read here: .*in messages not to be learned'),
     ({"train": False}, '"train" is not read here: .*in messages not to be learned'),
     ({"tools": {"name": "a"}}, '"tools" as a list'),
@@ -353,5 +353,5 @@ def test_pairs_show_their_tools_and_system_and_compare_whole_answers(write, conf
                 2 if len(messages) > 3 else 1
             )
     write("pairs.jsonl", json.dumps({**record, "rejected": [{**ANSWER, "weight": 0}]}))
-    with pytest.raises(UserError, match="all of it is compared"):
+    with pytest.raises(UserError, match="whole answers are compared"):
         PairSource(str(path), "dataset_path", inputs)

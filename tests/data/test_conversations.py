@@ -320,17 +320,17 @@ def role(name, content="x"):
         ({"messages": [{"role": "assistant"}]}, 'message 1 has no "content"'),
         (role("assistant", None), 'message 2 has no "content"'),
         (role("user", [{"type": "text", "text": "x"}]), r'message 2 has "content": \[{"type".*, expected a string'),
-        ({"messages": ["x"]}, "message 1 is no object"),
-        ({"messages": "x"}, '"messages" is no list'),
-        (role("user"), "no message is the assistant's"),
-        ({"messages": []}, "no message is the assistant's"),
+        ({"messages": ["x"]}, "message 1 is not an object"),
+        ({"messages": "x"}, '"messages" is not a list'),
+        (role("user"), "no message of the assistant counts"),
+        ({"messages": []}, "no message of the assistant counts"),
         (role("assistant", " \n"), "message 2, of the assistant, is empty"),
         (pair("a", ""), '"completion" is empty'),
         ({"prompt": "a", "response": " "}, '"response" is empty'),
         ({"prompt": "a"}, 'there is no "completion": expected .*"messages"'),
         ({"completion": "a"}, 'there is no "prompt"'),
         ({"text": "a"}, 'there is no "prompt"'),
-        (pair(3, "a"), '"prompt" is no string'),
+        (pair(3, "a"), '"prompt" is not a string'),
         ([1, 2], 'expected .*"prompt"'),
         ("{not json}", "not JSON"),
     ],
@@ -345,7 +345,7 @@ def test_files_without_conversations_are_an_error(conversations):
         conversations(name="empty.jsonl")
     with pytest.raises(UserError, match=r"chat\.txt is a JSON object, which is read as a line of a file .* \.jsonl"):
         conversations(pair("a", "b"), name="chat.txt")
-    with pytest.raises(UserError, match=r"dataset_path: .*chat\.txt is no \.jsonl file"):
+    with pytest.raises(UserError, match=r"dataset_path: .*chat\.txt is not a \.jsonl file"):
         conversations("text", name="chat.txt")
 
 

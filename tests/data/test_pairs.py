@@ -70,7 +70,7 @@ def test_a_batch_counts_a_pair_once_and_finds_its_reference(rows_of):
     assert filled["reference"].tolist() == [[-1, -2], [-3, -4], [0, 0]]
     assert filled["loss_mask"].sum(axis=1).tolist() == [1, 1, 0]
     assert filled["answer_mask"].sum(axis=1).tolist() == [6, 9, 0]
-    with pytest.raises(UserError, match="1 pairs of a batch are not those this run began with"):
+    with pytest.raises(UserError, match="1 pairs of a batch were not in the data that this run began with"):
         pair_batch(batch, {keys[0]: [0.0, 0.0]})
     # All that a log-probability depends on but the model is in a key: also which of the answers is preferred.
     swapped = rows_of({**TEXTS, "chosen": TEXTS["rejected"], "rejected": TEXTS["chosen"]})
@@ -97,7 +97,7 @@ def test_a_file_with_one_letter_changed_is_another(rows_of):
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same: there is nothing to prefer"),
         ({"chosen": [HI, YES], "rejected": [{**HI, "content": "ho"}, NO]}, "the prompts of .* differ"),
         ({"chosen": [HI, EARLIER[2], YES], "rejected": [HI, HI, NO]}, "of the user, not of the assistant: the prompts"),
-        ({"prompt": [HI], "chosen": [HI, YES], "rejected": [HI, NO]}, 'or the list repeats what stands in "prompt"'),
+        ({"prompt": [HI], "chosen": [HI, YES], "rejected": [HI, NO]}, 'or the list repeats "prompt"'),
         ({"chosen": [HI, YES], "rejected": [HI]}, '"rejected" has no answer'),
         ({"prompt": "ho", "chosen": [HI, YES], "rejected": [HI, NO]}, 'do not both begin with "prompt"'),
         ({"chosen": [HI, {"role": "assistant"}], "rejected": [HI, NO]}, 'message 2 has no "content"'),
@@ -109,7 +109,9 @@ def test_what_is_no_pair_is_refused_at_the_start(rows_of, record, message):
 
 
 def test_what_cannot_be_compared_is_refused(rows_of, chat_tokenizer, write):  # noqa: F811
-    with pytest.raises(UserError, match=r"line 1: the pair has 20 tokens.*max_target_length=19: raise it.*Nothing"):
+    with pytest.raises(
+        UserError, match=r"line 1: the pair has 20 tokens.*max_target_length=19: raise it.*not truncated"
+    ):
         rows_of(TEXTS, length=19).row(0)
     assert len(rows_of(TEXTS, length=20).row(0)) == 2
     tokenizer, _ = chat_tokenizer(QWEN)
@@ -119,7 +121,7 @@ def test_what_cannot_be_compared_is_refused(rows_of, chat_tokenizer, write):  # 
     with pytest.raises(UserError, match=r"line 1: messages are written by a chat template"):
         rows_of({"chosen": [HI, YES], "rejected": [HI, NO]}).row(0)
     inputs = InputSpec.of(resolve_config.load([BASE]), ByteTokenizer())
-    with pytest.raises(UserError, match=r"pairs.txt is no .jsonl file; src.train_dpo reads lines of JSON: expected"):
+    with pytest.raises(UserError, match=r"pairs.txt is not a .jsonl file; src.train_dpo reads lines of JSON: expected"):
         PairSource(str(write("pairs.txt", "text")), "dataset_path", inputs)
     with pytest.raises(UserError, match=r"has no document: expected .*chosen.* and .*rejected"):
         PairSource(str(write("none.jsonl", "")), "dataset_path", inputs)

@@ -369,7 +369,7 @@ def test_records_that_a_store_does_not_give_are_named(bucket, tmp_path, config, 
         opened("gs://data/other")
     shards = sorted(name for name in contents if "array_record" in name)
     bucket.fill({**contents, shards[1]: contents[shards[1]][:-3000]})
-    with pytest.raises(UserError, match=rf"{shards[1]} is no whole ArrayRecord file"):
+    with pytest.raises(UserError, match=rf"{shards[1]} is not a complete ArrayRecord file"):
         opened()
     bucket.fill(contents)
     source = opened()

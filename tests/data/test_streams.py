@@ -318,7 +318,7 @@ def test_a_folders_readme_names_no_file_outside_of_it(open_data, tmp_path, named
     (tmp_path / "secret.jsonl").write_text('{"text": "secret"}\n')
     (folder / "linked.jsonl").symlink_to(tmp_path / "secret.jsonl")
     (folder / "README.md").write_text(README.format(named.format(parent=tmp_path)))
-    with pytest.raises(UserError, match=r"dataset_path=.*its files are to be within it, and these are not: .*jsonl"):
+    with pytest.raises(UserError, match=r"dataset_path=.*its files must be within it, but these are not: .*jsonl"):
         open_data("hf", dataset_path=str(folder))
 
 
@@ -334,7 +334,7 @@ def test_files_that_are_links_within_the_hubs_cache_are_of_the_dataset(open_data
 
 @pytest.mark.parametrize("file", ["/etc/hostname", "https://elsewhere.org/a.jsonl", "zip://a.jsonl::/tmp/a.zip"])
 def test_a_dataset_of_the_hub_names_no_file_of_this_machine(file):
-    with pytest.raises(UserError, match="its files are to be within it"):
+    with pytest.raises(UserError, match="its files must be within it"):
         _check_inside("dataset_path=org/texts", "org/texts", {"train": ["hf://datasets/org/texts@1/a.jsonl", file]})
 
 

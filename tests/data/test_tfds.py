@@ -263,14 +263,14 @@ def test_a_missing_shard_is_named(data_folder):
 def test_a_truncated_shard_is_named(data_folder):
     shard = data_folder[1] / "stories-train.array_record-00002-of-00004"
     shard.write_bytes(shard.read_bytes()[:-1000])
-    with pytest.raises(UserError, match=f"{shard} is no whole ArrayRecord file"):
+    with pytest.raises(UserError, match=f"{shard} is not a complete ArrayRecord file"):
         source(data_folder[0])
 
 
 def test_a_shard_of_another_dataset_is_named(data_folder):
     shards = [data_folder[1] / f"stories-{split}.array_record-00000-of-00004" for split in SIZES]
     shutil.copy(shards[1], shards[0])
-    with pytest.raises(UserError, match=f"{shards[0]} has . records, and dataset_info.json beside it says 1."):
+    with pytest.raises(UserError, match=f"{shards[0]} has . records, but dataset_info.json next to it says 1."):
         source(data_folder[0])
 
 

@@ -37,7 +37,7 @@ def test_the_checksum_is_that_of_the_published_vector():
 
 def test_all_examples_are_read_and_the_index_is_kept(dataset, tmp_path, capsys, monkeypatch):
     assert sorted(items(source(dataset))) == sorted(TEXTS)
-    assert "indexing 4 TFRecord files, once" in capsys.readouterr().out
+    assert "indexing 4 TFRecord files once" in capsys.readouterr().out
     assert len(list((tmp_path / "cache/mintext/tfrecord").iterdir())) == 4
     monkeypatch.setattr(tfrecord, "_CHUNK_BYTES", 0)  # nothing can be indexed
     assert sorted(items(source(dataset))) == sorted(TEXTS)
@@ -59,7 +59,7 @@ def test_a_file_that_is_cut_is_refused(dataset, lost):
     shard = next(dataset.glob("*00001-of-00004"))
     source(dataset)
     shard.write_bytes(shard.read_bytes()[:-lost])
-    with pytest.raises(UserError, match=f"{shard} is no whole TFRecord file .*restore it"):
+    with pytest.raises(UserError, match=f"{shard} is not a complete TFRecord file .*restore it"):
         source(dataset)
 
 
@@ -67,18 +67,20 @@ def test_a_file_that_lacks_its_last_record_is_refused(dataset):
     shard = next(dataset.glob("*00001-of-00004"))
     (starts,) = tfrecord.indices([str(shard)], [shard.stat().st_size])
     shard.write_bytes(shard.read_bytes()[: int(starts[-2])])
-    with pytest.raises(UserError, match=f"{shard} has 9 records, and dataset_info.json beside it says 10"):
+    with pytest.raises(UserError, match=f"{shard} has 9 records, but dataset_info.json next to it says 10"):
         source(dataset)
 
 
-@pytest.mark.parametrize(("at", "message"), [(3, "no whole TFRecord file"), (40, "the record's CRC is another")])
+@pytest.mark.parametrize(
+    ("at", "message"), [(3, "not a complete TFRecord file"), (40, "the record's CRC does not match")]
+)
 def test_a_damaged_record_is_refused(dataset, at, message):
     opened = source(dataset)
     (starts,) = tfrecord.indices([str(shard := next(dataset.glob("*00000-of-00004")))], [shard.stat().st_size])
     data = bytearray(shard.read_bytes())
     data[int(starts[4]) + at] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(UserError, match="CRC is another"):
+    with pytest.raises(UserError, match="CRC does not match"):
         items(opened)  # of an index that was made before
     (dataset.parents[2] / "cache").rename(dataset.parents[2] / "old")
     with pytest.raises(UserError, match=message):

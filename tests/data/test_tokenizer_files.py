@@ -171,7 +171,7 @@ def test_a_vocabulary_without_an_unknown_token_is_told_at_the_text_that_needs_it
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     ours = folder_tokenizer(tmp_path, 10)
     assert ours.encode("a b").tolist() == [2, 0, 1, 2]
-    with pytest.raises(UserError, match=r"tokenizer\.json has no ids for a text: .*unknown token"):
+    with pytest.raises(UserError, match=r"tokenizer\.json can't tokenize a text: .*unknown token"):
         ours.encode("a c")
 
 

@@ -237,7 +237,7 @@ class TestBadFolders:
     def test_an_unfinished_folder(self, source, tmp_path):
         folder = write(tmp_path / "a", [[[1, 2]]])
         (folder / "tokens.json").rename(folder / "unfinished.json")
-        with pytest.raises(UserError, match="is not finished: type the command"):
+        with pytest.raises(UserError, match="is not finished: run the same"):
             source(spec_of(folder))
 
     @pytest.mark.parametrize("name", ["000001.ids", "000002.pair_starts.npy"])

@@ -188,9 +188,9 @@ def test_keywords_of_generation(keywords, sampling, most, until):
 
 
 def test_keywords_that_would_be_ignored_are_refused(answers):
-    with pytest.raises(UserError, match=r"num_beams, penalty_alpha is not among do_sample, temperature, top_k"):
+    with pytest.raises(UserError, match=r"num_beams, penalty_alpha is not one of do_sample, temperature, top_k"):
         read_keywords({"num_beams": 4, "penalty_alpha": 0.6, "until": []})
-    with pytest.raises(UserError, match=f"max_gen_toks=256 of a task leaves no room .* max_target_length={T}"):
+    with pytest.raises(UserError, match=f"a task's max_gen_toks=256 leaves no room .* max_target_length={T}"):
         answers.completions([("a", {})])
 
 

@@ -157,12 +157,12 @@ def test_examples_before_a_question_and_what_does_not_fit_are_said(trained, fold
     [
         pytest.param(
             {"tasks": "my_choise"},
-            "tasks: my_choise is none of the .* that the harness knows. Did you mean my_choice",
+            "tasks: my_choise is not one of the .* that the harness knows. Did you mean my_choice",
             marks=pytest.mark.long,  # it reads all tasks of the harness
         ),
         ({"tasks": "my_lost"}, "the harness can't load tasks=my_lost: .*Unable to find .*lost.jsonl"),
         ({"tasks": "my_code"}, "my_code runs code that a model writes, .* python -m src.convert to-hf"),
-        ({"tasks": "my_odd"}, "num_beams is not among do_sample, temperature"),
+        ({"tasks": "my_odd"}, "num_beams is not one of do_sample, temperature"),
         ({"tasks": "my_choice", "num_fewshot": "20"}, "num_fewshot=20 is more than a task has examples for"),
         ({"tasks": "my_choice", "include_path": "nowhere"}, "include_path=nowhere: there is no such folder"),
         ({"tasks": "my_choice", "use_chat_template": "true"}, "this tokenizer has none"),

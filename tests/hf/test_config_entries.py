@@ -379,11 +379,18 @@ def test_entries_together_are_read_as_transformers_reads_them(models, case):
 
 
 REFUSED = {
-    **{f"{name}, not causal": (name, {"is_causal": False}, "is_causal False, which is not here") for name in MODELS},
-    "a router of one expert": ("mixtral", {"num_local_experts": 1}, "num_local_experts 1, which is not here"),
-    "scores' cap": ("gemma3_text", {"attn_logit_softcapping": 2.5}, "attn_logit_softcapping 2.5, which is not here"),
-    "another rotated part": ("deepseek_v3", {"head_dim": 2}, "head_dim 2, which is not here: expected 4"),
-    "no rotated part": ("deepseek_v3", {"head_dim": None}, "head_dim None, which is not here: expected 4"),
+    **{
+        f"{name}, not causal": (name, {"is_causal": False}, "is_causal False, which is not supported")
+        for name in MODELS
+    },
+    "a router of one expert": ("mixtral", {"num_local_experts": 1}, "num_local_experts 1, which is not supported"),
+    "scores' cap": (
+        "gemma3_text",
+        {"attn_logit_softcapping": 2.5},
+        "attn_logit_softcapping 2.5, which is not supported",
+    ),
+    "another rotated part": ("deepseek_v3", {"head_dim": 2}, "head_dim 2, which is not supported: expected 4"),
+    "no rotated part": ("deepseek_v3", {"head_dim": None}, "head_dim None, which is not supported: expected 4"),
     "linear mscale_all_dim": (
         "deepseek_v2",
         {**LONG, "rope_scaling": {**LINEAR, "mscale_all_dim": 0.7}},
@@ -403,16 +410,20 @@ REFUSED = {
     "epsilon NaN": ("llama", {"rms_norm_eps": math.nan}, "rms_norm_eps NaN: .*positive"),
     "theta 0": ("qwen3", {"rope_parameters": None, "rope_theta": 0.0}, "rope_max_timescale=0.*positive"),
     "no vocabulary": ("olmo2", {"vocab_size": 0}, "vocab_size 0: .*1 or more"),
-    "no window": ("gemma2", {"sliding_window": 0}, "sliding_window 0, which is not here"),
-    "what nobody knows": ("llama", {"residual_multiplier": 0.5}, "residual_multiplier 0.5, which is not known here"),
-    "two names of one entry": ("mixtral", {"num_experts": 8}, "num_local_experts 4, which is not here: expected 8"),
+    "no window": ("gemma2", {"sliding_window": 0}, "sliding_window 0, which is not supported"),
+    "what nobody knows": ("llama", {"residual_multiplier": 0.5}, "residual_multiplier 0.5, which is not supported"),
+    "two names of one entry": (
+        "mixtral",
+        {"num_experts": 8},
+        "num_local_experts 4, which is not supported: expected 8",
+    ),
     "yarn without a factor": ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "lacks factor"),
     "a window of none": (
         "mistral",
         {"sliding_window": None, "layer_types": ["sliding_attention"] * 2},
         "needs sliding",
     ),
-    "tied, but not": ("llama", {"tie_word_embeddings": True}, "lm_head.weight is not model.embed_tokens.weight"),
+    "tied, but not": ("llama", {"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
 }
 
 

@@ -310,7 +310,7 @@ def test_a_folder_with_something_in_it_is_not_written_to(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(UserError, match="loop exists and is not an empty folder"):
         convert.from_hf(folder, tmp_path / "loop")
-    with pytest.raises(UserError, match=r"config\.json/x can't be made: Not a directory"):
+    with pytest.raises(UserError, match=r"config\.json/x can't be created: Not a directory"):
         convert.from_hf(folder, folder / "config.json" / "x")
 
 
@@ -325,18 +325,18 @@ def test_a_folder_with_something_in_it_is_told_before_the_weights_are_read(tmp_p
 def test_nothing_is_written_of_a_folder_whose_tensors_do_not_fit(tmp_path):
     folder = saved.save(tmp_path / "hf", "llama3")
     saved.edit_config(folder, hidden_size=32)
-    with pytest.raises(UserError, match="are not those of this model"):
+    with pytest.raises(UserError, match="don't match this model"):
         convert.from_hf(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_source_that_is_neither_a_run_nor_converted(tmp_path):
-    with pytest.raises(UserError, match=r"no model\.yml in .*expected what from-hf wrote"):
+    with pytest.raises(UserError, match=r"no model\.yml in .*expected the output of from-hf"):
         convert.to_hf(tmp_path, tmp_path / "out")
 
 
 def test_another_dtype_is_refused(tmp_path):
-    with pytest.raises(UserError, match="dtype=int8 is none of float32, bfloat16, float16"):
+    with pytest.raises(UserError, match="dtype=int8 is not one of float32, bfloat16, float16"):
         convert.to_hf(tmp_path, tmp_path / "out", "int8")
 
 
@@ -345,6 +345,6 @@ def test_a_model_that_no_family_has_is_refused(tmp_path):
     convert.from_hf(folder, tmp_path / "converted")
     with open(tmp_path / "converted" / "model.yml", "a") as file:
         file.write("attn_logits_soft_cap: 20.0\n")
-    with pytest.raises(UserError, match="no family of Hugging Face's has this model"):
+    with pytest.raises(UserError, match="no Hugging Face family supports this model"):
         convert.to_hf(tmp_path / "converted", tmp_path / "out")
     assert not (tmp_path / "out").exists()

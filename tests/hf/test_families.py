@@ -197,12 +197,12 @@ def test_windows_are_taken_where_no_layer_of_transformers_has_one(kind, window, 
     if theirs.sliding_window is None or "sliding_attention" not in layers:
         assert facts(switched) == plain
     else:
-        with pytest.raises(UserError, match="layers of sliding_attention: expected full_attention"):
+        with pytest.raises(UserError, match="layer_types sliding_attention: expected full_attention"):
             facts(switched)
 
 
 def test_a_layer_of_an_unknown_kind_is_refused():
-    with pytest.raises(UserError, match="layers of linear_attention"):
+    with pytest.raises(UserError, match="layer_types linear_attention"):
         common_fields.read_windowed_layers(
             {"layer_types": ["linear_attention"]}, {"base_num_decoder_layers": 1}, global_every=2
         )
@@ -262,12 +262,12 @@ def test_gemma_4s_layers_as_published_and_as_transformers_5_writes_them():
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256, which is not here: expected 0"),
-        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers 2, which is not here: expected 0"),
-        ({"enable_moe_block": True}, "enable_moe_block True, which is not here: expected False"),
-        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all', which is not here"),
-        ({"per_layer_config": {"5": {"rms_norm_eps": 0.5}}}, "rms_norm_eps 0.5, which is not known here"),
-        ({"per_layer_config": {"8": {"head_dim": 6}}}, '8 {"head_dim": 6}, which is not known here'),
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256, which is not supported: expected 0"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers 2, which is not supported: expected 0"),
+        ({"enable_moe_block": True}, "enable_moe_block True, which is not supported: expected False"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all', which is not supported"),
+        ({"per_layer_config": {"5": {"rms_norm_eps": 0.5}}}, "rms_norm_eps 0.5, which is not supported"),
+        ({"per_layer_config": {"8": {"head_dim": 6}}}, '8 {"head_dim": 6}, which is not supported'),
         ({"rope_parameters": {"full_attention": {}}}, "no rope_parameters of sliding_attention"),
         ({"rope_scaling": {}}, "no rope_parameters of full_attention, sliding_attention"),
         (

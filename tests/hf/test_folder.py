@@ -101,7 +101,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path_factory, data):
 @pytest.mark.parametrize("quantization", [{"quant_method": "awq", "bits": 4}, {"quant_method": "fp8"}])
 def test_other_quantised_formats_are_refused_by_name(tmp_path, quantization):
     folder = make(tmp_path, {"x": torch.ones(2)}, quantization_config=quantization)
-    with pytest.raises(UserError, match=f"quantised as {quantization['quant_method']}"):
+    with pytest.raises(UserError, match=f"quantized as {quantization['quant_method']}"):
         open_folder(folder)
 
 
@@ -109,7 +109,7 @@ def test_a_format_that_only_the_text_models_entries_name_is_refused_by_name(tmp_
     """As Kimi K2.5's config.json has it."""
     text = {"quantization_config": {"quant_method": "compressed-tensors"}}
     folder = make(tmp_path, {"x": torch.ones(2)}, text_config=text)
-    with pytest.raises(UserError, match="quantised as compressed-tensors"):
+    with pytest.raises(UserError, match="quantized as compressed-tensors"):
         open_folder(folder)
 
 
@@ -238,8 +238,8 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path, place):
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ({"a": 7}, "expected a file's name"),
-        ({"a": ["model.safetensors"]}, "expected a file's name"),
+        ({"a": 7}, "expected the name of a file"),
+        ({"a": ["model.safetensors"]}, "expected the name of a file"),
         ("model.safetensors", 'no "weight_map"'),
         ({}, 'no "weight_map"'),
         ({"a": "x" * 5000}, "lacks x"),
@@ -327,7 +327,7 @@ def test_blocks_of_no_size_are_refused(tmp_path, block):
 
 @pytest.mark.parametrize("quantization", ["fp8", ["fp8"], 8, {"quant_method": ["fp8"]}, {"bits": 4}])
 def test_a_quantization_config_of_another_kind_is_refused(tmp_path, quantization):
-    with pytest.raises(UserError, match=r"quantization_config|quantised"):
+    with pytest.raises(UserError, match=r"quantization_config|quantized"):
         open_folder(float8_folder(tmp_path, quantization=quantization))
 
 

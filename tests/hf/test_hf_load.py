@@ -182,8 +182,8 @@ def test_missing_unknown_and_misshapen_tensors_are_named(tmp_path):
     message = str(error.value)
     assert "model.layers.1.mlp.up_proj.weight is missing" in message
     assert "model.layers.0.extra.weight is unknown" in message
-    assert "model.norm.weight has the shape [25], not [24]" in message
-    assert "model.layers.2.input_layernorm.weight is of a dtype that is none of F32" in message
+    assert "model.norm.weight has shape [25], expected [24]" in message
+    assert "model.layers.2.input_layernorm.weight has a dtype that is not one of F32" in message
 
 
 def test_a_weight_that_the_family_does_not_have_is_named(tmp_path):
@@ -199,7 +199,7 @@ def test_a_weight_that_the_family_does_not_have_is_named(tmp_path):
         ("deepseek_v32", r"is deepseek_v2; they differ in .*index_topk"),
         ("gptj", r"is gpt2; they differ in rotary_dim"),
         ("gpt_neox", r"is llama; they differ in .*use_parallel_residual"),
-        ("ernie4_5", r"is llama; they differ in no entry, so by what its code computes"),
+        ("ernie4_5", r"is llama; they differ in no entry, so only their code differs"),
     ],
 )
 def test_a_model_of_another_kind_is_answered_with_the_nearest_and_what_differs(tmp_path, kind, nearest):

@@ -206,7 +206,7 @@ def test_an_odd_model_is_exported_as_it_is_or_refused_by_name(tmp_path, name, co
             continue
         kind, refusal = family_or_refusal(config.replace(**odd))
         if refusal:
-            assert re.search(rf"cannot say .*\b({'|'.join(keys_of('model'))})\b", refusal)
+            assert re.search(rf"can't express .*\b({'|'.join(keys_of('model'))})\b", refusal)
         elif loaded(tmp_path, {**keys, **odd}) is None:
             continue  # no model at all
         elif kind != own:

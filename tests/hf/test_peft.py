@@ -62,7 +62,7 @@ def test_the_identity_of_adapters_is_of_their_base_too(tmp_path):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"use_dora": True}, "use_dora=true: plain LoRA alone is read"),
+        ({"use_dora": True}, "use_dora=true: only plain LoRA is supported"),
         ({"bias": "all"}, 'bias="all"'),
         ({"peft_type": "IA3"}, 'peft_type="IA3"'),
         ({"modules_to_save": ["lm_head"]}, r'modules_to_save=\["lm_head"\]'),
@@ -83,13 +83,13 @@ def test_adapters_of_another_model_are_refused(tmp_path):
     base = saved.save(tmp_path / "hf", "llama")
     save_adapters(tmp_path / "adapter", base, **ADAPTERS["llama"])
     saved.save(tmp_path / "hf", "olmo2")
-    with pytest.raises(UserError, match=r"does not fit .*hf: .*self_attn\.\w_proj\.weight is \[\d+, 24\] there"):
+    with pytest.raises(UserError, match=r"does not fit .*hf: .*self_attn\.\w_proj\.weight is \[\d+, 24\]"):
         convert.from_hf(tmp_path / "adapter", tmp_path / "ours")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     extra = {"base_model.model.model.layers.0.mlp.up_proj.lora_magnitude_vector": torch.ones(20)}
     saved.save(tmp_path / "hf", "llama")
     saved.save_file({**saved.load_file(file), **extra}, file, {"format": "pt"})
-    with pytest.raises(UserError, match=r"has .*lora_magnitude_vector: plain LoRA alone"):
+    with pytest.raises(UserError, match=r"has .*lora_magnitude_vector: only plain LoRA"):
         convert.from_hf(tmp_path / "adapter", tmp_path / "ours")
     file.unlink()
     with pytest.raises(UserError, match=r"has adapter_config\.json and no adapter_model\.safetensors"):

@@ -89,17 +89,17 @@ def test_the_folder_is_one_that_runs_read_too(models, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "unigram", "vocab_size": 310}, "no byte-pair model"),
+        ({"model_type": "unigram", "vocab_size": 310}, "not a BPE model"),
         ({"byte_fallback": False, "vocab_size": 90}, "no byte fallback"),
-        ({"normalization_rule_name": "nmt_nfkc"}, "normalises text"),
-        ({"remove_extra_whitespaces": True}, "normalises text"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "normalizes text"),
+        ({"remove_extra_whitespaces": True}, "normalizes text"),
         ({"treat_whitespace_as_suffix": True}, "ends of words"),
-        ({"user_defined_symbols": ["<user>"]}, "users defined"),
+        ({"user_defined_symbols": ["<user>"]}, "user-defined pieces"),
     ],
 )
 def test_models_that_it_cannot_hold_are_refused_by_what_they_do(tmp_path, changes, reason):
     (tmp_path / "odd.model").write_bytes(sentencepiece_model(**changes))
-    with pytest.raises(UserError, match=f"can't hold this SentencePiece model: .*{reason}"):
+    with pytest.raises(UserError, match=f"can't represent this SentencePiece model: .*{reason}"):
         save_tokenizer(tmp_path, SentencePieceTokenizer(str(tmp_path / "odd.model")))
 
 

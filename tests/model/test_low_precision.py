@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from src.extras.generation.generate import Generator, Sampling, kept_in_int8, unrolled
+from src.extras.generation.generate import Generator, Sampling, quantize_at_rest, unrolled
 from src.model import params
 from src.model.decoder import Decoder
 from src.model.forward_context import ForwardContext
@@ -360,7 +360,7 @@ def test_weights_kept_in_int8_generate_what_rounded_weights_do(facts):
     def placed(tree):
         return unrolled(plan, plan.split(jax.device_put(tree, plan.shardings)))
 
-    kept_plan, kept = kept_in_int8(*placed(weights), plan)
+    kept_plan, kept = quantize_at_rest(*placed(weights), plan)
     np.testing.assert_array_equal(tokens(kept_plan, kept), tokens(*placed(params.nested(by_path))))
     codes = [leaf.size for leaf in jax.tree.leaves(kept) if leaf.dtype == jnp.int8]
     assert sum(codes) == sum(by_path[path].size for path in products)
@@ -374,7 +374,7 @@ def test_logits_of_weights_kept_in_int8_differ_as_much_as_their_rounding_explain
     _, plan = make(scan_layers="false")
     weights = random_weights(plan)
     text = packed_rows(0, rows=1)["tokens"]
-    kept_plan, kept = kept_in_int8(*unrolled(plan, plan.split(jax.device_put(weights, plan.shardings))), plan)
+    kept_plan, kept = quantize_at_rest(*unrolled(plan, plan.split(jax.device_put(weights, plan.shardings))), plan)
     wide_plan, wide = unrolled(plan, plan.split(jax.device_put(weights, plan.shardings)))
 
     def logits(of_plan, tree):

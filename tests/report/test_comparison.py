@@ -54,7 +54,7 @@ def test_each_table_has_a_column_a_run_and_the_numbers_are_theirs(two):
         ["opt_type", "adamw", "muon"],
     ]
     means = {step: sum(10 - k / 10 for k in range(step - 4, step + 1)) / 5 for step in range(5, 41, 5)}
-    assert found["Training loss, mean since the step before"][1:] == [
+    assert found["Training loss, mean since the previous row"][1:] == [
         [f"step {step}", f"{mean:.4f}", "5.0000" if step <= 25 else "-"] for step, mean in means.items()
     ]
     evals = {name: values for name, *values in found["Eval loss"][1:]}
@@ -77,13 +77,13 @@ def test_a_run_of_an_older_version_has_the_defaults_of_the_keys_it_lacks(two):
 def test_a_run_without_a_step_is_compared(tmp_path, two):
     found = tables(read_runs([two[0], make_run(tmp_path / "new", [])]))
     assert found["Results"][1] == ["Steps", "40 of 40", "0 of 40"]
-    assert {row[2] for row in found["Training loss, mean since the step before"][1:]} == {"-"}
-    assert "Training loss, mean since the step before" not in tables(read_runs([make_run(tmp_path / "newer", [])]))
+    assert {row[2] for row in found["Training loss, mean since the previous row"][1:]} == {"-"}
+    assert "Training loss, mean since the previous row" not in tables(read_runs([make_run(tmp_path / "newer", [])]))
 
 
 def test_a_loss_that_is_not_finite_is_left_out_of_the_mean(tmp_path):
     runs = read_runs([make_run(tmp_path / "a", [2.0, None, 4.0, None])])
-    assert tables(runs)["Training loss, mean since the step before"][1:] == [
+    assert tables(runs)["Training loss, mean since the previous row"][1:] == [
         ["step 1", "2.0000"], ["step 3", "4.0000"],
     ]  # fmt: skip
 
@@ -125,7 +125,7 @@ def test_evaluations_of_other_tokens_are_said_not_to_compare(tmp_path, capsys, a
     evals = [(20, 2.5)]
     one = make_run(tmp_path / "one", [3.0] * 40, ["eval_interval=20"], evals)
     page.main([one, make_run(tmp_path / "other", [3.0] * 40, ["eval_interval=20", *arguments], evals)])
-    note = f"differ in {named}: their evaluations are of other tokens"
+    note = f"differ in {named}: their evaluations use different tokens"
     shown = Page((tmp_path / "one" / "comparison.html").read_text()).text
     assert (note in capsys.readouterr().out) == (note in shown) == bool(named)
 
@@ -146,7 +146,7 @@ def test_another_loss_is_said_not_to_compare(two, tmp_path, capsys):
     """Of src.train_dpo: the log of a sigmoid, beside nats per token."""
     other = make_run(tmp_path / "preferred", [0.6], ["loss=src.extras.preferences.dpo:dpo_loss"])
     page.main([two[0], other])
-    note = "These runs differ in loss: their losses and perplexities measure other things and can't be compared."
+    note = "These runs differ in loss: their losses and perplexities measure different things and can't be compared."
     assert note in capsys.readouterr().out
     assert note in Page((tmp_path / "first" / "comparison.html").read_text()).text
 
@@ -163,7 +163,7 @@ def test_a_short_run_beside_a_long_one_does_not_flatten_its_losses(tmp_path):
 def test_rows_of_long_runs_end_at_their_steps_and_a_run_that_ended_earlier_says_where(tmp_path, long, short, gap):
     """Curves of more than 2,000 steps are thinned: the middle of their last block is not their last step."""
     paths = [make_run(tmp_path / f"{n}", [step / 100 for step in range(1, n + 1)]) for n in (long, short)]
-    rows = tables(read_runs(paths))["Training loss, mean since the step before"][1:]
+    rows = tables(read_runs(paths))["Training loss, mean since the previous row"][1:]
     assert [row[0] for row in rows] == [f"step {step:,}" for step in range(gap, long + 1, gap)]
     for n, (_, *values) in enumerate(rows):
         for value, end in zip(values, (long, short), strict=True):

@@ -330,7 +330,7 @@ def test_main_writes_beside_the_metrics_and_names_what_is_missing(tmp_path, caps
     assert (tmp_path / "report.html").exists()
     with pytest.raises(UserError, match=r"no metrics\.jsonl"):
         main([str(tmp_path / "elsewhere")])
-    with pytest.raises(UserError, match="one argument"):
+    with pytest.raises(UserError, match="expected one or more"):
         main([])
 
 

@@ -202,7 +202,7 @@ def test_one_that_is_down_is_said_once_and_the_run_goes_on(function, tmp_path, c
     assert result.metrics["step"] == 3
     printed = capsys.readouterr().out
     name, other = ("wandb", "mlflow") if function in ("init", "Run.log") else ("mlflow", "wandb")
-    message = f"{name} failed, and the run goes on without it: OSError: {function} is out of reach. metrics.jsonl has"
+    message = f"{name} failed, and the run continues without it: OSError: {function} is out of reach. metrics.jsonl has"
     assert printed.count(message) == 1
     assert f"{other} failed" not in printed
     assert stand_ins.sent(calls)[other] == expected(tmp_path / "run")
@@ -307,7 +307,7 @@ def test_steps_made_again_with_other_settings_are_another_tracked_run(changed, i
     sent = stand_ins.sent(calls, run)
     assert sent["wandb"][4:] == expected(tmp_path / "run")[-len(steps) :]
     assert sent["mlflow"][-len(steps) :] == expected(tmp_path / "run")[-len(steps) :]
-    assert capsys.readouterr().out.count("run has steps after 2 of other settings") == 2 * is_another
+    assert capsys.readouterr().out.count("run has steps after 2 with other settings") == 2 * is_another
     assert stand_ins.calls_of(calls, "init")[1][1]["id"] == (None if is_another else "id1")
 
 
@@ -361,7 +361,7 @@ def test_one_that_hangs_is_waited_for_a_while_at_the_end_alone(function, tmp_pat
     monkeypatch.setattr(trackers, "END_SECONDS", 0.3)
     monkeypatch.setenv("HANGS", function)
     followed(tmp_path, [line(1)])
-    assert "wandb did not take all within 0.3 s; metrics.jsonl has it" in capsys.readouterr().out
+    assert "wandb did not receive everything within 0.3 s; metrics.jsonl has it" in capsys.readouterr().out
     assert [step for step, _ in stand_ins.sent(calls)["mlflow"]] == [1]
 
 

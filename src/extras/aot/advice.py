@@ -1,4 +1,4 @@
-"""Finds changes of keys by which a step needs less memory, each with its estimated effect."""
+"""Suggests config changes that reduce a step's memory, each with its estimated effect."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -15,13 +15,13 @@ from src.step.build import TracedStep, build
 from src.system.errors import UserError
 
 FACTORS = (2, 4, 8, 16, 32)
-SHORTEST = 128  # tokens of a row that is offered
+SHORTEST = 128  # shortest sequence length to suggest
 
 
 class Change(NamedTuple):
-    """Keys to type, what they cost, the step they make, and the bytes that a device should need for it."""
+    """A suggested change: its keys, its cost, the step it gives, and that step's estimated bytes per device."""
 
-    keys: dict[str, Any]  # a rule by its dotted name
+    keys: dict[str, Any]  # a logical axis rule by its dotted name
     cost: str
     built: TracedStep
     estimated: int
@@ -30,13 +30,14 @@ class Change(NamedTuple):
 def changes(
     config: Config, devices: list[jax.Device], built: TracedStep, needed: int, capacity: int
 ) -> Iterator[Change]:
-    """Yields changes that may bring a step's `needed` bytes per device down to `capacity`, each to be compiled.
+    """Yields changes that may bring a step's `needed` bytes per device down to `capacity`; the caller compiles each.
 
-    First come single ones that should be enough, the cheapest first. Then those that save most, as few together as
-    should be enough, or else all; and last these with shorter rows.
+    Single changes that should suffice come first, cheapest first. Next come the largest savings combined, as few as
+    should suffice, or else all of them. Last come the same combinations with shorter sequences.
 
-    The estimate of a changed step is its arguments and the parts of its temporaries (`memory`), which are scaled as the
-    compiled step's differ from its parts. So a change of what is not there when memory is fullest is none.
+    The estimate for a changed step is its arguments plus the parts of its temporaries (`memory`), scaled by the ratio
+    of compiled to estimated temporaries of the original step. A change to something that is not live at peak memory
+    therefore has no effect and is dropped.
     """
     parts = memory(built)
     arguments = sum(parts.arguments.values())
@@ -54,7 +55,7 @@ def changes(
             if "compile_topology_num_slices" in keys:
                 on = abstract_devices(parse_topology(changed.compile_topology, changed.compile_topology_num_slices))
             step = build(changed, on, built.compiler_options)
-        except UserError:  # such as rows that can't be halved
+        except UserError:  # such as a batch that can't be halved
             return None
         after = memory(step)
         held = sum(after.arguments.values())
@@ -62,7 +63,7 @@ def changes(
         return Change(keys, cost, step, estimated) if estimated < needed else None
 
     found: list[Change] = []
-    # The optimizer's precision and sharding are offered where much of the memory is the state's.
+    # Change the optimizer's precision and sharding only if the state takes much of the memory.
     for cost, *alternatives in _candidates(config, built, arguments > capacity / 2):
         best = None
         for keys in alternatives:
@@ -78,11 +79,11 @@ def changes(
             keys, every = more.keys, more
             if every.estimated <= capacity and keys != one.keys:
                 yield every
-    if every and every.estimated > capacity:  # perhaps less than estimated
+    if every and every.estimated > capacity:  # may need less than estimated
         yield every
     for length in (config.max_target_length // n for n in FACTORS):
-        shorter = {"max_target_length": length, "num_vocab_tiling": 0}  # as many tiles as these rows need
-        fewer = change(keys | shorter, "rows are shorter") if length >= SHORTEST else None
+        shorter = {"max_target_length": length, "num_vocab_tiling": 0}  # as many tiles as this length needs
+        fewer = change(keys | shorter, "shorter sequences") if length >= SHORTEST else None
         if fewer and fewer.estimated <= capacity:
             yield fewer
 
@@ -92,15 +93,15 @@ def _rule(axis: str) -> str:
 
 
 def _candidates(config: Config, built: TracedStep, state_decides: bool) -> Iterator[tuple[Any, ...]]:
-    """Yields what a change costs, and alternative keys for it, of which the first that is enough is taken."""
+    """Yields the cost of a change and alternative keys for it; the first alternative that suffices is used."""
     step, batch, spec, layout = built.plan.step, config.batch, built.plan.spec, built.plan.layout
-    yield "nothing: the kernel of these devices", {"attention": "autoselected"}
+    yield "nothing: it is the kernel for these devices", {"attention": "autoselected"}
     between_blocks = {_rule("norm_length"): ["context", "tensor"]}
     if layout.mesh.shape["tensor"] > 1:
-        yield "devices that share heads gather the tokens between blocks", between_blocks
+        yield "devices that share heads gather tokens between blocks", between_blocks
     if any(layer.attention_type == "mla" for layer in spec.layers):
         yield "latent attention's weights are gathered", {_rule("latent"): list(LOGICAL_AXES["latent"][0])}
-    tiles = math.gcd(step.num_vocab_tiling * 8, batch.max_target_length)  # tiles have to divide a row
+    tiles = math.gcd(step.num_vocab_tiling * 8, batch.max_target_length)  # tiles have to divide the sequence length
     yield "logits are computed twice", {"num_vocab_tiling": tiles}
     no_arrays = {"remat_custom": {}} if step.remat_policy == "custom" else {}
     yield "blocks are computed twice", {"remat_policy": "full", **no_arrays}
@@ -119,10 +120,10 @@ def _candidates(config: Config, built: TracedStep, state_decides: bool) -> Itera
     if spec.has_experts:
         yield "tokens travel to their experts", *(over("expert", n) for n in FACTORS)
     offloaded = {"remat_policy": "custom", "remat_custom": {"decoder_layer_input": "offload"}}
-    yield "blocks are computed twice, and their inputs go to host memory and back", offloaded
-    # Devices that share rows are to have as few of them at a time as there can be.
+    yield "blocks are computed twice, and their inputs move to host memory and back", offloaded
+    # Devices that share sequences process as few of them at a time as possible.
     rows = round(batch.per_device_batch_size * layout.mesh.size / layout.shards("batch"))
-    cost = "devices share each row, and gather its keys and values; the same global batch in more passes"
+    cost = "devices share each sequence, and gather its keys and values; the same global batch in more passes"
     yield cost, *(over("context", n) | in_passes(rows * n) for n in FACTORS)
 
     def by_heads(n: int) -> dict[str, Any]:
@@ -130,10 +131,10 @@ def _candidates(config: Config, built: TracedStep, state_decides: bool) -> Itera
         divide = all(layer.num_kv_heads % keys["ici_tensor_parallelism"] == 0 for layer in spec.layers)
         return keys | ({} if divide else {_rule("kv_heads"): []})
 
-    cost = "devices share each row, and sum its activations; the same global batch in more passes"
+    cost = "devices share each sequence, and sum its activations; the same global batch in more passes"
     yield cost, *map(by_heads, FACTORS)
     if batch.packing:
-        yield "a document per row: the rest is padding", {"packing": False}
+        yield "one document per sequence: the rest is padding", {"packing": False}
     if not state_decides:
         return
     if step.opt_type == "adamw":

@@ -1,7 +1,7 @@
-"""Lets JAX find the compilers of `bash setup.sh aot`: import this before JAX, which looks for them when it is imported.
+"""Lets JAX find the compilers installed by `bash setup.sh aot`. Import this before JAX, which searches on import.
 
-They lie in a folder of their own, so that no other command meets them. Beside JAX they would be tried at its every
-start, which takes time and, where there is no accelerator, prints that none was found.
+The compilers are in a separate folder so that no other command loads them. If installed next to JAX, every start of JAX
+would try them, which takes time and prints a warning on machines without an accelerator.
 """
 
 import sys
@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.append(str(Path(sys.prefix) / "aot"))  # last: what is installed for this machine's own accelerator comes first
-if find_spec("jax_cuda13_plugin"):  # its own: a process can have one, and JAX would take whichever it loads first
+sys.path.append(str(Path(sys.prefix) / "aot"))  # last, so that packages for this machine's own accelerator come first
+# A process can use one CUDA plugin, and JAX would take whichever it loads first: block the bundled one.
+if find_spec("jax_cuda13_plugin"):
     sys.modules["jax_plugins.xla_cuda12"] = SimpleNamespace(initialize=lambda: None)

@@ -1,4 +1,4 @@
-"""Makes the devices of a topology that is not here, which compilers know and which run nothing."""
+"""Creates abstract devices for hardware this machine does not have: compilers accept them, but nothing can run."""
 
 import os
 from importlib import metadata
@@ -10,11 +10,11 @@ from jax.experimental import topologies
 from src.parallel.topology import Topology
 from src.system.errors import UserError
 
-# libtpu's names of the generations.
+# libtpu's names for TPU generations.
 _GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
-CUDA = 13 if find_spec("jax_cuda13_plugin") else 12  # that JAX's plugin is for; setup.sh installs 12
+CUDA = 13 if find_spec("jax_cuda13_plugin") else 12  # the CUDA version of JAX's plugin; setup.sh installs 12
 
-# A GPU's figures for XLA's compiler, as its driver gives them (xla/backends/gpu/target_config/specs in openxla/xla).
+# GPU properties for XLA's compiler, as the driver reports them (xla/backends/gpu/target_config/specs in openxla/xla).
 _EVERY_GPU = """
     threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
     block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
@@ -41,23 +41,23 @@ _GPUS = {
 
 
 def abstract_devices(topology: Topology) -> list[jax.Device]:
-    """Returns the JAX devices of a topology, in the order that they have where it is.
+    """Returns a topology's JAX devices in the order they have on the real hardware.
 
-    JAX itself runs on this machine's CPU from then on: nothing may have been computed before. The devices of a `cpu`
-    topology are real, and all that this process has. Raises UserError if the compiler for them is not installed, or
-    this process already has another number of CPU devices.
+    From then on JAX itself runs on this machine's CPU, so nothing may have been computed before. The devices of a `cpu`
+    topology are real, and are all the devices of this process. Raises UserError if their compiler is not installed, or
+    if this process already has another number of CPU devices.
     """
-    # Otherwise JAX would take hold of an accelerator, or complain that there is none.
+    # Otherwise JAX would claim an accelerator, or complain that there is none.
     jax.config.update("jax_platforms", "cpu")
     return {"tpu": _tpus, "gpu": _gpus, "cpu": _cpus}[topology.platform](topology)
 
 
 def _tpus(topology: Topology) -> list[jax.Device]:
     _installed("libtpu", topology)
-    # Read when libtpu is loaded. It takes its process for one on a TPU VM, and prints errors where these are not known.
+    # libtpu reads these when it loads. It assumes it is on a TPU VM, and prints errors if they are not set.
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # One process per machine may have its TPUs, but any number may compile for some.
+    # Only one process per machine may use its TPUs, but any number may compile for them.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     generation = _GENERATIONS[topology.chip.kind]
     return topologies.get_topology_desc(
@@ -71,10 +71,11 @@ def _tpus(topology: Topology) -> list[jax.Device]:
 
 
 def _wraps(shape: tuple[int, ...]) -> tuple[bool, bool, bool]:
-    """Returns whether the chips along each dim are joined to a ring.
+    """Tells whether the chips along each dim form a ring (wraparound links).
 
-    Of two dims those are that cross a whole pod, 16 chips; of three those of slices made of whole cubes of 4x4x4
-    (docs.cloud.google.com/tpu/docs/v5p; jax-ml.github.io/scaling-book/tpus). The compiler's own default is none.
+    In a 2-dim topology the dims of a whole pod, 16 chips, do; in a 3-dim one, all dims of slices made of whole 4x4x4
+    cubes (docs.cloud.google.com/tpu/docs/v5p; jax-ml.github.io/scaling-book/tpus). The compiler's default is no
+    wraparound.
     """
     if len(shape) == 2:
         return (shape[0] == 16, shape[1] == 16, False)
@@ -95,13 +96,13 @@ def _gpus(topology: Topology) -> list[jax.Device]:
             device_memory_size: {chip.memory} memory_bandwidth: {int(chip.memory_bandwidth)}
             dnn_version: "{".".join(versions["dnn_version_info"])}"
         }}
-    """  # XLA's GpuTargetConfigProto; XLA of JAX 0.11 reads cuDNN's version within gpu_device_info
+    """  # XLA's GpuTargetConfigProto; JAX 0.11's XLA reads cuDNN's version from gpu_device_info
     for field, (major, minor, patch) in versions.items():
         target += f"{field} {{ major: {major} minor: {minor} patch: {patch} }}\n"
     return topologies.get_topology_desc(
         platform="cuda",
         target_config=target,
-        topology=f"{topology.slices}x1x{topology.shape[0]}",  # groups joined by NVLink, hosts of each, GPUs of a host
+        topology=f"{topology.slices}x1x{topology.shape[0]}",  # groups joined by NVLink, hosts per group, GPUs per host
     ).devices
 
 
@@ -111,7 +112,7 @@ def _installed(package: str, topology: Topology) -> str:
     except metadata.PackageNotFoundError:
         raise UserError(
             f"compile_topology={topology.name} needs the package {package}, which is not installed here: "
-            "bash setup.sh aot brings the compilers for TPUs and GPUs."
+            "bash setup.sh aot installs the compilers for TPUs and GPUs."
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Checks that a compiled step makes in 8 bits what `quantization` says: XLA may take 16 instead, and says nothing."""
+"""Checks that a compiled step uses 8-bit matmuls as `quantization` asks: XLA may silently use 16 bits instead."""
 
 import re
 
@@ -13,24 +13,24 @@ from src.system.errors import UserError, first_few, say
 
 
 def compiled(built: TracedStep) -> jax.stages.Compiled:
-    """Compiles a run's step; raises UserError where `check` does."""
+    """Compiles a run's step; raises UserError if `check` fails."""
     program = built.traced.lower().compile()
     check(program, built.plan)
     return program
 
 
 def check(program: jax.stages.Compiled, plan: StepPlan) -> None:
-    """Raises UserError unless the products of a plan's program that are to be of 8 bits are; of a CPU they never are.
+    """Raises UserError unless the matmuls that a plan quantizes run in 8 bits; CPUs never do and are not checked.
 
-    A program that some backends have from the compilation cache has no text to be checked by.
+    A program that comes from the compilation cache has no text on some backends, and cannot be checked.
     """
     kind = plan.quantization.kind
     if not kind or plan.layout.platform == "cpu":
         return
     if not (text := program.as_text()):
-        say([f"quantization={kind}: the program is from the compilation cache, without a text, and was not checked"])
+        say([f"quantization={kind}: the program came from the compilation cache without its text, and was not checked"])
         return
-    listed = products(text)
+    listed = matmuls(text)
     wide = [f"{name} of {how}" for name, how, is_narrow in listed if not is_narrow]
     is_backward = {"transpose(" in name and "rematted" not in name for name, _, _ in listed}
     wide += [] if False in is_backward else ["every forward one"]
@@ -40,18 +40,18 @@ def check(program: jax.stages.Compiled, plan: StepPlan) -> None:
     if wide:
         narrow = sum(is_narrow for *_, is_narrow in listed)
         raise UserError(
-            f"quantization={kind}: the compiled step has {narrow} products of 8 bits, and "
-            f"these in more: {first_few(wide)}. Look at compile_xla_flags and at XLA_FLAGS in the environment, and at "
-            "sizes that are no multiple of 16; quantization_exclude keeps products in dtype"
+            f"quantization={kind}: the compiled step has {narrow} matmuls in 8 bits, and "
+            f"these in more bits: {first_few(wide)}. Check compile_xla_flags, XLA_FLAGS in the environment, and "
+            "sizes that are not multiples of 16; quantization_exclude keeps matmuls in dtype"
         )
 
 
-def products(text: str) -> list[tuple[str, str, bool]]:
-    """Returns the products of low_precision.py in a program: their line of the model, how, and whether of 8 bits.
+def matmuls(text: str) -> list[tuple[str, str, bool]]:
+    """Lists the matmuls that low_precision.py makes in a program: model line, implementation, and whether in 8 bits.
 
-    cuBLASLt has a call for float8's, and cuDNN one for those in blocks. Products within fusions are Triton's on GPUs,
-    and it multiplies float8 as float16; products for TPUs are convolutions, and a TPU7x makes them of float8. A kernel
-    for TPUs takes two arrays of codes beside the scales and where groups begin.
+    cuBLASLt has a call for float8 matmuls, and cuDNN one for blocked formats. On GPUs, Triton computes matmuls within
+    fusions, and multiplies float8 as float16. On TPUs, matmuls are convolutions, and a TPU7x computes them in float8. A
+    TPU kernel takes two arrays of codes, their scales, and the group offsets.
     """
     result = []
     for computation in parse(text)[0].values():

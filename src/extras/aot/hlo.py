@@ -1,6 +1,6 @@
-"""Reads the instructions and the collectives of a compiled step from `compiled.as_text()`.
+"""Parses the instructions and collectives of a compiled step from `compiled.as_text()`.
 
-The text is XLA's HLO after all optimisations: computations, each a list of `%name = type opcode(operands), attributes`.
+The text is XLA's HLO after all optimizations: computations, each a list of `%name = type opcode(operands), attributes`.
 """
 
 import math
@@ -14,24 +14,25 @@ from jax.sharding import Mesh
 
 from src.parallel.slices import slice_of
 
-# The share of the whole array that one of n devices sends, of which parts go round a ring (Patarasuk and Yuan 2009).
+# Share of the whole array that each of n devices sends, with parts passed around a ring (Patarasuk and Yuan 2009).
 RING_SHARE: dict[str, Callable[[int], float]] = {
     **dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all"), lambda n: (n - 1) / n),
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "collective-permute": lambda n: 1.0,
-    "collective-broadcast": lambda n: 1.0,  # passed on from one to the next
-    "ragged-all-to-all": lambda n: (n - 1) / n,  # if each sends as much to each; how much it is, the data say
+    "collective-broadcast": lambda n: 1.0,  # passed from each device to the next
+    # If every device sends equal amounts; the real amounts depend on the data.
+    "ragged-all-to-all": lambda n: (n - 1) / n,
 }
 
 _INNER = r"[^()]*"
-for _ in range(3):  # the elements of a tuple's type may be tuples, and their layouts have parentheses: {1,0:T(8,128)}
+for _ in range(3):  # tuple types nest, and layouts contain parentheses: {1,0:T(8,128)}
     _INNER = rf"(?:[^()]|\({_INNER}\))*"
 _TYPE = re.compile(rf"\({_INNER}\)|\w+\[[\d,]*\](?:\{{[^}}]*\}})?")
 _INSTRUCTION = re.compile(rf"\s+(ROOT )?%?([\w.\-]+) = (\({_INNER}\)|\S+) ([a-z][\w\-]*)\(([^()]*)\)(.*)")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%?([\w.\-]+)(?:,|$)")
-# By which attributes an instruction runs other computations. What a reduction applies to its elements is none of them.
+# Attributes by which an instruction calls other computations. The function that a reduction applies is not included.
 _CALLS = {
     "while": r" body=%?([\w.\-]+)",
     "call": r" to_apply=%?([\w.\-]+)",
@@ -43,26 +44,26 @@ _CALLS = {
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective operation of a step, as one device takes part in it; bytes are of one execution.
+    """A collective operation of a step as one device sees it; bytes are per execution.
 
-    An operation whose groups join several devices of several slices or hosts is there twice, once for each network.
+    An operation whose groups span several devices of several slices or hosts is listed twice, once for each network.
     """
 
-    kind: str  # of RING_SHARE
+    kind: str  # a key of RING_SHARE
     axes: tuple[str, ...]  # mesh axes along which the devices of a group differ
     network: str  # ici: within a TPU slice or a GPU's host; dcn: between them
-    times: int  # executions per step, not counting loops whose rounds the data decide
-    whole_bytes: int  # of the array that is gathered, reduced or exchanged; of a permute what a device passes on
-    sent_bytes: int  # by a device over this network
-    links: float = 1.0  # the share of a device's links of this network that lead to others of its group
-    per_round: int = 0  # further executions per step if each of those loops runs one round
-    name: str = field(default="", compare=False)  # of its instruction
-    dtype: str = field(default="", compare=False)  # in HLO's words: bf16
-    asynchronous: bool = field(default=False, compare=False)  # whether other instructions may run meanwhile
+    times: int  # executions per step, excluding loops whose trip count depends on the data
+    whole_bytes: int  # of the gathered, reduced or exchanged array; for a permute, what a device sends
+    sent_bytes: int  # sent by a device over this network
+    links: float = 1.0  # share of a device's links on this network that lead to others of its group
+    per_round: int = 0  # additional executions per step if each of those loops runs once
+    name: str = field(default="", compare=False)  # the instruction's name
+    dtype: str = field(default="", compare=False)  # as HLO spells it: bf16
+    asynchronous: bool = field(default=False, compare=False)  # whether other instructions may run at the same time
 
 
 class Instruction(NamedTuple):
-    """A line of a computation."""
+    """One instruction of a computation."""
 
     root: bool
     name: str
@@ -73,7 +74,7 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """Lists its operands' names; of a constant its value."""
+        """Lists the operands' names; for a constant, its value."""
         return _NAME.findall(re.sub(r"/\*.*?\*/|\s", "", self.arguments))
 
 
@@ -81,48 +82,48 @@ Computation = Mapping[str, Instruction]  # by name
 
 
 def collectives(text: str, mesh: Mesh) -> list[Collective]:
-    """Returns the collectives of a compiled program's text, one for each place where they stand.
+    """Lists the collectives in a compiled program's text, one entry per instruction.
 
-    `mesh` has the devices in the order of the program's partitions. Of a loop whose number of rounds the program does
-    not say, as of the windows that only unevenly chosen experts need, `per_round` counts one round. Every branch of a
-    condition counts.
+    `mesh` has the devices in the order of the program's partitions. Some loops have no trip count in the program, such
+    as the windows that only unevenly routed experts need; for them `per_round` counts one iteration. Every branch of a
+    conditional counts.
     """
     operations: list[Collective] = []
     computations, entry = parse(text)
     partitions = re.search(r"num_partitions=(\d+)", text)
-    places = _MeshPlaces(mesh, int(partitions[1]) if partitions else 1)
+    mesh_map = _MeshMap(mesh, int(partitions[1]) if partitions else 1)
     wrapped = set(re.findall(rf" async-start\(.*{_CALLS['async-start']}", text))
     for computation, instruction, times, with_unknown in executed(computations, entry):
         kind = instruction.opcode.removesuffix("-start")
         if instruction.opcode == "send" and "_xla_megascale_target" in instruction.attributes:
             if re.search(r'_ragged_operand_index="[1-9]', instruction.attributes):
-                continue  # beside the rows of a ragged exchange, four sends of who gets how many, of a few bytes
-            kind, groups, whole = _between_slices(instruction, computations[computation], places)
+                continue  # a ragged exchange also sends its sizes in four messages of a few bytes: skip them
+            kind, groups, whole = _between_slices(instruction, computations[computation], mesh_map)
         elif kind in RING_SHARE and not _continues(instruction, computations[computation]):
-            groups = places.numbers(_groups(instruction.attributes, places.partitions))
-            # An asynchronous collective's type is (input, output, ...).
+            groups = mesh_map.numbers(_groups(instruction.attributes, mesh_map.partitions))
+            # An asynchronous collective has the type (input, output, ...).
             is_pair = instruction.opcode.endswith("-start") and kind != "all-reduce"
             whole = type_bytes(_TYPE.findall(instruction.type[1:-1])[1] if is_pair else instruction.type)
             if kind == "reduce-scatter":
                 whole *= groups.shape[1]
             elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
-                kind = "reduce-scatter"  # fused of a sum and the slice that is wanted of it, as the TPU compiler does
-            elif kind == "ragged-all-to-all":  # of rows for which either side has room, and one of them no more
+                kind = "reduce-scatter"  # the TPU compiler fuses a sum with a slice of it
+            elif kind == "ragged-all-to-all":  # each side has room for more rows; the smaller one bounds them
                 whole = min(whole, type_bytes(computations[computation][instruction.operands[0]].type))
         else:
             continue
-        # A start may be told to wait, as XLA's for GPUs is where nothing runs meanwhile.
+        # A start may be synchronous: XLA's GPU compiler marks it so if nothing runs in the meantime.
         starts = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
         asynchronous = starts or instruction.opcode == "send" or "chain_id" in instruction.attributes
-        facts = {"dtype": first_array(instruction.type)[0], "asynchronous": asynchronous or computation in wrapped}
-        on_networks = places.collectives(kind, groups, times, whole)
-        facts |= {"name": instruction.name, "per_round": with_unknown - times}
-        operations += [replace(collective, **facts) for collective in on_networks]
+        fields = {"dtype": first_array(instruction.type)[0], "asynchronous": asynchronous or computation in wrapped}
+        on_networks = mesh_map.collectives(kind, groups, times, whole)
+        fields |= {"name": instruction.name, "per_round": with_unknown - times}
+        operations += [replace(collective, **fields) for collective in on_networks]
     return operations
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Returns a module's computations and the name of its entry."""
+    """Parses a module into its computations and the name of its entry computation."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -132,7 +133,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
             entry = name if match[1] else entry
         elif match := _INSTRUCTION.match(line):
             instruction = Instruction(bool(match[1]), *match.groups()[1:])
-            if instruction.opcode == "fusion-start":  # JAX 0.11's, of type (operands, result, context)
+            if instruction.opcode == "fusion-start":  # in JAX 0.11, with type (operands, result, context)
                 result = _TYPE.findall(instruction.type[1:-1])[1]
                 instruction = instruction._replace(opcode="fusion", type=result)
             computations[name][match[2]] = instruction
@@ -142,9 +143,9 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
 def executed(
     computations: Mapping[str, Computation], name: str, times: int = 1, with_unknown: int = 1
 ) -> Iterator[tuple[str, Instruction, int, int]]:
-    """Yields (computation, instruction, executions, executions) of all that so many runs of a computation execute.
+    """Yields (computation, instruction, executions, executions) for all that `times` runs of a computation execute.
 
-    Loops whose number of rounds the program does not say run none by the first count, and one by the second.
+    Loops without a known trip count run zero times in the first count, and once in the second.
     """
     for instruction in computations[name].values():
         yield name, instruction, times, with_unknown
@@ -155,7 +156,7 @@ def executed(
 
 
 def callees(instruction: Instruction) -> list[str]:
-    """Returns the names of the computations that an instruction runs; of a loop its body."""
+    """Returns the names of the computations an instruction calls; for a loop, only its body."""
     if instruction.opcode not in _CALLS:
         return []
     called = re.findall(_CALLS[instruction.opcode], instruction.attributes)
@@ -163,7 +164,7 @@ def callees(instruction: Instruction) -> list[str]:
 
 
 def loop_rounds(loop: Instruction, caller: Computation, computations: Mapping[str, Computation]) -> int | None:
-    """Returns how often an instruction runs what it calls: of a loop by the compiler's note or its counter, or None."""
+    """Returns how often an instruction runs its callees: 1, or a loop's trip count if it is known, else None."""
     if loop.opcode != "while":
         return 1
     if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
@@ -178,9 +179,9 @@ def loop_rounds(loop: Instruction, caller: Computation, computations: Mapping[st
     counter = condition[compare.operands[0]]
     if counter.opcode != "get-tuple-element" or "direction=LT" not in compare.attributes:
         return None
-    place = int(re.search(r"index=(\d+)", counter.attributes)[1])
-    start, bound = _constant(caller, before.operands[place]), _constant(condition, compare.operands[1])
-    added = body[after.operands[place]]
+    index = int(re.search(r"index=(\d+)", counter.attributes)[1])
+    start, bound = _constant(caller, before.operands[index]), _constant(condition, compare.operands[1])
+    added = body[after.operands[index]]
     step = _constant(body, added.operands[1]) if added.opcode == "add" else None
     return None if start is None or bound is None or not step else math.ceil((bound - start) / step)
 
@@ -193,10 +194,10 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _continues(instruction: Instruction, computation: Computation) -> bool:
-    """Returns whether the instruction continues or ends a collective that another fusion starts.
+    """Tests whether an instruction continues or ends a collective that another fusion starts.
 
-    The TPU compiler splits an asynchronous collective over fusions with products that run meanwhile. Each of them
-    names the collective again, as a link of a chain; the one that starts it hands it to AsyncCollectiveStart.
+    The TPU compiler splits an asynchronous collective over fusions, with matmuls that run at the same time. Each fusion
+    names the collective again, as a link of a chain; the one that starts it passes it to AsyncCollectiveStart.
     """
     return "chain_id" in instruction.attributes and not any(
         '"AsyncCollectiveStart"' in other.attributes and instruction.name in other.operands
@@ -205,7 +206,7 @@ def _continues(instruction: Instruction, computation: Computation) -> bool:
 
 
 def type_bytes(types: str) -> int:
-    """Returns the size of all arrays in a type."""
+    """Adds up the bytes of all arrays in a type."""
     total = 0
     for dtype, dims in _ARRAY.findall(types):
         bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
@@ -224,7 +225,7 @@ def _ints(text: str) -> list[int]:
 
 
 def _groups(attributes: str, partitions: int) -> np.ndarray:
-    """Returns the partitions of each group, [groups, n]; of a permute each source and its target, [pairs, 2]."""
+    """Parses the partitions of each group, [groups, n]; for a permute, (source, target) pairs, [pairs, 2]."""
     text = re.search(r"(?:replica_groups|source_target_pairs)=(.*)", attributes)[1]
     if text.startswith("mesh["):
         return _mesh_groups(text)
@@ -235,9 +236,9 @@ def _groups(attributes: str, partitions: int) -> np.ndarray:
 
 
 def _mesh_groups(text: str) -> np.ndarray:
-    """Parses groups written as the axes they go along: mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(1)2}.
+    """Parses groups given by mesh axes: mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(1)2}.
 
-    (1)2 are the two parts of an axis that has been cut into one part before them, and more after.
+    In (1)2, an axis is split: 1 is the product of the parts before this one, and 2 is this part's size.
     """
     sizes, order, along = re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", text).groups()
     axes = {name: int(size) for name, size in re.findall(r"'(.*?)'=(\d+)", sizes)}
@@ -258,17 +259,17 @@ def _mesh_groups(text: str) -> np.ndarray:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Returns 0, 1, 2, ... in the order that [4,2]T(1,0) means: laid out in these dims, then transposed."""
+    """Expands [4,2]T(1,0): 0, 1, 2, ... reshaped to these dims, then transposed and flattened."""
     dims, order = re.match(r"\[(.*?)\](?:T\((.*?)\))?", text).groups()
     ids = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
     return ids.transpose(_ints(order) if order else None).ravel()
 
 
-def _between_slices(send: Instruction, computation: Computation, places: "_MeshPlaces") -> tuple[str, np.ndarray, int]:
-    """Returns kind, groups and bytes of a collective between TPU slices, which the program hands to another runtime.
+def _between_slices(send: Instruction, computation: Computation, mesh_map: "_MeshMap") -> tuple[str, np.ndarray, int]:
+    """Returns kind, groups and bytes of a collective between TPU slices, which another runtime (Megascale) runs.
 
-    Each group lists its devices' ids; or {1,2}x{0:255} are groups of the devices that have the same number, from 0 to
-    255, in slices 1 and 2, whose ids are 100000 times the slice and that number.
+    Each group lists device ids; {1,2}x{0:255} stands for one group per number from 0 to 255, with the devices of that
+    number in slices 1 and 2. A device's id is 100000 times its slice plus that number.
     """
     target, kind = re.search(
         r'_xla_megascale_target="?(.*?)"?,_xla_megascale_transfer_type="(\w+)"', send.attributes
@@ -277,18 +278,18 @@ def _between_slices(send: Instruction, computation: Computation, places: "_MeshP
         ids = [[100_000 * s + i for s in _ints(match[1])] for i in range(int(match[2]), int(match[3]) + 1)]
     else:
         ids = [_ints(group.replace("->", ",")) for group in re.findall(r"\{([\d,>\-]+)\}", target)]
-    groups = np.array([[places.by_id[i] for i in group] for group in ids])
+    groups = np.array([[mesh_map.by_id[i] for i in group] for group in ids])
     sent = type_bytes(_ARRAY.search(send.type)[0])
     whole = sent * groups.shape[1] if kind == "ALL_GATHER" else sent
-    if kind == "RAGGED_ALL_TO_ALL":  # as within a slice, the side with less room has the rows
+    if kind == "RAGGED_ALL_TO_ALL":  # as within a slice, the smaller side bounds the rows
         rendezvous = re.search(r'_xla_host_transfer_rendezvous="[^"]*"', send.attributes)[0]
         received = [each for each in computation.values() if each.opcode == "recv" and rendezvous in each.attributes]
         whole = min([sent, *(type_bytes(_ARRAY.search(each.type)[0]) for each in received)])
     return "collective-permute" if kind == "ONE_TO_ONE" else kind.lower().replace("_", "-"), groups, whole
 
 
-class _MeshPlaces:
-    """Places a program's partitions on the mesh, in slices or hosts, and on a slice's torus."""
+class _MeshMap:
+    """Maps a program's partitions to the mesh, to slices or hosts, and to a slice's torus."""
 
     def __init__(self, mesh: Mesh, partitions: int) -> None:
         self.mesh, self.partitions = mesh, partitions
@@ -298,14 +299,14 @@ class _MeshPlaces:
         self.coords = np.array([device.coords for device in devices]) if devices[0].platform == "tpu" else None
 
     def numbers(self, groups: np.ndarray) -> np.ndarray:
-        """Returns the devices of these partitions, by their number in the mesh."""
+        """Converts partitions to device numbers in the mesh."""
         if self.partitions == self.mesh.size:
             return groups
-        # A program for several slices numbers the partitions of one; all have the same.
+        # A program for several slices numbers the partitions of one; all slices have the same numbering.
         return np.flatnonzero(self.domains == self.domains[0])[groups]
 
     def collectives(self, kind: str, groups: np.ndarray, times: int, whole: int) -> Iterator[Collective]:
-        """Yields the collective of these groups of devices, [groups, n], on each network it uses."""
+        """Yields a collective of these groups of devices, [groups, n], once for each network it uses."""
         where = np.stack(np.unravel_index(groups, self.mesh.devices.shape))  # [axes, groups, n]
         differ = (where != where[:, :, :1]).any((1, 2))
         axes = tuple(name for name, differs in zip(self.mesh.axis_names, differ, strict=True) if differs)
@@ -317,25 +318,25 @@ class _MeshPlaces:
             yield Collective(kind, axes, "dcn", times, whole, round(sent * dcn))
 
     def _shares(self, kind: str, groups: np.ndarray) -> tuple[float, float]:
-        """Returns the fractions of what a device sends that stay in its slice or host, and that leave it."""
+        """Returns the fractions of a device's sent bytes that stay in its slice or host, and that leave it."""
         n, domains = groups.shape[1], self.domains[groups]
-        near = (domains == domains[:, :1]).sum(1)  # of each group, those where its first device is
-        if kind == "collective-permute":  # a device sends all it has one way: what counts is whether any goes that way
+        near = (domains == domains[:, :1]).sum(1)  # per group, devices in the domain of its first device
+        if kind == "collective-permute":  # a device sends everything one way: check if any goes that way
             return float((near == n).any()), float((near < n).any())
         g = near.max()
-        if kind.endswith("all-to-all"):  # the same to every other device
+        if kind.endswith("all-to-all"):  # equal amounts to every other device
             return (g - 1) / max(n - 1, 1), (n - g) / max(n - 1, 1)
-        # Rings leave a slice or host once for the g devices in it, and there are as many rings as ways out.
+        # Rings leave a slice or host once per g devices in it, and there are as many rings as ways out.
         return (1 - 1 / g, 1 / g) if g < n else (float(n > 1), 0.0)
 
     def _links(self, kind: str, groups: np.ndarray) -> float:
-        """Returns the fraction of a torus's dims along which a group extends; a permute uses one at a time."""
+        """Returns the fraction of a torus's dims that a group spans; a permute uses one dim at a time."""
         if self.coords is None:
             return 1.0
         where = self.coords[groups]  # [groups, n, 3]
         dims = (where != where[:, :1]).any(1).sum(1).max()
         if kind == "collective-permute":
             dims = min(dims, 1)
-        # The two devices of a TPU7x chip have a link of their own, as fast as all of the chip's six others
+        # The two devices of a TPU7x chip share a link that is as fast as the chip's six other links together
         # (docs.cloud.google.com/tpu/docs/tpu7x).
         return float(dims / (self.coords != self.coords[0]).any(0).sum()) if dims else 1.0

@@ -1,4 +1,4 @@
-"""Estimates what fills a device's memory in a training step before the step is compiled."""
+"""Estimates what fills a device's memory in a training step, before the step is compiled."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,40 +17,40 @@ from src.parallel.mesh import mesh_axes_of
 from src.step.build import TracedStep
 from src.step.plan import StepPlan
 
-KEPT, LOGITS = "kept for the backward pass", "logits and their gradient"
-# Only these operations' results are in memory: the others' are computed where they are read.
-_PRODUCTS = ("dot_general", "ragged_dot_general", "pallas_call", "shard_map", "custom_partitioning")
-# Operations that only wrap a part of a program.
+SAVED, LOGITS = "kept for the backward pass", "logits and their gradient"
+# Only results of these operations are stored; others are fused into their consumers.
+_STORED = ("dot_general", "ragged_dot_general", "pallas_call", "shard_map", "custom_partitioning")
+# Operations that only wrap part of a program.
 _WRAPPERS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
 
 
 class Memory(NamedTuple):
-    """Bytes of one device by purpose: the step's arguments exactly, its temporaries by estimate."""
+    """Bytes of one device by purpose: exact for the step's arguments, estimated for its temporaries."""
 
     arguments: dict[str, int]
     temporaries: dict[str, int]
-    on_host: int  # arguments in host memory, which `arguments` leaves out
+    on_host: int  # arguments in host memory, not included in `arguments`
 
     @property
     def total(self) -> int:
-        """Counts bytes at the peak: what is kept meets the logits in the loss, all else in a block's backward pass."""
-        kept, logits = self.temporaries[KEPT], self.temporaries[LOGITS]
-        block = sum(self.temporaries.values()) - kept - logits
-        return sum(self.arguments.values()) + kept + max(logits, block)
+        """Peak bytes: saved activations, plus either the logits (in the loss) or a block's backward pass."""
+        saved, logits = self.temporaries[SAVED], self.temporaries[LOGITS]
+        block = sum(self.temporaries.values()) - saved - logits
+        return sum(self.arguments.values()) + saved + max(logits, block)
 
 
 def memory(built: TracedStep) -> Memory:
-    """Returns a step's memory as its shapes, shardings and traced program tell it, without what the compiler adds."""
+    """Computes a step's memory from its shapes, shardings and traced program, without what the compiler adds."""
     plan, jaxpr = built.plan, built.traced.jaxpr.jaxpr
-    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # the program takes no argument without effect
+    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # the compiled program drops unused arguments
     leaves, tree = jax.tree.flatten((built.state, built.batch, built.hparams))
     leaves = [leaf if is_used else None for leaf, is_used in zip(leaves, used, strict=True)]
     state, batch, hparams = tree.unflatten(leaves)
     weights, micro_batches = built.state.weights.trainable, plan.accumulation.micro_batches
     gradients = device_bytes(weights)
-    if micro_batches > 1:  # their sum too
+    if micro_batches > 1:  # plus the accumulated sum
         gradients += device_bytes(jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), weights))
-    # One tile of one micro-batch, in the dtype of products, which TPU and GPU keep.
+    # One tile of one micro-batch in the matmul dtype, as TPUs and GPUs store it.
     logits = built.tokens // micro_batches // plan.step.num_vocab_tiling * plan.spec.padded_vocab_size
     logits *= jnp.dtype(plan.spec.dtype).itemsize
     return Memory(
@@ -62,7 +62,7 @@ def memory(built: TracedStep) -> Memory:
             "scalars": device_bytes((state.step, state.spikes, hparams)),
         },
         temporaries={
-            KEPT: _kept_bytes(built),
+            SAVED: _saved_bytes(built),
             LOGITS: 2 * (logits // math.prod(plan.layout.shards(axis) for axis in ("batch", "length", "vocab"))),
             "gradients": gradients,
             "a block's weights, gathered": _gathered_bytes(built.plan),
@@ -73,7 +73,7 @@ def memory(built: TracedStep) -> Memory:
 
 
 def scores_bytes(built: TracedStep) -> int:
-    """Returns the bytes of the scores that a layer's attention holds on a device at a time; 0 for a fused kernel."""
+    """Returns the bytes of attention scores that a layer holds on a device at one time; 0 for a fused kernel."""
     plan, layout, (rows, length) = built.plan, built.plan.layout, built.batch["tokens"].shape
     whole, tile = length * length // layout.shards("length"), TILE[layout.platform] ** 2
     pairs = {"dot_product": whole, "blocked": min(whole, tile)}.get(plan.kernel, 0)
@@ -83,7 +83,7 @@ def scores_bytes(built: TracedStep) -> int:
 
 
 def device_bytes(tree: Any, on_host: bool = False) -> int:
-    """Returns the bytes of one device's parts of arrays in its memory, or in host memory; an unsharded one is whole."""
+    """Counts one device's bytes of arrays in its memory, or in host memory; unsharded arrays count whole."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
@@ -93,13 +93,13 @@ def device_bytes(tree: Any, on_host: bool = False) -> int:
     return total
 
 
-def _kept_bytes(built: TracedStep) -> int:
-    # What layers keep is what a loop stacks and the reversed loop reads; layers that are not scanned count as nothing.
+def _saved_bytes(built: TracedStep) -> int:
+    # Loops stack what layers save, and the reversed loop reads it. Layers that are not scanned count as nothing.
     schedule, total = built.plan.execution.schedule, 0
-    for array in _kept(built.traced.jaxpr.jaxpr, set()):
+    for array in _saved(built.traced.jaxpr.jaxpr, set()):
         if array.memory_space != jax.memory.Space.Device:
             continue
-        shape = array.shape[1:]  # of what the loop stacked; a pipeline loops over iterations and within over layers
+        shape = array.shape[1:]  # without the loop dim; a pipeline loops over iterations, and inside over layers
         in_pipeline = schedule and array.shape[0] == schedule.iterations and not _is_activation(built, shape)
         if in_pipeline and _is_activation(built, shape[1:]):
             shape = shape[1:]
@@ -108,13 +108,13 @@ def _kept_bytes(built: TracedStep) -> int:
 
 
 def _shards(built: TracedStep, shape: tuple[int, ...]) -> int:
-    """Returns the number of shards of an array: a weight, or an activation by its rows, tokens, heads, or others."""
+    """Returns an array's number of shards: of a weight, or an activation with its batch, tokens, heads or units."""
     layout, spec = built.plan.layout, built.plan.spec
     if not _is_activation(built, shape):
         return layout.shards("embed")
-    replicas = layout.size(built.plan.accumulation.manual_axes)  # into so many parts it is cut already, in the program
+    replicas = layout.size(built.plan.accumulation.manual_axes)  # the traced program already has it split over these
     batch_shards = layout.shards("batch") // replicas
-    if shape[0] not in _rows(built):  # the parts of all devices of a stage, one after the other
+    if shape[0] not in _rows(built):  # a stage's parts for all devices, concatenated
         return layout.mesh.size // layout.shards("layers") // replicas
     costs = [part for layer in dict.fromkeys(spec.layers) for part in layer_costs(layer).values()]
     sharded = [(axis, sizes) for part in costs for axis, sizes in part.sharded.items()]
@@ -127,8 +127,8 @@ def _shards(built: TracedStep, shape: tuple[int, ...]) -> int:
 
 
 def _is_activation(built: TracedStep, shape: tuple[int, ...]) -> bool:
-    """Returns whether an array's first dim is a micro-batch's rows, or a multiple of its tokens, as for experts."""
-    # Those come from within a `shard_map`; exchange buffers have room for `BUFFER_SLACK` times as many.
+    """Tests whether an array's first dim is a micro-batch's rows, or a multiple of its tokens, as for experts."""
+    # Arrays for experts come from within a `shard_map`; exchange buffers have `BUFFER_SLACK` times the room.
     if not shape:
         return False
     tokens = [rows * built.tokens // built.rows for rows in _rows(built)]
@@ -143,8 +143,8 @@ def _rows(built: TracedStep) -> set[int]:
     return {rows, rows // schedule.micro_batches} if schedule else {rows}
 
 
-def _kept(jaxpr: Jaxpr, stacked: set[Any]) -> Iterator[Any]:
-    """Yields the arrays that a program's loops stack and its reversed loops read; `stacked` are those seen so far."""
+def _saved(jaxpr: Jaxpr, stacked: set[Any]) -> Iterator[Any]:
+    """Yields the arrays that loops stack and reversed loops read; `stacked` are the ones seen so far."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
             body = equation.params["jaxpr"].jaxpr
@@ -154,31 +154,31 @@ def _kept(jaxpr: Jaxpr, stacked: set[Any]) -> Iterator[Any]:
             else:
                 stacked.update(_per_iteration(equation.outvars, body.outvars))
         for inner in jaxprs_in_params(equation.params):
-            in_map = equation.primitive.name == "shard_map"  # a pipeline's two loops are in one each
+            in_map = equation.primitive.name == "shard_map"  # the two loops of a pipeline are each in one
             if in_map:
                 _follow(stacked, equation.invars, inner.invars)
-            yield from _kept(inner, stacked)
+            yield from _saved(inner, stacked)
             if in_map:
                 _follow(stacked, inner.outvars, equation.outvars)
 
 
 def _per_iteration(outside: Sequence[Any], within: Sequence[Any]) -> Iterator[Any]:
-    """Returns those of a loop's variables of which each iteration has an entry."""
+    """Returns the loop variables that have one entry per iteration."""
     return (var for var, entry in zip(outside, within, strict=True) if var.aval.shape != entry.aval.shape)
 
 
 def _follow(variables: set[Any], old: Sequence[Any], new: Sequence[Any]) -> None:
-    """Adds the new names of those of `variables` that are renamed."""
+    """Adds the new names of renamed variables to `variables`."""
     pairs = zip(old, new, strict=True)
     variables.update(name for var, name in pairs if not isinstance(var, Literal) and var in variables)
 
 
 def _block_bytes(built: TracedStep) -> int:
-    """Returns the bytes that products and kernels make in one iteration of a reversed loop: recomputed, gradients."""
+    """Returns the most bytes of matmul and kernel outputs in one iteration of a reversed loop, with gradients."""
     blocks = [
         sum(
             array.size * array.dtype.itemsize // _shards(built, array.shape)
-            for array in _products(body)
+            for array in _matmuls(body)
             if _is_activation(built, array.shape)
         )
         for body in _backward_bodies(built.traced.jaxpr.jaxpr)
@@ -186,13 +186,13 @@ def _block_bytes(built: TracedStep) -> int:
     return max(blocks, default=0)
 
 
-def _products(jaxpr: Jaxpr) -> Iterator[Any]:
+def _matmuls(jaxpr: Jaxpr) -> Iterator[Any]:
     for equation in jaxpr.eqns:
-        if equation.primitive.name in _PRODUCTS:
+        if equation.primitive.name in _STORED:
             yield from (var.aval for var in equation.outvars)
         elif equation.primitive.name in _WRAPPERS:
             for inner in jaxprs_in_params(equation.params):
-                yield from _products(inner)
+                yield from _matmuls(inner)
 
 
 def _backward_bodies(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
@@ -204,7 +204,7 @@ def _backward_bodies(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
 
 
 def _gathered_bytes(plan: StepPlan) -> int:
-    """Returns the bytes of the largest block's weights in the compute dtype, gathered along what `embed` shards."""
+    """Returns the bytes of the largest block's weights in the compute dtype, gathered along axes that shard `embed`."""
     shardings, axes, blocks = by_path(plan.shardings), by_path(plan.axes), dict[Any, int]()
     for path, leaf in by_path(plan.shapes).items():
         if path[0] == "segments":

@@ -1,8 +1,8 @@
-"""Profiles by which XLA's scheduler for GPUs knows how long kernels and collectives take (docs/profiling.md).
+"""Profile-guided latency estimation (PGLE): measured kernel times for XLA's GPU scheduler (docs/profiling.md).
 
-The scheduler estimates that by itself. Profile-guided latency estimation (PGLE) measures it in a run: `pgle=collect`
-writes a profile, by which `pgle_profile` compiles; `pgle=auto` has JAX do both in one run. XLA takes no notice of a
-profile that it cannot read or that is of another program, and says nothing, so a file names the program that it is of.
+By default the scheduler estimates latencies. PGLE measures them in a run: `pgle=collect` writes a profile, and
+`pgle_profile` compiles with it; with `pgle=auto` JAX does both in one run. XLA silently ignores a profile that it
+cannot read or that belongs to another program, so the file names its program.
 """
 
 import hashlib
@@ -30,30 +30,32 @@ from src.system.errors import UserError, say
 
 PROFILE_FILE = FileKind("pgle_profile", b"MinText PGLE profile, format 1\n", "src.train pgle=collect", "collected")
 EMPTY = (
-    "the profile of the step is empty. Likely another profiler has the GPU's counters (CUPTI takes one at a time): "
-    "Nsight Systems, a monitor of the cluster such as DCGM, or another process that profiles. End it, or set pgle to "
+    "the profile of the step is empty. Probably another profiler uses the GPU's counters (CUPTI allows one at a time): "
+    "Nsight Systems, a cluster monitor such as DCGM, or another profiling process. Stop it, or set pgle to "
     'empty ("")'
 )
-PGLE_STEPS = 3  # that are profiled, after the first, which loads kernels and sets up communication
-Step = Callable  # of (state, batch, hparams), as `train_step`
+PGLE_STEPS = 3  # number of profiled steps, after the first one, which loads kernels and sets up communication
+Step = Callable  # called with (state, batch, hparams), as `train_step` is
 
 
 def chosen_step(keys: Aot, built: TracedStep, header: Header, folder: epath.Path, exits: ExitStack) -> Step:
     """Returns the run's step: loaded from a file, or compiled here as `pgle` and `pgle_profile` say.
 
-    `folder` is the run's; `exits` takes what is to be closed at its end. Raises UserError if a file is not of the
-    program of `header`, PGLE asked for elsewhere than on a GPU, or a product wider than `quantization` says.
+    `folder` is the run's folder; `exits` collects what to close when the run ends. Raises UserError if a file belongs
+    to another program than `header` describes, if PGLE is requested without a GPU, or if a matmul is wider than
+    `quantization` asks for.
     """
     if keys.compiled_trainstep_file and keys.pgle_profile:
         raise UserError(
-            f"pgle_profile={keys.pgle_profile}: the step of compiled_trainstep_file is compiled already. Give "
-            "src.train_compile the profile, and src.train the step alone"
+            f"pgle_profile={keys.pgle_profile}: the step in compiled_trainstep_file is already compiled. Give "
+            "src.train_compile the profile, and src.train only the step"
         )
     if keys.compiled_trainstep_file:
         return load(keys.compiled_trainstep_file, header, built)
     check_platform(keys, built.plan.layout.platform)
     if keys.pgle == "auto":
-        if built.plan.quantization.kind:  # JAX compiles where no one can look, but the same products
+        # JAX compiles internally, out of our reach: check a separate compilation of the same matmuls.
+        if built.plan.quantization.kind:
             eight_bits.compiled(built)
         return _automatic(built.train)
     lowered = built.traced.lower()
@@ -71,46 +73,46 @@ def chosen_step(keys: Aot, built: TracedStep, header: Header, folder: epath.Path
 
 
 def check_platform(keys: Aot, platform: str) -> None:
-    """Raises UserError if PGLE is asked for on another platform than a GPU."""
+    """Raises UserError if PGLE is requested on a platform other than GPU."""
     for key, value in (("pgle", keys.pgle), ("pgle_profile", keys.pgle_profile)):
         if value and platform != "gpu":
-            raise UserError(f"{key}={value} is for NVIDIA GPUs, and this is {platform}: leave {key} empty")
+            raise UserError(f"{key}={value} needs an NVIDIA GPU, but the platform is {platform}: leave {key} empty")
 
 
 def options(path: str, header: Header) -> dict[str, bytes]:
-    """Returns the compiler's option for the profile at `path`; raises UserError if it is not of this program."""
+    """Builds the compiler option for the profile at `path`; raises UserError if it belongs to another program."""
     return {"fdo_profile": read_file(PROFILE_FILE, path, header)}
 
 
 def check_used(path: str, option: Mapping[str, bytes], text: str) -> None:
-    """Raises UserError if `text`, compiled with `options` of `path`, has few of the instructions that have times."""
+    """Raises UserError if the compiled `text` has fewer than half of the instructions timed in the profile."""
     names = set(profiled(option["fdo_profile"]))
-    # The profiler writes the program's digest from before its schedule in front of a name; XLA takes no other's.
+    # The profiler prefixes names with the program's digest before scheduling; XLA ignores other digests.
     digest = re.search(r'fingerprint_before_lhs="(\w+)"', text)
     instructions = {name.removeprefix(f"{digest[1]}::") for name in names} if digest else names
     used = sum(f"%{name} = " in text for name in instructions)
     if used < len(names) / 2:
         raise UserError(
-            f"pgle_profile={path} has times of {len(names):,} instructions, of which {used:,} are in this "
-            "program: XLA made another of the same step. Collect the profile where it is used"
+            f"pgle_profile={path} has times for {len(names):,} instructions, of which {used:,} are in this "
+            "program: XLA compiled the step differently. Collect the profile on the machines that use it"
         )
-    say([f"compiled by the profile {path}: {used:,} of its {len(names):,} instructions are in the program"])
+    say([f"compiled with the profile {path}: {used:,} of its {len(names):,} instructions are in the program"])
 
 
 def profiled(profile: bytes) -> Iterator[str]:
-    """Yields the instructions that a ProfiledInstructionsProto has times of, `NAME` or `DIGEST::NAME`."""
+    """Yields the names of the instructions timed in a ProfiledInstructionsProto, `NAME` or `DIGEST::NAME`."""
     for entry in _fields(profile):
         if entry.field_number == 1:
             yield from (field.data.decode() for field in _fields(entry.data) if field.field_number == 1)
 
 
 def _fields(message: bytes) -> UnknownFieldSet:
-    """Returns the fields of a protocol buffer whose declaration is not here."""
+    """Parses the fields of a protocol buffer without its declaration."""
     return UnknownFieldSet(empty_pb2.Empty.FromString(message))
 
 
 def _automatic(train_step: Step) -> Step:
-    """Returns the step as JAX profiles it in its first calls, and then compiles it again by what it measured."""
+    """Wraps the step so that JAX profiles its first calls, then compiles it again with the measured times."""
     messages: list[str] = []
 
     def step(*arguments):  # noqa: ANN002, ANN202
@@ -120,11 +122,13 @@ def _automatic(train_step: Step) -> Step:
                 result = train_step(*arguments)
             except RuntimeWarning:
                 raise UserError(f"pgle=auto: {EMPTY}") from None
-        for profiler in () if messages else jax_profilers.values():  # of the one function that is called under PGLE
+        for profiler in () if messages else jax_profilers.values():  # only one function is called under PGLE
             if (profile := profiler.collected_fdo) is not None:
-                messages.append(f"pgle=auto: compiled again by times of {len(set(profiled(profile))):,} instructions")
+                messages.append(
+                    f"pgle=auto: compiled again with times for {len(set(profiled(profile))):,} instructions"
+                )
             elif not profiler.is_enabled():
-                messages.append("pgle=auto: jax_cache_dir has the step, compiled by an earlier run's profile")
+                messages.append("pgle=auto: jax_cache_dir has the step, compiled with an earlier run's profile")
             say(messages)
         return result
 
@@ -153,11 +157,11 @@ class _Collector:
         return result
 
     def close(self) -> None:
-        """Ends a profile whose steps have not been made, of a run that goes on near its end or was stopped."""
+        """Stops a profile whose steps did not all run, because the run resumed near its end or was stopped."""
         if 0 < self._calls <= PGLE_STEPS:
             if self._calls > 1 and jax.process_index() == 0:
                 jax.profiler.stop_trace()
-            say([f"pgle=collect wrote no profile: it takes {1 + PGLE_STEPS} steps, this start made {self._calls}"])
+            say([f"pgle=collect wrote no profile: it needs {1 + PGLE_STEPS} steps, and this start ran {self._calls}"])
 
     def _write(self) -> None:
         (session,) = (Path(self._traced.name) / "plugins" / "profile").iterdir()
@@ -166,4 +170,4 @@ class _Collector:
         if not set(profiled(profile)):
             raise UserError(f"pgle=collect: {EMPTY}")
         write_file(PROFILE_FILE, str(self._path), self._header, profile)
-        say([f"a profile of {PGLE_STEPS} steps is written: compile by it with pgle_profile={self._path}"])
+        say([f"wrote a profile of {PGLE_STEPS} steps: compile with it by pgle_profile={self._path}"])

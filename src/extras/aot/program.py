@@ -1,7 +1,8 @@
-"""A compiled training step as a file: `src.train_compile` saves it, `src.train` runs it without compiling.
+"""A compiled training step as a file: `src.train_compile` saves it, and `src.train` runs it without compiling.
 
-It has a line that says what it is; one with the digest and the number of the bytes that follow; the header, a JSON
-object that says what the program is for; and the program, a pickle that JAX made. The digest tells damage, not intent.
+The file has a line naming its format; a line with the digest and size of the rest; the header, a JSON object that
+describes what the program was compiled for; and the program, a pickle made by JAX. The digest detects damage, not
+tampering.
 """
 
 import hashlib
@@ -37,19 +38,19 @@ Header = dict[str, Any]
 
 
 class FileKind(NamedTuple):
-    """A kind of file that belongs to one program."""
+    """A kind of file that belongs to one compiled program."""
 
-    key: str  # that names such a file
+    key: str  # the config key that takes its path
     first_line: bytes
     maker: str  # the command that writes it
-    verb: str  # what was done to make it
+    verb: str  # past participle for messages
 
 
 STEP_FILE = FileKind(
     "compiled_trainstep_file", b"MinText compiled training step, format 2\n", "src.train_compile", "compiled"
 )
 
-# All that a pickled step is made of, in JAX 0.10.2 and 0.11.2, on CPU, TPU and GPU.
+# All classes and functions in a pickled step, in JAX 0.10.2 and 0.11.2, on CPU, TPU and GPU.
 # fmt: off
 PICKLED = frozenset((
     "jax.P", "jax._src.core.ManualAxisType", "jax._src.core.MemorySpace", "jax._src.core.ShapedArray",
@@ -61,8 +62,8 @@ PICKLED = frozenset((
 ))
 # fmt: on
 
-# Settings of JAX that change how it compiles a step; of those that change how it traces one, which the program's digest
-# sees too, the ones that users set.
+# JAX settings that change how it compiles a step. Of the settings that change tracing, which the program's digest also
+# sees, only those that users set.
 # fmt: off
 JAX_SETTINGS = (
     "jax_disable_most_optimizations", "jax_exec_time_optimization_effort", "jax_memory_fitting_effort",
@@ -73,8 +74,8 @@ JAX_SETTINGS = (
 )
 # fmt: on
 
-# Keys of a header's sections that have no part in the compiled step. Whether a program is the wrong one its digest
-# says; this only keeps the list of reasons short.
+# Header keys that do not affect the compiled step. The program's digest decides whether a program matches; leaving
+# these out only keeps the list of differences short.
 # fmt: off
 RUN_TIME_KEYS = frozenset((
     "jax_cache_dir", "learning_rate", "lr_schedule_type", "learning_rate_schedule_steps", "warmup_steps_fraction",
@@ -86,15 +87,15 @@ RUN_TIME_KEYS = frozenset((
 ))
 # fmt: on
 
-# Parts of a header that are JSON objects, each value of which has to be the same.
+# Header parts that are JSON objects whose values must all match.
 COMPARED = ("devices", "mesh", "versions", "compiler_options", "environment", "jax_config")
 
 
 def header(built: TracedStep, *sections: Model | Step | BatchKeys | Mesh) -> Header:
-    """Returns what the program of a step depends on, as a JSON object: another header, another program.
+    """Builds the header: everything a step's program depends on, as a JSON object.
 
     `program` is the digest of the traced step, which any change of MinText's code or of a key changes; `config`, the
-    keys of `sections` of the configuration, only explains such a change.
+    keys of the config's `sections`, only serves to explain such a change.
     """
     mesh = built.plan.layout.mesh
     devices = list(mesh.devices.flat)
@@ -108,7 +109,7 @@ def header(built: TracedStep, *sections: Model | Step | BatchKeys | Mesh) -> Hea
             "count": len(devices),
             "slices": count_slices(devices),
             "processes": len({device.process_index for device in devices}),
-            # Where on the network each place of the mesh is: the program sends along those links.
+            # Network position of each device in the mesh: the program sends along those links.
             "order": _digest(str([(device.id, *getattr(device, "coords", ())) for device in devices]))[:16],
             **({"processor": _processor()} if platform == "cpu" else {}),
         },
@@ -116,7 +117,7 @@ def header(built: TracedStep, *sections: Model | Step | BatchKeys | Mesh) -> Hea
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", *packages) if name in installed},
         "compiler_options": dict(built.compiler_options),
         "environment": environment_flags(),
-        # Those that this version of JAX has.
+        # Only settings that this version of JAX has.
         "jax_config": {name: str(jax.config.values[name]) for name in JAX_SETTINGS if name in jax.config.values},
         "program": _digest(program_text(built.traced, kernel_text)),
         "config": {
@@ -134,14 +135,14 @@ def _digest(text: str) -> str:
 
 
 def _describe(leaf: Any) -> str:
-    sharding = getattr(leaf, "sharding", None)  # the hyper-parameters are numbers, on every device
+    sharding = getattr(leaf, "sharding", None)  # hyperparameters are numbers, replicated on every device
     return f"{leaf.dtype}{list(leaf.shape)} sharded {tuple(sharding.spec) if sharding else ()}"
 
 
 def _processor() -> str:
-    """Returns this machine's processor, whose instructions XLA's CPU backend compiles for."""
+    """Describes this machine's processor, whose instruction sets XLA's CPU backend compiles for."""
     information = Path("/proc/cpuinfo")
-    if not information.exists():  # no Linux
+    if not information.exists():  # not Linux
         return platform.processor()
     fields = dict(re.findall(r"(?m)^(\w[\w ]*?)\s*: (.+)$", information.read_text()))
     instructions = fields.get("flags") or fields["Features"]  # x86 or ARM
@@ -149,7 +150,7 @@ def _processor() -> str:
 
 
 def kernel_text(bytecode: bytes) -> str:
-    """Returns a Pallas kernel as text, which unlike its serialised form does not name its source files."""
+    """Renders a Pallas kernel as text, which unlike its serialized form does not contain source file names."""
     with ir.Context() as context:
         tpu.register_dialect(context)
         triton.register_dialect(context)
@@ -158,7 +159,7 @@ def kernel_text(bytecode: bytes) -> str:
 
 
 def differences(saved: Header, current: Header) -> list[str]:
-    """Returns a line for each difference between a file's header and this run's; none for the same program."""
+    """Lists the differences between a file's header and this run's, a line each; empty if the program is the same."""
     if {**saved, "config": None} == {**current, "config": None}:
         return []
     lines = []
@@ -166,9 +167,9 @@ def differences(saved: Header, current: Header) -> list[str]:
         lines += _changes(saved["config"], current["config"])
     for section in COMPARED:
         lines += _changes(saved[section], current[section], f"{section}.")
-    # A wider model changes every argument of the step.
+    # A wider model changes every argument of the step: show only a few.
     lines += first_few(_changes(saved["arguments"], current["arguments"]), "\n").splitlines()
-    changed = "the code of MinText, of a package or of your `loss`, or a setting of JAX, has changed"
+    changed = "MinText's code, a package, your `loss` or a JAX setting has changed"
     return lines or [f"the step itself: no key differs, so {changed}"]
 
 
@@ -178,21 +179,21 @@ def _changes(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str =
 
 
 def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
-    """Writes the program with its header to `path`; raises UserError where nothing can be written there."""
-    # XLA's CPU backend saves of such a program but its outline: it loads, and then fails in its first step.
+    """Writes the program with its header to `path`; raises UserError if the path is not writable."""
+    # For a cached program, XLA's CPU backend serializes only an outline, which loads but fails in its first step.
     assert not jax.config.jax_enable_compilation_cache, "the program may be one that the compilation cache kept"
-    # It keeps alive the Python functions of custom partitioning (cuDNN's attention has it), which XLA has called by now
-    # and which can't be pickled.
+    # This keeps the Python callbacks of custom partitioning alive (cuDNN's attention uses it). XLA has already called
+    # them, and they can't be pickled.
     compiled._executable._unloaded_executable.keepalive = None
     program, _, _ = serialize_executable.serialize(compiled)
     write_file(STEP_FILE, path, header, program)
 
 
 def load(path: str, header: Header, built: TracedStep) -> jax.stages.Compiled:
-    """Returns the program at `path`, to be called as `built.train` is; raises UserError if it is none for `header`."""
+    """Loads the program at `path`, to be called like `built.train`; raises UserError if it does not match `header`."""
     where = f"compiled_trainstep_file={path}"
     program = read_file(STEP_FILE, path, header)
-    # In the mesh's order: the devices' own order is JAX's default, with which a mesh of another ends the process.
+    # Use the mesh's order: JAX defaults to the devices' own order, and a mesh in another order would crash the process.
     devices = tuple(built.plan.layout.mesh.devices.flat)
     try:
         unloaded, arguments, no_kwargs = _Unpickler(io.BytesIO(program), devices[0].client, devices).load()
@@ -201,49 +202,49 @@ def load(path: str, header: Header, built: TracedStep) -> jax.stages.Compiled:
         return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
     except jax.errors.JaxRuntimeError as error:
         raise UserError(f"{where}: these devices do not load it: {error}") from None
-    except Exception as error:  # a pickle of something else may fail in any way
+    except Exception as error:  # unpickling something else may fail in any way
         raise UserError(
-            f"{where} is none of ours, though its digest is right: {type(error).__name__}: {error}. "
+            f"{where} was not written by MinText, though its digest is right: {type(error).__name__}: {error}. "
             "It is not loaded; src.train_compile writes one."
         ) from error
 
 
 class _Unpickler(serialize_executable._JaxPjrtUnpickler):
-    """JAX's unpickler, which puts in devices and the program; it looks up no name but those a step is made of."""
+    """JAX's unpickler, which fills in devices and the program; it only accepts the names a step is made of."""
 
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" not in PICKLED:
-            raise pickle.UnpicklingError(f"it holds {module}.{name}, which no step does")
+            raise pickle.UnpicklingError(f"it contains {module}.{name}, which no step does")
         return super().find_class(module, name)
 
 
 def write_file(kind: FileKind, path: str, header: Header, content: bytes) -> None:
-    """Writes content that belongs to the program of `header`; raises UserError where nothing can be written there."""
+    """Writes content for the program of `header`; raises UserError if the path is not writable."""
     body = json.dumps(header, indent=1).encode() + b"\n" + content
     write_output(kind.key, path, kind.first_line + _second_line(body) + body)
 
 
 def read_file(kind: FileKind, path: str, header: Header) -> bytes:
-    """Returns the content of a file of `write_file`; raises UserError where it is none, damaged or not of `header`."""
+    """Reads a file from `write_file`; raises UserError if it is foreign, damaged, or does not match `header`."""
     where, not_loaded = f"{kind.key}={path}", f"It is not loaded; {kind.maker} writes one."
     try:
         whole = epath.Path(path).expanduser().read_bytes()
-    except Exception as error:  # each store's client has its own types
+    except Exception as error:  # each store's client raises its own types
         raise UserError(f"{where}: cannot read it: {type(error).__name__}: {error}") from error
-    foreign = f"{where} is none of ours, though its digest is right: "
+    foreign = f"{where} was not written by MinText, though its digest is right: "
     saved_text, _, content = _checked(where, whole, kind).partition(b"\n}\n")
     try:
         saved = json.loads(saved_text + b"}")
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{foreign}its header is no JSON: {error}. {not_loaded}") from None
+        raise UserError(f"{foreign}its header is not JSON: {error}. {not_loaded}") from None
     parts = {**dict.fromkeys((*COMPARED, "config", "arguments"), dict), "program": str}
     if not isinstance(saved, dict) or not all(isinstance(saved.get(part), kind) for part, kind in parts.items()):
         raise UserError(f"{foreign}its header is not a step's. {not_loaded}")
     if lines := differences(saved, header):
         listed = "\n".join(f"  {line}" for line in lines)
         raise UserError(
-            f"{where} was {kind.verb} for another run than this:\n{listed}\n"
-            f"Make one for this (python -m {kind.maker}), or leave {kind.key} empty."
+            f"{where} was {kind.verb} for a different run:\n{listed}\n"
+            f"Make one for this run (python -m {kind.maker}), or leave {kind.key} empty."
         )
     return content
 
@@ -256,7 +257,7 @@ def _checked(where: str, content: bytes, kind: FileKind) -> bytes:
             f"expected {kind.first_line.decode().strip()!r}"
         )
     if second_line + b"\n" != _second_line(body):
-        raise UserError(f"{where} is cut off or damaged: its digest is not the one it was written with. Copy it again.")
+        raise UserError(f"{where} is truncated or damaged: its digest does not match. Copy it again.")
     return body
 
 

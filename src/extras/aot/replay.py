@@ -1,8 +1,8 @@
-"""Replays the schedule of a GPU's program on two streams, one of which computes while the other communicates.
+"""Replays the schedule of a GPU program on two streams, one for compute and one for communication.
 
-The compiler's order says what runs while a collective is under way, which a roofline (roofline.py) can only
-assume. Products take their operations, all else its bytes, and collectives what is sent, each at the roofline's rates;
-where the next instruction needs what a collective brings, the computation waits for it.
+The compiler's order shows what runs during a collective, which a roofline (roofline.py) can only assume. Matmuls are
+timed by their operations, everything else by its bytes, and collectives by the bytes sent, each at the roofline's
+rates. If the next instruction needs the result of a collective, the compute stream waits for it.
 """
 
 import math
@@ -19,9 +19,9 @@ from src.extras.aot.roofline import COMPUTE_REACHED, MEMORY_REACHED
 from src.parallel.topology import Chip
 
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
-# Of cuDNN's attention [B, N, T, H]: products of T x T x H a head, forward, and backward with the scores once more.
-_ATTENTION_PRODUCTS = {"fmha": 2, "Backward": 5}
-_SCRATCH = re.compile(r"[su]8\[\d+\]")  # a library's room to work in, of which it uses a part
+# cuDNN's attention [B, N, T, H] in matmuls of T x T x H per head: forward, and backward, which recomputes the scores.
+_ATTENTION_MATMULS = {"fmha": 2, "Backward": 5}
+_SCRATCH = re.compile(r"[su]8\[\d+\]")  # a library's workspace, of which it uses a part
 
 
 class Replay(NamedTuple):
@@ -29,16 +29,16 @@ class Replay(NamedTuple):
 
     step_seconds: float
     compute_seconds: float  # in which the first stream is busy
-    communication_seconds: float  # in which the second is
+    communication_seconds: float  # in which the second stream is busy
 
     @property
     def exposed_seconds(self) -> float:
-        """Returns the computation's wait for communication."""
+        """Time that the compute stream waits for communication."""
         return self.step_seconds - self.compute_seconds
 
 
 def replay(text: str, mesh: Mesh, chip: Chip, peak: float) -> Replay:
-    """Replays `compiled.as_text()`, a program for GPUs of `mesh` that do `peak` bfloat16 operations per second."""
+    """Replays `compiled.as_text()`, a program for GPUs of `mesh` with `peak` bfloat16 operations per second."""
     computations, entry = hlo.parse(text)
     wire: Counter[str] = Counter()
     for moved in hlo.collectives(text, mesh):
@@ -55,9 +55,9 @@ class _Clock(NamedTuple):
     peak: float
 
     def run(self, name: str) -> Replay:
-        """Replays a computation from its first instruction to its last."""
-        now = free = computed = sent = 0.0  # the two streams' clocks, and how long each was busy
-        arrives: dict[str, float] = {}  # of collectives that have begun
+        """Replays a computation from its first to its last instruction."""
+        now = free = computed = sent = 0.0  # the two streams' clocks, and their busy time
+        arrives: dict[str, float] = {}  # end times of collectives that have started
         computation = self.computations[name]
         for instruction in computation.values():
             if instruction.name in self.wire:
@@ -77,13 +77,13 @@ class _Clock(NamedTuple):
                 computed += times * longest.compute_seconds
                 sent += times * longest.communication_seconds
             elif instruction.opcode not in _FREE:
-                products = self.operations(instruction, computation) / COMPUTE_REACHED
-                seconds = max(products, self.moved(instruction, computation))
+                matmul_seconds = self.operations(instruction, computation) / COMPUTE_REACHED
+                seconds = max(matmul_seconds, self.moved(instruction, computation))
                 now, computed = now + seconds, computed + seconds
         return Replay(max(now, free), computed, sent)
 
     def operations(self, instruction: Instruction, computation: Computation) -> float:
-        """Returns the seconds of an instruction's products at the full peak; 0 where it has none."""
+        """Returns the seconds of an instruction's matmuls at peak; 0 without matmuls."""
         if instruction.opcode == "fusion":
             inner = self.computations[hlo.callees(instruction)[0]]
             return sum(self.operations(each, inner) for each in inner.values())
@@ -92,18 +92,18 @@ class _Clock(NamedTuple):
             dtype, left = first_array(computation[instruction.operands[0]].type)
             named = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?([\d,"]+)', instruction.attributes)[1]
             contracted = math.prod(left[int(dim)] for dim in re.findall(r"\d+", named))
-            bits = int(re.search(r"\d+", dtype)[0])  # twice the rate with half the bits
+            bits = int(re.search(r"\d+", dtype)[0])  # half the bits run at twice the rate
             return 2 * math.prod(first_array(instruction.type)[1]) * contracted / self.peak * bits / 16
         if target and "fmha" in target[1]:
             B, T, N, H = first_array(computation[instruction.operands[0]].type)[1]
             S = first_array(computation[instruction.operands[1]].type)[1][1]
-            products = _ATTENTION_PRODUCTS["Backward" if "Backward" in target[1] else "fmha"]
+            matmuls = _ATTENTION_MATMULS["Backward" if "Backward" in target[1] else "fmha"]
             half = 0.5 if re.search(r'"mask_type": ?"\w*CAUSAL"', instruction.attributes) else 1.0
-            return 2 * products * B * N * T * S * H * half / self.peak
+            return 2 * matmuls * B * N * T * S * H * half / self.peak
         return 0.0
 
     def moved(self, instruction: Instruction, computation: Computation) -> float:
-        """Returns the seconds to read the operands and write the results; of a sliced array the slice counts."""
+        """Returns the seconds to read operands and write results; for a sliced array, only the slice."""
         reads = [type_bytes(computation[name].type) for name in instruction.operands if name in computation]
         writes = type_bytes(_SCRATCH.sub("", instruction.type))
         if instruction.opcode == "fusion":
@@ -117,7 +117,7 @@ class _Clock(NamedTuple):
 
 
 def _read(array: Instruction, computation: Computation) -> int:
-    """Returns the bytes that a fusion reads of one of its arrays."""
+    """Counts the bytes that a fusion reads from one of its input arrays."""
     users = [each for each in computation.values() if array.name in each.operands]
     read = 0
     for user in users:

@@ -1,4 +1,4 @@
-"""Reports on a compiled step, as a JSON object and as lines to read."""
+"""Reports on a compiled step, as a JSON object and as lines to print."""
 
 import dataclasses
 import math
@@ -26,17 +26,17 @@ from src.system.errors import UserError
 
 Report = dict[str, Any]
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# How the TPU compiler says what a program would need; its "temporaries" have the arguments too.
+# How the TPU compiler reports the memory a program would need; its "temporaries" include the arguments.
 TOTAL = re.compile(r"(?:HLO temporaries \(|Total hbm usage >= |Used )([\d.]+)([KMGT])")
 
 
 def make_report(
     topology: Topology, built: TracedStep, compiled: jax.stages.Compiled | None, refusal: str, seconds: dict[str, float]
 ) -> Report:
-    """Returns the report without `changes`; bytes and FLOPs are per device.
+    """Builds the report, without `changes`; bytes and FLOPs are per device.
 
-    `compiled` is None where the compiler refused the step for lack of memory, with the message `refusal`. `seconds` are
-    those that tracing, lowering and compiling took.
+    `compiled` is None if the compiler ran out of memory, with the message `refusal`. `seconds` are the times of
+    tracing, lowering and compiling.
     """
     plan, work = built.plan, work_of(built)
     report = {
@@ -69,7 +69,7 @@ def make_report(
         report["collectives"] = [dataclasses.asdict(collective) for collective in communication]
         chip = topology.chip
         if not chip:
-            report["no_prediction"] = "nothing is published of a CPU's rates"
+            report["no_prediction"] = "there are no published rates for CPUs"
         elif peak := run_peak(chip.kind, plan.spec.dtype, plan.step.matmul_precision):
             low_peak = peak_flops(chip.kind, plan.quantization.kind)
             report["prediction"] = predict(work, chip, peak, communication, low_peak)._asdict()
@@ -77,14 +77,14 @@ def make_report(
                 replayed = replay(compiled.as_text(), plan.layout.mesh, chip, peak)
                 report["replay"] = replayed._asdict() | {"exposed_seconds": replayed.exposed_seconds}
         else:
-            report["no_prediction"] = f"no peak rate of a {chip.kind} is published for dtype={plan.spec.dtype}"
+            report["no_prediction"] = f"there is no published peak rate of a {chip.kind} for dtype={plan.spec.dtype}"
     return report
 
 
 def device_memory(topology: Topology, built: TracedStep, compiled: jax.stages.Compiled | None, refusal: str) -> Report:
-    """Returns a device's needed bytes, capacity and parts; `needed` is a lower bound where the compiler failed."""
+    """Returns a device's needed bytes, capacity and parts; `needed` is a lower bound if the compiler failed."""
     parts, capacity = memory(built), device_capacity(topology)
-    kept_on_host = 0
+    saved_on_host = 0
     if compiled:
         stats = compiled.memory_analysis()
         sizes = {
@@ -94,11 +94,11 @@ def device_memory(topology: Topology, built: TracedStep, compiled: jax.stages.Co
             "donated": stats.alias_size_in_bytes,
             "program": stats.generated_code_size_in_bytes,
         }
-        if topology.platform != "cpu":  # where it counts arguments alone
+        if topology.platform != "cpu":  # on a CPU the peak covers only the arguments
             sizes["peak"] = stats.peak_memory_in_bytes
-        kept_on_host = stats.host_temp_size_in_bytes
-        # A TPU's compiler refuses what it finds no place for, and its "temporaries" have what a loop carries twice.
-        # Elsewhere: outputs that take the place of donated arguments need no memory.
+        saved_on_host = stats.host_temp_size_in_bytes
+        # The TPU compiler rejects programs that don't fit, and its "temporaries" count loop carries twice. Elsewhere,
+        # outputs that reuse donated arguments need no memory.
         in_all = sizes["arguments"] + sizes["temporaries"] + sizes["outputs"] - sizes["donated"]
         needed = sizes["peak"] if topology.platform == "tpu" else in_all
     else:
@@ -114,33 +114,33 @@ def device_memory(topology: Topology, built: TracedStep, compiled: jax.stages.Co
         "fits": compiled is not None and (capacity is None or needed <= capacity),
         "argument_parts": parts.arguments,
         "temporary_parts": parts.temporaries,
-        "host": {"optimizer": parts.on_host, "kept for the backward pass": kept_on_host},
+        "host": {"optimizer": parts.on_host, "kept for the backward pass": saved_on_host},
     }
 
 
 def device_capacity(topology: Topology) -> int | None:
-    """Returns the bytes a program may use, None for a CPU; raises UserError for a wrong fraction in the environment."""
+    """Returns the bytes a program may use, None for a CPU; raises UserError for a bad fraction in the environment."""
     if topology.platform != "gpu":
         return topology.chip.memory if topology.chip else None
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     chosen = [(name, os.environ[name]) for name in names if os.environ.get(name)]
     if len(chosen) > 1:
-        raise UserError(f"{' and '.join(names)} are both set, and JAX takes one: unset the second")
+        raise UserError(f"{' and '.join(names)} are both set, but JAX accepts one: unset the second")
     name, typed = chosen[0] if chosen else ("", GPU_MEMORY_FRACTION)
     try:
         fraction = float(typed)
     except ValueError:
         fraction = math.nan
     if not 0 < fraction < math.inf:
-        raise UserError(f"{name}={typed} in the environment: expected a part of a GPU's memory, such as 0.9")
+        raise UserError(f"{name}={typed} in the environment: expected a fraction of a GPU's memory, such as 0.9")
     return int(topology.chip.memory * fraction)
 
 
 def verdict(report: Report) -> str:
-    """Returns a sentence that says whether the step fits its devices."""
+    """States in one sentence whether the step fits its devices."""
     memory = report["memory"]
     if memory["capacity"] is None:
-        return "it compiles; a CPU's memory is not judged"
+        return "it compiles; memory is not checked for CPUs"
     words = f"{readable(memory['needed'])} of {readable(memory['capacity'])} per device"
     if memory["fits"]:
         return f"fits: {words}, {readable(memory['left'])} left"
@@ -148,14 +148,14 @@ def verdict(report: Report) -> str:
 
 
 def lines(report: Report) -> Iterator[tuple[str, str]]:
-    """Yields a report as names and values."""
+    """Yields a report as (name, value) pairs to print."""
     slices = describe(report["topology"], report["slices"])
     yield "topology", f"{slices}: {report['devices']:,} x {report['device_kind']}"
     yield "mesh", describe_mesh(report["mesh"])
     active = report["active_parameters"]
-    a_token = f", of which a token meets {active:,}" if active < report["parameters"] else ""
+    a_token = f", {active:,} active per token" if active < report["parameters"] else ""
     yield "model", f"{report['parameters']:,} parameters{a_token}"
-    ramp = ", the full batch; src.train compiles that of each smaller one" * bool(report["smaller_batches"])
+    ramp = ", the full batch; src.train also compiles a step for each smaller batch" * bool(report["smaller_batches"])
     yield "step", f"{report['rows']:,} rows, {report['tokens']:,} tokens{ramp}"
     plain, scores = report["attention_not_fused"], report["attention_scores"]
     why = f" ({plain})" if plain else ""
@@ -167,7 +167,7 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
     yield "compiled", f"in {duration(sum(report['seconds'].values()))} (seconds: {parts})"
     yield "memory", "\n".join(_memory_lines(report["memory"]))
     flops = report["flops"]
-    again = f"; {flops['recomputed']:.4g} more are computed again" if flops["recomputed"] else ""
+    again = f"; {flops['recomputed']:.4g} more are recomputed" if flops["recomputed"] else ""
     yield "FLOPs", f"{flops['model']:.4g} per device (attention causal; {flops['model_palm']:.4g} as in PaLM){again}"
     if report.get("collectives"):
         yield "collectives", "\n".join(_collective_lines(report["collectives"]))
@@ -178,8 +178,10 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
         words += f"\nseconds for each: {times}; {prediction['bound']} takes the most"
         if replayed := report.get("replay"):
             waited, sent = replayed["exposed_seconds"], replayed["communication_seconds"]
-            words += f"\n{replayed['step_seconds']:.3g} s by the program's schedule, {waited:.3g} of them waiting for "
-            words += f"communication, which takes {sent:.3g}"
+            words += (
+                f"\n{replayed['step_seconds']:.3g} s by the program's schedule, including {waited:.3g} s waiting for "
+            )
+            words += f"communication, which takes {sent:.3g} s"
         yield "prediction", words
     elif "no_prediction" in report:
         yield "prediction", f"none: {report['no_prediction']}"
@@ -189,20 +191,20 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def describe(topology: str, slices: int) -> str:
-    """Returns the slices or hosts of a topology in words."""
+    """Describes the slices or hosts of a topology."""
     return f"{slices} x {topology}" if slices > 1 else topology
 
 
 def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
     sums = [(memory["arguments"], "arguments", memory["argument_parts"])]
     if "donated" in memory:
-        sums.append((memory["outputs"] - memory["donated"], "outputs that take no argument's place", {}))
-    words = "temporaries, of which by estimate, not all at the same time"
+        sums.append((memory["outputs"] - memory["donated"], "outputs that don't reuse an argument's memory", {}))
+    words = "temporaries (estimated parts, not all live at once)"
     sums.append((memory["temporaries"], words, memory["temporary_parts"]))
     if any(memory["host"].values()):
         sums.append((sum(memory["host"].values()), "in host memory, for each device", memory["host"]))
     if "peak" in memory:
-        sums.append((memory["peak"], "at once, by the compiler's own count", {}))
+        sums.append((memory["peak"], "peak, by the compiler's own count", {}))
     for total, name, parts in sums:
         yield f"{readable(total):>11}  {name}"
         yield from (f"{readable(size):>15}  {part}" for part, size in parts.items() if size)
@@ -219,25 +221,25 @@ def _collective_lines(communication: Sequence[Mapping[str, Any]]) -> Iterator[st
             words = f"{times[kind]:,} per step, each device sends {readable(size)}"
             yield f"{kind[0]:<18} over {kind[1]} ({kind[2]}): {words}"
     if more := sum(each["per_round"] * each["sent_bytes"] for each in communication):
-        yield f"not counted: {readable(more)} for a round of the loops whose rounds the data decide (uneven experts)"
+        yield f"not counted: {readable(more)} per iteration of loops that depend on the data (uneven experts)"
 
 
 def change_lines(report: Report) -> Iterator[str]:
-    """Yields what helps a step that does not fit, as compiled."""
+    """Yields lines on changes, as compiled, that help a step that does not fit."""
     if not any(change["fits"] for change in report["changes"]):
-        yield "nothing that was compiled fits: it takes shorter rows, a smaller model or more devices"
+        yield "no compiled change fits: use shorter sequences, a smaller model or more devices"
     for change in report["changes"]:
         fits = "fits" if change["fits"] else "still too much"
         yield f"{typed(change['keys'])}\n    compiled: {readable(change['compiled'])}, {fits}; {change['cost']}"
 
 
 def typed(keys: Mapping[str, Any]) -> str:
-    """Returns keys as they are typed in a shell."""
+    """Formats keys as a user would type them in a shell."""
     return shlex.join(f"{key}={dump(value)}" for key, value in keys.items())
 
 
 def readable(number: int) -> str:
-    """Returns bytes in the largest unit of which there is at least one."""
+    """Formats bytes in the largest unit that gives at least 1."""
     for letter, factor in reversed(UNITS.items()):
         if number >= factor:
             return f"{number / factor:.2f} {letter}iB"

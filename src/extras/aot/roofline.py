@@ -1,8 +1,8 @@
-"""Predicts how long a step takes from the stated rates of its devices.
+"""Predicts a step's duration from the published rates of its devices.
 
-A device computes matrix products, and between them moves arrays through its memory; both add up. Communication adds
-what is not hidden behind them. The fractions of the stated rates that are reached, and of communication that is hidden,
-are constants, the same for all hardware, models and meshes. docs/aot.md has predictions beside published runs.
+A device computes matmuls, and between them moves arrays through its memory; both times add up. Communication adds what
+does not overlap with them. The reached fractions of published rates and the overlapped fraction of communication are
+constants, the same for all hardware, models and meshes. docs/aot.md compares predictions with published runs.
 """
 
 from collections.abc import Sequence
@@ -21,50 +21,50 @@ from src.model.spec import ModelSpec
 from src.parallel.topology import Chip
 from src.step.build import TracedStep
 
-# Of the stated peak the best products reach 86% on an A100 and 80% on an H100, whose clock falls under load (Bekman,
+# The best matmuls reach 86% of the published peak on an A100 and 80% on an H100, whose clock falls under load (Bekman,
 # "Machine Learning Engineering", maximum achievable matmul FLOPS); on TPUs whole training steps have reached 80%.
 COMPUTE_REACHED = 0.85
-# What a copy in an H100's memory reaches.
+# Fraction that a copy in an H100's memory reaches.
 MEMORY_REACHED = 0.9
 NONE = Quantization()
-# Weights are gathered while the layer before computes; sums of activations have the next product wait for them. How
-# much of either hides, a program does not say: half.
+# Weights are gathered while the previous layer computes, but a sum of activations blocks the next matmul. The program
+# does not show how much of either overlaps: assume half.
 HIDDEN = 0.5
 
 
 class Work(NamedTuple):
-    """The work of one device in a step, without communication."""
+    """One device's work in a step, without communication."""
 
-    model_flops: flops.FlopsPerToken  # of the device's share of the step's tokens
-    recomputed_flops: flops.FlopsPerToken  # which rematerialisation adds
-    whole_scores: bool  # whether attention also computes the scores that its mask hides
-    memory_bytes: float  # read and written between matrix products
-    low_precision: float = 0.0  # the share of the products with layers' weights that are made in 8 bits
-    bubble: float = 0.0  # the fraction of the time in which a pipeline's stage idles
+    model_flops: flops.FlopsPerToken  # for the device's share of the step's tokens
+    recomputed_flops: flops.FlopsPerToken  # added by rematerialization
+    whole_scores: bool  # whether attention also computes masked scores
+    memory_bytes: float  # read and written between matmuls
+    low_precision: float = 0.0  # share of the matmuls with layer weights that run in 8 bits
+    bubble: float = 0.0  # fraction of the time that a pipeline stage is idle
 
 
 class Prediction(NamedTuple):
-    """One step's seconds by resource, and in all, which is less than their sum."""
+    """Seconds of a step per resource, and in total, which is less than their sum because of overlap."""
 
     compute_seconds: float
     memory_seconds: float
     ici_seconds: float
     dcn_seconds: float
     step_seconds: float
-    bound: str  # the resource that takes longest: compute, memory, ici or dcn
-    mfu: float  # of `peak`, so it may exceed 1 with products in 8 bits; causal attention counted once
+    bound: str  # the slowest resource: compute, memory, ici or dcn
+    mfu: float  # relative to `peak`, so 8-bit matmuls may exceed 1; counts causal attention
     mfu_palm: float
 
 
 def predict(
     work: Work, chip: Chip, peak: float, moved: Sequence[Collective], low_peak: float | None = None
 ) -> Prediction:
-    """Predicts a step on devices with `peak` operations per second in products of its dtype, `low_peak` in 8 bits."""
+    """Predicts a step on devices with `peak` matmul operations per second in its dtype, and `low_peak` in 8 bits."""
     model, again = work.model_flops, work.recomputed_flops
     operations = model.palm + again.palm if work.whole_scores else model.causal + again.causal
     low = work.low_precision * (model.layers + again.layers)
     sent = {"ici": 0.0, "dcn": 0.0}
-    for each in moved:  # scaled to all of the device's links: twice as many bytes where half are used
+    for each in moved:  # scaled to all of the device's links: using half of them costs twice the bytes
         sent[each.network] += each.times * each.sent_bytes / each.links
     seconds = {
         "compute": ((operations - low) / peak + low / (low_peak or peak)) / (COMPUTE_REACHED * (1 - work.bubble)),
@@ -84,7 +84,7 @@ def predict(
 
 
 def work_of(built: TracedStep) -> Work:
-    """Returns the work of each device in a traced step."""
+    """Computes the work of each device in a traced step."""
     plan, layout, schedule = built.plan, built.plan.layout, built.plan.execution.schedule
     stages = schedule.stages if schedule else 1
     return step_work(
@@ -97,7 +97,7 @@ def work_of(built: TracedStep) -> Work:
         state_bytes=device_bytes(built.state),
         vocab_tiles=plan.step.num_vocab_tiling,
         quantization=plan.quantization,
-        # Each of a pipeline's micro-batches reads a stage's part of the weights.
+        # Each micro-batch of a pipeline reads a stage's part of the weights.
         micro_batches=plan.accumulation.micro_batches * (schedule.micro_batches / stages if schedule else 1),
     )
 
@@ -115,42 +115,44 @@ def step_work(
     quantization: Quantization = NONE,
     micro_batches: float = 1,
 ) -> Work:
-    """Returns the work of one device in a step.
+    """Computes one device's work in a step.
 
-    Each device has `tokens` of the step in rows of `length`, and computes them together with `sharing` devices, each
-    with its part of heads and hidden units. `kernel` is attention's; `state_bytes` are of weights and optimizer on the
-    device; the loss has `vocab_tiles`; the weights are read in `micro_batches` passes. Of `quantization` count the
-    products' own peak and the rounding of what they take, not that of the weights: each device rounds its part of them.
+    A device has `tokens` of the step in sequences of `length`, and computes them together with `sharing` devices, each
+    with its part of the heads and hidden units. `kernel` is the attention kernel; `state_bytes` covers weights and
+    optimizer on the device; `vocab_tiles` is the number of loss tiles; the weights are read in `micro_batches` passes.
+    For `quantization`, matmuls use their own peak, and rounding activations and gradients counts; rounding weights does
+    not, since each device rounds only its part.
     """
     model = flops.flops_per_token(spec, length)
     again = flops.recomputed_flops(spec, length, execution, vocab_tiles)
     itemsize = jnp.dtype(spec.dtype).itemsize
-    # An array between two products is written and read forward, and again if it is not kept; backward it is read, and
-    # its gradient is written and read.
+    # An array between two matmuls is written and read in the forward pass, and again if it is recomputed; in the
+    # backward pass it is read, and its gradient is written and read.
     passes = 5 if execution.remat_policy == "none" else 7
     arrays = pairs = 0.0
     for layer, count in flops.all_layers(spec).items():
-        # As wide as the embedding: the input, its norm, attention's output, their sum, its norm, and the last sum.
+        # With embedding width: the input, its norm, attention's output, their sum, its norm, and the last sum.
         costs = layer_costs(layer)
         arrays += count * (6 * spec.emb_dim * sharing + sum(part.width for part in costs.values()))
         if scores := costs["attention"].scores:
             keys = length if kernel == "dot_product" else flops.mean_keys(scores, length)
             pairs += count * scores.num_heads * keys
     activations = passes * tokens * arrays * itemsize
-    if kernel in ("dot_product", "blocked"):  # scores and weights of each key, in float32
+    if kernel in ("dot_product", "blocked"):  # scores and attention weights per key, in float32
         activations += passes * tokens * 2 * pairs * 4
     quantized = {path[3:] for path in quantization.places}
     if quantized:
         inputs, outputs = flops.product_widths(spec, quantized)
-        # An array is read for its largest magnitude, read again, and written as codes: what a product takes forward,
-        # and again if it is not kept; its gradient for either product, or for both where scales are per tensor.
+        # Quantizing reads an array for its absmax, reads it again, and writes codes: for a matmul's inputs in the
+        # forward pass, and again if recomputed; for its output gradient per matmul, or once for both if scales are per
+        # tensor.
         forward = 1 if passes == 5 else 2
-        if quantization.kind == "mxfp8":  # blocks are read once, and again for the gradient of the weight
+        if quantization.kind == "mxfp8":  # blocks are read once, and again for the weight gradient
             activations += tokens * ((forward + 1) * inputs + 2 * outputs) * (itemsize + 1)
         else:
             rounded = forward * inputs + (2 if FORMATS[quantization.kind].per_channel else 1) * outputs
             activations += tokens * rounded * (2 * itemsize + 1)
-    # Forward and backward, float32: written and read, and their gradient.
+    # Forward and backward in float32: the logits and their gradient are written and read.
     logits = 4 * tokens * (1 + spec.mtp_num_layers) * spec.padded_vocab_size * 4
     # A weight is gathered (written) and read, forward and backward; its gradient is written, and read to be summed.
     weights = 6 * micro_batches * flops.count_params(spec) / sharing * itemsize

@@ -1,7 +1,7 @@
 """Compiles the training step ahead of time, on any machine: `python -m src.train_compile configs/base.yml key=value`.
 
-`compile_topology` names the devices. What is printed says whether the step fits them, what fills their memory and how
-fast it should run (docs/aot.md). The exit code is 3 where it does not fit.
+`compile_topology` names the devices. The printed report says whether the step fits them, what fills their memory, and
+how fast it should run (docs/aot.md). The exit code is 3 if it does not fit.
 """
 
 import contextlib
@@ -29,17 +29,17 @@ from src.system.errors import UserError, show
 from src.system.outputs import check_outputs, write_output
 
 USAGE = Usage(
-    """Compiles a run's step for devices that are not here: memory, speed, and what would help.
+    """Compiles a run's step for hardware that need not be present: memory use, speed, and suggestions.
 
 python -m src.train_compile CONFIG compile_topology=v5p-128 [key=value ...]""",
     ("Compilation ahead of time",),
 )
 DOES_NOT_FIT = 3  # exit code
-MAX_SECONDS_TO_TRY = 600  # after which no further change is compiled
+MAX_SECONDS_TO_TRY = 600  # no further change is compiled after this
 
 
 def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
-    """Runs the command line `argv`; returns its report, None for --help; a step too large is no UserError."""
+    """Runs the command line `argv`; returns its report, or None for --help. A step that does not fit is no error."""
     config = configured(argv, USAGE, joins=False)
     if config is None:
         return None
@@ -52,20 +52,22 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
         )
     pgle.check_platform(config.aot, topology.platform)
     if config.pgle:
-        raise UserError(f"pgle={config.pgle} measures a run: src.train_compile takes the profile of one, pgle_profile")
-    report.device_capacity(topology)  # JAX's own message about a wrong one in the environment says less
+        raise UserError(
+            f"pgle={config.pgle} measures a run, but src.train_compile only takes a finished profile: give pgle_profile"
+        )
+    report.device_capacity(topology)  # raises a clearer error than JAX for an invalid fraction in the environment
     check_environment(uses_tpu=topology.platform == "tpu")
     program_path, report_path = config.compiled_trainstep_file, config.compile_report
     outputs = {"compiled_trainstep_file": program_path, "compile_report": report_path}
     check_outputs({key: path for key, path in outputs.items() if path})
-    # The compilation is to be measured, so an earlier one must not be found.
+    # Compile time is measured, so don't use the cache.
     jax.config.update("jax_enable_compilation_cache", False)
     devices = abstract_devices(topology)
 
     times = [time.monotonic()]
     built = build(config, devices, compiler_options(config.compile_xla_flags, devices[0], topology.slices))
     times.append(time.monotonic())
-    print(f"compiling for {report.describe(topology.name, topology.slices)}, which may take minutes", flush=True)
+    print(f"compiling for {report.describe(topology.name, topology.slices)}; this may take minutes", flush=True)
     lowered = built.traced.lower()
     header = program.header(built, config.model, config.step, config.batch, config.mesh)
     profile = pgle.options(config.pgle_profile, header) if config.pgle_profile else {}
@@ -91,7 +93,7 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
         program.save(program_path, compiled, header)
         show(f"saved {program_path}")
     elif program_path:
-        show(f"{program_path} is not written: the step does not fit")
+        show(f"{program_path} was not written: the step does not fit")
     if report_path:
         write_output("compile_report", report_path, (json.dumps(result, indent=2) + "\n").encode())
     return result
@@ -100,18 +102,18 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
 def _compile(
     lowered: jax.stages.Lowered, topology: Topology, profile: Mapping[str, bytes]
 ) -> tuple[jax.stages.Compiled | None, str]:
-    """Returns (the program, ""), or (None, the message) where it exceeds a TPU's HBM; else raises UserError."""
+    """Returns (program, ""), or (None, message) if it exceeds a TPU's HBM; raises UserError for any other failure."""
     try:
         return lowered.compile(dict(profile)), ""
     except jax.errors.JaxRuntimeError as error:
         message = str(error).partition("\n\nSuspected Python Code Location:")[0].rstrip()
-    # A kernel may exhaust another memory, such as the vector units', which says nothing about the step's size.
+    # A kernel may exhaust another memory, such as VMEM, which says nothing about the step's size.
     if "RESOURCE_EXHAUSTED" in message and "hbm" in message.lower():
         return None, message
     kind = message.partition(":")[0]
     raise UserError(
-        f"the compiler for {topology.name} failed with {kind}, which says nothing of the step's memory:\n{message}\n"
-        "Such a failure is a limit of the compiler or of a kernel, mostly for some sizes alone. Try max_target_length "
+        f"the compiler for {topology.name} failed with {kind}, which is not about the step's memory:\n{message}\n"
+        "This is a limit of the compiler or of a kernel, usually for particular sizes. Try max_target_length "
         "as a multiple of 128, another attention (flash, dot_product), or other flags (compile_xla_flags,"
         " LIBTPU_INIT_ARGS)."
     )
@@ -120,13 +122,13 @@ def _compile(
 def _advise(
     result: report.Report, config: Config, topology: Topology, devices: Sequence[jax.Device], built: TracedStep
 ) -> None:
-    """Adds to the report what makes its step need less, each compiled, until it fits or it has taken long enough."""
+    """Adds changes that reduce the step's memory to the report, compiling each until one fits or time runs out."""
     needed, capacity = result["memory"]["needed"], result["memory"]["capacity"]
     begun, listed = time.monotonic(), []
     for keys, cost, changed, estimated in changes(config, devices, built, needed, capacity):
-        print(f"compiling with {report.typed(keys)}, by estimate {report.readable(estimated)}", flush=True)
+        print(f"compiling with {report.typed(keys)}, estimated at {report.readable(estimated)}", flush=True)
         memory = {"needed": needed, "fits": False}
-        with contextlib.suppress(UserError):  # of a compiler that failed: it is no help
+        with contextlib.suppress(UserError):  # the compiler failed: not a useful suggestion
             compiled, refusal = _compile(changed.traced.lower(), topology, {})
             memory = report.device_memory(topology, changed, compiled, refusal)
         if memory["needed"] < needed:
@@ -138,6 +140,6 @@ def _advise(
 
 
 def command(argv: Sequence[str]) -> int:
-    """Runs `main` and returns its verdict as the exit code."""
+    """Runs `main` and turns its verdict into an exit code."""
     result = main(argv)
     return DOES_NOT_FIT if result and not result["memory"]["fits"] else 0

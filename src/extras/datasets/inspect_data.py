@@ -1,4 +1,4 @@
-"""Shows a run's batches as text, checks them, and measures how fast they are made. No model is made."""
+"""Shows a run's batches as text, checks them, and measures the loader's speed, without creating the model."""
 
 import itertools
 import time
@@ -26,26 +26,26 @@ from src.run.summary import describe_data, describe_tokenizer, few_documents, pr
 from src.system.errors import UserError, printable, show
 
 USAGE = Usage(
-    """Shows the first batches of a run as text, checks them, and measures how fast they are made.
+    """Shows the first batches of a run as text, checks them, and measures the loader's speed.
 
 python -m src.inspect_data CONFIG [key=value ...]
-python -m src.inspect_data CONFIG process_count=4 process_index=1     what the second of four hosts would read""",
+python -m src.inspect_data CONFIG process_count=4 process_index=1     what the second of four hosts would load""",
     ("Tools for data", "Data"),
 )
 
 _MEASURED_SECONDS = 2.0
-_WIDTH = 100  # of the text that is shown of a document
+_WIDTH = 100  # characters shown of a document
 _SHOWN_IDS = 12
-_CHECKED_BATCHES = 20  # beside those that are shown
+_CHECKED_BATCHES = 20  # in addition to the batches shown
 _CHECKED_DOCUMENTS = 100
 
 
 class Segment(NamedTuple):
-    """Holds a document in a row, or the part of it that the row has in its columns [start, stop)."""
+    """A document in a row, or the part of it in the row's columns [start, stop)."""
 
     start: int
     stop: int
-    ids: np.ndarray  # int32 [stop - start + 1], its tokens and the last one's target
+    ids: np.ndarray  # int32 [stop - start + 1], its tokens and the last token's target
     loss_mask: np.ndarray  # bool [stop - start], which targets count in the loss
 
 
@@ -63,9 +63,11 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     schedule = BatchSchedule.of(config.batch, lambda size, _: rows_of_process(size, micro_batches, count, process)[0])
     is_stream = any(isinstance(source, StreamSource) for source in data.sources)
     if count > 1 and (is_stream or schedule.ramp):
-        ramped = "with enable_rampup_batch_size the mesh decides which rows a process has"
-        why = "these data are a stream for each process, and only the first one's is here" if is_stream else ramped
-        raise UserError(f"process_count={count}: {why}. Leave process_count out, to see all rows that are here")
+        ramped = "with enable_rampup_batch_size, a process's rows depend on the mesh"
+        why = (
+            "this dataset is streamed per process, and only the first process's stream is here" if is_stream else ramped
+        )
+        raise UserError(f"process_count={count}: {why}. Leave out process_count to see all rows on this host")
     about_data = describe_data(train_specs(config.data), data) + few_documents(inputs, data, global_batch, config.steps)
     print_header(
         [
@@ -77,7 +79,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             *([("conversations", describe_conversations(inputs, data))] if config.use_sft else []),
         ]
     )
-    # Where packing streams keep a position, all batches before the first one shown are made too.
+    # Some data have a packing position that depends on earlier batches: create all batches before the first one shown.
     first = config.inspect_first_step
     computed = not is_stream and all(rows_per_epoch(inputs, source) is not None for source in data.sources)
     skipped, begin = (0, first) if computed else (first, 0)
@@ -94,28 +96,28 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             show("\n".join(_lines(title, batch.arrays, index, tokenizer, cuts)))
     summary = _summary(shown, batches)
     batches.close()
-    is_chat = config.use_sft and tokenizer and tokenizer.chat_template  # whose tokens the decoded text lacks
+    is_chat = config.use_sft and tokenizer and tokenizer.chat_template  # decoding hides the template's special tokens
     if tokenizer and not (is_stream or is_chat):
         summary.append(("round trip", _round_trip(inputs, data)))
     print_header(summary)
 
 
 def rows_of_process(per_device_batch_size: float, micro_batches: int, count: int, index: int) -> tuple[int, np.ndarray]:
-    """Returns B for `count` hosts like this, and the rows of host `index`; raises UserError if they don't divide."""
+    """Returns B for `count` hosts like this one, and host `index`'s rows; raises UserError if they don't divide."""
     if index >= count:
         raise UserError(f"process_index={index} must be less than process_count={count}")
     rows = per_device_batch_size * jax.local_device_count() * count * micro_batches
     if rows != round(rows) or round(rows) % count:
         raise UserError(
             f"per_device_batch_size={per_device_batch_size:g} on {count} processes of "
-            f"{jax.local_device_count()} devices is {rows:g} rows per batch, which don't divide by {count} processes"
+            f"{jax.local_device_count()} devices is {rows:g} rows per batch, not divisible by {count} processes"
         )
     share = round(rows) // count
     return round(rows), np.arange(index * share, (index + 1) * share)
 
 
 def segments(batch: RowArrays, row: int) -> list[Segment]:
-    """Returns the documents in one row of a batch."""
+    """Splits one row of a batch into its documents."""
     result = []
     ids = batch["segment_ids"][row]
     for number in range(1, int(ids.max()) + 1):
@@ -132,14 +134,14 @@ def _lines(title: str, batch: RowArrays, row: int, tokenizer: Tokenizer | None, 
     in_loss = sum(int(segment.loss_mask.sum()) for segment in in_row)
     lines = [f"{title}: documents {len(in_row)}, tokens {used} of {length}, in the loss {in_loss}"]
     for segment in in_row:
-        if cuts is not None:  # a chat template begins and ends conversations as it will
+        if cuts is not None:  # chat templates begin and end conversations in their own way
             begins = segment is not in_row[0] or not cuts[0]
             ends = segment is not in_row[-1] or not cuts[1]
         else:
             begins = tokenizer is None or segment.ids[0] == tokenizer.bos
             ends = tokenizer is None or segment.ids[-1] == tokenizer.eos
         place = f"  {segment.start:>6} to {segment.stop:<6}"
-        edges = f"{'begins' if begins else 'goes on':7}  {'ends' if ends else 'is cut':6}"
+        edges = f"{'begins' if begins else 'continues':9}  {'ends' if ends else 'truncated':9}"
         ids = " ".join(map(str, segment.ids[:_SHOWN_IDS])) + " ..." * (len(segment.ids) > _SHOWN_IDS)
         lines.append(f"{place}  {edges}  ids {ids}")
         if tokenizer:
@@ -168,7 +170,7 @@ def _summary(shown: list[HostBatch], batches: Iterator[HostBatch]) -> list[tuple
     documents = sum(batch["segment_ids"].max(axis=1).sum() for batch in looked_at)
     tokens = sum(batch["tokens"].size for batch in arrays[len(shown) :])
     return [
-        ("looked at", f"{len(looked_at)} batches, {len(shown)} of them shown"),
+        ("checked", f"{len(looked_at)} batches, {len(shown)} of them shown"),
         ("filled", f"{filled.mean():.2%} of their tokens; the rest is padding"),
         ("in the loss", f"{in_loss.mean():.2%} of their tokens"),
         ("documents", f"{documents / len(filled):.2f} per row"),

@@ -1,7 +1,7 @@
 """Writes the documents that a config would train on or hold out as token ids, for dataset_type=tokens.
 
-Every core works on a shard of its own (src/extras/readers/tokens.py). Which documents a shard has depends on the data
-alone, so the same command writes the same bytes on any machine, and goes on after its finished shards if it was killed.
+Each CPU core works on a separate shard (src/extras/readers/tokens.py). A shard's documents depend only on the data, so
+the same command writes the same bytes on any machine, and continues after its finished shards if it was killed.
 """
 
 import array
@@ -39,7 +39,7 @@ from src.extras.readers.tokens import (
     INDEX_FILE,
     SUMMARY,
     UNFINISHED,
-    ShardFacts,
+    ShardEntry,
     differences,
     missing_files,
 )
@@ -56,7 +56,7 @@ python -m src.tokenize_dataset CONFIG [key=value ...] tokenized_path=FOLDER""",
     ("Tools for data", "Data"),
 )
 
-# Enough shards for a machine's cores, none too small to be worth its files, nor so large that it takes more than a
+# Enough shards for a machine's cores; not so small that files are a burden, nor so large that one takes more than a
 # minute or so: progress is counted in shards, and a killed command loses the unfinished ones.
 _SHARDS = 64
 _MIN_SHARD_IDS = 1 << 20
@@ -64,11 +64,11 @@ _MAX_SHARD_IDS = 1 << 24
 _SAMPLED_ITEMS = 32
 
 _MAX_UINT16_VOCABULARY = 1 << 16
-_LINE_SECONDS = 10  # between lines on the progress
+_LINE_SECONDS = 10  # between progress lines
 
 
 def main(argv: Sequence[str] | ConfigDict) -> None:
-    """Writes the tokens of the config that `argv` gives, or answers --help; raises UserError where it can't."""
+    """Writes the tokens for the config that `argv` gives, or answers --help; raises UserError if it can't."""
     config = resolve_config.of_command(argv, USAGE)
     if config is None:
         return
@@ -79,16 +79,16 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
         with _locked(folder):
             summary = _plan(folder, items)
             if "shards" in summary:
-                show(f"{folder} is finished already")
+                show(f"{folder} is already finished")
             else:
                 summary = _write(config_text, folder, len(items), summary)
-            for note in (folder / UNFINISHED, *folder.glob("[0-9]*.json")):  # tokens.json has it all
+            for note in (folder / UNFINISHED, *folder.glob("[0-9]*.json")):  # tokens.json includes these
                 note.unlink(missing_ok=True)
     except OSError as error:
         if failure_of(error) is Failure.TRANSIENT:
             raise
         raise UserError(f"tokenized_path={config.tokenized_path} can't be written: {error}") from error
-    shards = [ShardFacts(**shard) for shard in summary["shards"]]
+    shards = [ShardEntry(**shard) for shard in summary["shards"]]
     size = sum(shard.ids_bytes + shard.index_bytes for shard in shards)
     show(
         f"{folder}: {sum(shard.documents for shard in shards):,} documents, "
@@ -105,23 +105,23 @@ def _check(data: Data, tokenized_path: str) -> None:
         raise UserError("tokenized_path is empty: expected the folder to write the tokens into")
     if "://" in tokenized_path:
         raise UserError(
-            f"tokenized_path={tokenized_path}: expected a local folder. Copy it to the store once it is written; "
-            "dataset_path may then name it there"
+            f"tokenized_path={tokenized_path}: expected a local folder. Copy it to the store when it is complete; "
+            "dataset_path may then point there"
         )
     if len(data.datasets) > 1:
         names = ", ".join(entry["name"] for entry in data.datasets)
         raise UserError(
-            f"datasets has {names}: they are tokenized one at a time, each into a folder of its own. Give one with "
+            f"datasets has {names}: they are tokenized one at a time, each into its own folder. Give one with "
             "datasets=[] and its dataset_path, then mix the folders"
         )
     if data.use_sft:
-        raise UserError("use_sft=true: a folder of tokens does not keep which of them are learned; set use_sft=false")
+        raise UserError("use_sft=true: a folder of tokens has no loss mask; set use_sft=false")
     if (kind := train_specs(data)[0].dataset_type) in ("tokens", "synthetic"):
-        raise UserError(f"dataset_type={kind} has token ids already: expected data of another type")
+        raise UserError(f"dataset_type={kind} already has token ids: expected data of another type")
 
 
 class Items:
-    """Reads the items of a run's data as ids. Its config comes as text, as not all of it can be pickled."""
+    """Tokenizes the items of a run's data. Its config is passed as text because some of it can't be pickled."""
 
     def __init__(self, config_text: str) -> None:
         config = Config.of(configuration.from_yaml(config_text))
@@ -134,12 +134,12 @@ class Items:
         return len(self._source)
 
     def __getitem__(self, i: int) -> np.ndarray:
-        """Returns the int32 ids of item `i`; none of an empty text."""
+        """Returns the int32 ids of item `i`; empty for an empty text."""
         (document,) = encode(self._inputs, self._source[i])
         return document.ids
 
-    def facts(self) -> dict[str, Any]:
-        """Returns what the tokens depend on, as tokens.json has it."""
+    def summary(self) -> dict[str, Any]:
+        """Lists everything that the tokens depend on, as stored in tokens.json."""
         return {
             "dtype": self.dtype,
             "vocab_size": self._inputs.vocab_size,
@@ -151,7 +151,7 @@ class Items:
         }
 
     def per_shard(self) -> int:
-        """Estimates how many items to put into a shard, by the mean size of a few."""
+        """Estimates how many items to put into a shard, by the mean size of a sample."""
         count = len(self)
         sampled = min(count, _SAMPLED_ITEMS)
         ids = sum(len(self[count * k // sampled]) for k in range(sampled)) * count // sampled
@@ -161,25 +161,26 @@ class Items:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Makes a folder, keeps other processes of this command out of it, and leaves no part of a file there."""
+    """Creates a folder, locks it against other processes of this command, and removes partial files at the end."""
     descriptor = lock(folder, f"another process is writing tokenized_path={folder}: wait for it")
     try:
         yield
     finally:
         for part in folder.glob(".*.part"):
-            if re.fullmatch(r"\.(\d{6}|tokens|unfinished)\..*\.\d+-\d+\.part", part.name):  # of `new_file`
+            if re.fullmatch(r"\.(\d{6}|tokens|unfinished)\..*\.\d+-\d+\.part", part.name):  # as named by `new_file`
                 part.unlink()
         os.close(descriptor)
 
 
 def _plan(folder: Path, items: Items) -> dict[str, Any]:
-    """Returns the content of tokens.json, without `shards` if the folder is unfinished; checks what else is there."""
-    facts = items.facts()
+    """Returns tokens.json's content, without `shards` if the folder is unfinished; checks the folder's other files."""
+    expected = items.summary()
     for path in (folder / SUMMARY, folder / UNFINISHED):
         if path.exists():
             plan = _read_json(path)
-            names = sorted(facts, key=lambda name: name == "source")  # keys say more than their effect on the source
-            if changes := differences({name: plan.get(name) for name in names}, facts):
+            # Differing keys are clearer than their effect on the source.
+            names = sorted(expected, key=lambda name: name == "source")
+            if changes := differences({name: plan.get(name) for name in names}, expected):
                 raise UserError(
                     f"tokenized_path={folder} has tokens of other data or settings ({first_few(changes, '; ')}): "
                     "name a new folder, or delete this one"
@@ -187,19 +188,19 @@ def _plan(folder: Path, items: Items) -> dict[str, Any]:
             return plan
     if other_files := sorted(path.name for path in folder.iterdir() if path.suffix != ".part"):
         raise UserError(f"tokenized_path={folder} has other files ({first_few(other_files)}): name a new folder")
-    plan = facts | {"format": FORMAT, "items_per_shard": items.per_shard()}
+    plan = expected | {"format": FORMAT, "items_per_shard": items.per_shard()}
     _write_json(folder / UNFINISHED, plan)
     return plan
 
 
 def _write(config_text: str, folder: Path, items: int, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes the shards that lack a whole NUMBER.json, on all cores, then tokens.json, and returns what that has."""
+    """Writes missing or incomplete shards, on all cores, then tokens.json; returns its content."""
     per_shard = plan["items_per_shard"]
     parts = [range(items)[start : start + per_shard] for start in range(0, items, per_shard)]
-    written = {int(path.stem): _read_json(path, ShardFacts) for path in folder.glob("[0-9]*.json")}
+    written = {int(path.stem): _read_json(path, ShardEntry) for path in folder.glob("[0-9]*.json")}
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     shards = {number: shard for number, shard in written.items() if not missing_files({number: shard}, sizes)}
-    going_on = f"going on: {len(shards)} of {len(parts)} shards are finished"
+    going_on = f"resuming: {len(shards)} of {len(parts)} shards are finished"
     print(going_on if shards else f"{items:,} items in {len(parts)} shards", flush=True)
     done, ids = sum(len(parts[number]) for number in shards), 0
     start = last_line = time.monotonic()
@@ -215,7 +216,7 @@ def _write(config_text: str, folder: Path, items: int, plan: Mapping[str, Any]) 
                 speed = f"{ids:,} tokens, {ids / (now - start):,.0f} tokens/s"
                 print(f"{done:,} of {items:,} items ({done / items:.0%}), {speed}", flush=True)
     if not any(shard.documents for shard in shards.values()):
-        raise UserError("the data have no text: there is nothing to write")
+        raise UserError("the data contains no text: there is nothing to write")
     summary = {**plan, "format": FORMAT, "shards": [shards[number]._asdict() for number in range(len(parts))]}
     _write_json(folder / SUMMARY, summary)
     return summary
@@ -225,7 +226,7 @@ def _write(config_text: str, folder: Path, items: int, plan: Mapping[str, Any]) 
 def _processes(limit: int) -> Iterator[concurrent.futures.Executor]:
     """Starts a process for each core, but no more than `limit`; they are killed if the block raises."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Started anew, not forked: the source may have threads, whose locks a fork would copy as they are.
+    # Spawn, don't fork: the source may have threads, whose locks would be copied in whatever state they are.
     context = multiprocessing.get_context("spawn")
     try:
         with concurrent.futures.ProcessPoolExecutor(max(1, min(cores, limit)), context, _start_process) as pool:
@@ -237,23 +238,23 @@ def _processes(limit: int) -> Iterator[concurrent.futures.Executor]:
                 raise
     except BrokenProcessPool:
         raise UserError(
-            "a process was killed, perhaps for want of memory. The same command goes on after the finished shards"
+            "a process was killed, perhaps for lack of memory. The same command continues after the finished shards"
         ) from None
 
 
 def _start_process() -> None:
     def end_with_parent() -> None:
-        multiprocessing.parent_process().join()  # however it ends, be it by a kill
+        multiprocessing.parent_process().join()  # however the parent ends, even by a kill
         os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process too, which then kills this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which then kills this process
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 _items_of_process = functools.cache(Items)
 
 
-def _write_shard(config_text: str, folder: Path, number: int, part: range) -> ShardFacts:
+def _write_shard(config_text: str, folder: Path, number: int, part: range) -> ShardEntry:
     items = _items_of_process(config_text)
     dtype = np.dtype(items.dtype).newbyteorder("<")
     pair_starts = array.array("q", [0])  # a list would take four times the memory
@@ -261,7 +262,7 @@ def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Sh
     with new_file(folder / IDS_FILE.format(number)) as file:
         for i in part:
             ids = items[i]
-            if len(ids) > 1:  # else it has no pair
+            if len(ids) > 1:  # shorter ones have no pair
                 pair_starts.append(pair_starts[-1] + len(ids) - 1)
                 largest_id = max(largest_id, int(ids.max()))
                 data = ids.astype(dtype).tobytes()
@@ -272,7 +273,7 @@ def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Sh
     with new_file(folder / INDEX_FILE.format(number)) as file:
         file.write(index.getvalue())
     counts, of_index = (len(pair_starts) - 1, ids_bytes // dtype.itemsize), hashlib.sha256(index.getvalue())
-    shard = ShardFacts(*counts, largest_id, digest.hexdigest(), ids_bytes, index.tell(), of_index.hexdigest())
+    shard = ShardEntry(*counts, largest_id, digest.hexdigest(), ids_bytes, index.tell(), of_index.hexdigest())
     _write_json(folder / f"{number:06d}.json", shard._asdict())
     return shard
 
@@ -284,6 +285,6 @@ def _read_json(path: Path, make: Callable[..., Any] = dict) -> Any:
         raise UserError(f"{path} is damaged ({error}): delete it, or name a new folder") from None
 
 
-def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     with new_file(path) as file:
-        file.write(json.dumps(facts, indent=1).encode() + b"\n")
+        file.write(json.dumps(content, indent=1).encode() + b"\n")

@@ -1,6 +1,6 @@
-"""Trains a SentencePiece tokenizer on a run's text, but for what the run holds out. It writes the same files each time.
+"""Trains a SentencePiece tokenizer on a run's training text, without its held-out part. Output is deterministic.
 
-With tokenizer_type=huggingface `tokenizer_path` is a folder, with the model as tokenizer.model and as the
+With tokenizer_type=huggingface, `tokenizer_path` is a folder with the model as tokenizer.model, and as the
 tokenizer.json that other programs read.
 """
 
@@ -28,7 +28,7 @@ python -m src.train_tokenizer CONFIG dataset_path=TEXT tokenizer_type=sentencepi
     ("Data",),
 )
 
-# A random sample of documents up to these bounds is trained on: enough for merges to settle, and a minute of work.
+# Train on a random sample of documents up to these limits: enough for merges to settle, and about a minute of work.
 _MAX_DOCUMENTS = 50_000
 _MAX_CHARACTERS = 30_000_000
 
@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
         return
     if config.dataset_type != "text" or config.datasets or config.use_sft or config.tokenizer_type == "byte":
         raise UserError(
-            "a tokenizer is trained for dataset_type=text tokenizer_type=sentencepiece (or huggingface) use_sft=false "
-            "datasets=[]: set these"
+            "src.train_tokenizer needs dataset_type=text tokenizer_type=sentencepiece (or huggingface) use_sft=false "
+            "datasets=[]"
         )
     if config.tokenizer_path.startswith(HUB):
         raise UserError(f"tokenizer_path={config.tokenizer_path}: a new tokenizer is written to a path on this machine")
@@ -54,12 +54,11 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     show(f"training on {read}")
     model = train(texts, config.vocab_size)
     if file.is_file() and file.read_bytes() == model:
-        show(f"{path} is there already, as this command writes it")
+        show(f"{path} already exists, identical to what this command writes")
         return
     if path.exists():
         raise UserError(
-            f"tokenizer_path={path} exists with something else in it, and runs may need it: name a new file, or delete "
-            "this one"
+            f"tokenizer_path={path} exists with other content, which runs may need: name a new file, or delete this one"
         )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -72,11 +71,11 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
 
 
 def train(texts: Sequence[str], vocab_size: int) -> bytes:
-    """Trains a SentencePiece byte-pair model of exactly `vocab_size` pieces, with which each text decodes to itself.
+    """Trains a SentencePiece BPE model of exactly `vocab_size` pieces that decodes each text to itself.
 
-    Text is neither normalised nor trimmed, runs of spaces may become pieces (indentation), and characters without a
-    piece are spelled in bytes. One character is not kept: U+2581, SentencePiece's own sign for a space, becomes one.
-    Raises UserError where `vocab_size` doesn't suit the texts.
+    Text is neither normalized nor trimmed, runs of spaces may become pieces (indentation), and characters without a
+    piece are encoded as bytes. One character is lost: U+2581, which SentencePiece uses for a space, decodes to one.
+    Raises UserError if `vocab_size` doesn't suit the texts.
     """
     import sentencepiece
 
@@ -92,10 +91,10 @@ def train(texts: Sequence[str], vocab_size: int) -> bytes:
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
-            minloglevel=2,  # errors only: they come as exceptions too
+            minloglevel=2,  # errors only, which are raised as exceptions too
         )
     except RuntimeError as error:
-        reason = str(error).rpartition("] ")[2]  # after the place in SentencePiece's source
+        reason = str(error).rpartition("] ")[2]  # after the position in SentencePiece's source
         raise UserError(f"vocab_size={vocab_size} does not suit this text: {reason}") from None
     return model.getvalue()
 

@@ -1,6 +1,6 @@
-"""Answers what an evaluation harness asks of a model: how likely texts are, and how they go on.
+"""Answers the requests of an evaluation harness: how likely texts are, and how a model continues them.
 
-It is asked and answered as by EleutherAI's lm-evaluation-harness of `--model hf`; nothing here needs its package.
+Requests and answers are as in EleutherAI's lm-evaluation-harness with `--model hf`, whose package is not needed here.
 """
 
 import dataclasses
@@ -24,14 +24,15 @@ from src.step.eval_step import eval_batch_size
 from src.step.plan import StepPlan
 from src.system.errors import UserError
 
-_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of one; the first holds
+# Aliases, the first one present counts.
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _DEFAULT_LENGTH = 256
-# Of what transformers' generate takes, values that change nothing.
+# Keywords of transformers' generate with values that change nothing.
 _IDLE = {"num_beams": 1, "repetition_penalty": 1.0, "min_p": 0.0, "return_full_text": False}
 
 
 class Answers:
-    """Answers requests with a model; T, the most tokens it is shown, is max_target_length."""
+    """Answers requests with a model; T, the maximum sequence length, is max_target_length."""
 
     def __init__(
         self,
@@ -48,10 +49,10 @@ class Answers:
         self._plan, self._weights = in_training(plan, weights)
 
     def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Returns for each context and continuation the latter's log-probability, in nats, and whether it is greedy.
+        """Returns each continuation's log-probability in nats, given its context, and whether it is greedy.
 
-        It is where each of its tokens is the likeliest. What exceeds T + 1 tokens is cut off at the beginning.
-        Raises UserError: a continuation has no token, or more than T.
+        It is greedy if each of its tokens is the most likely one. Sequences longer than T + 1 tokens lose their
+        beginning. Raises UserError if a continuation has no token, or more than T.
         """
         parts = [split_ids(self.tokenizer, *pair) for pair in pairs]
         for (_, continuation), (_, counted) in zip(pairs, parts, strict=True):
@@ -69,9 +70,13 @@ class Answers:
         return [sum(next(sums)[0] for _ in each) for each in windows]
 
     def _sums(self, parts: Sequence[tuple[np.ndarray, int]]) -> list[tuple[float, bool]]:
-        """Returns the sum over the last ids of each sequence, so many as it says, and whether all are the likeliest."""
+        """Sums the log-probabilities of each sequence's last ids, and tells if each of them is the most likely.
+
+        `parts` gives each sequence's ids and how many of them count.
+        """
         self.truncated += sum(len(ids) > self._T + 1 for ids, _ in parts)
-        order = sorted(range(len(parts)), key=lambda index: -len(parts[index][0]))  # like lengths share a row's length
+        # Similar lengths share a padded length.
+        order = sorted(range(len(parts)), key=lambda index: -len(parts[index][0]))
         scores = self._score([parts[index][0][-(self._T + 1) :] for index in order])
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(parts)
         for index, (log_probs, likeliest) in zip(order, _shown(scores, len(parts), "texts scored"), strict=True):
@@ -80,10 +85,10 @@ class Answers:
         return answers
 
     def completions(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Returns how each context goes on, until one of the texts `until`, which is left out, or an end.
+        """Returns each context's continuation up to the first `until` string, which is left out, or to an end token.
 
-        Each has keywords of its own; contexts are cut off at the beginning to leave room for `max_gen_toks`. Raises
-        UserError: a keyword is not understood, or leaves no room.
+        Each request has its own keywords; contexts lose their beginning to leave room for `max_gen_toks`. Raises
+        UserError if a keyword is unknown or leaves no room for a context.
         """
         answers = [""] * len(requests)
         kinds: dict[str, list[int]] = {}
@@ -93,7 +98,7 @@ class Answers:
             sampling, length, until = read_keywords(requests[indices[0]][1])
             if length >= self._T:
                 raise UserError(
-                    f"max_gen_toks={length} of a task leaves no room for a context in max_target_length={self._T}: "
+                    f"a task's max_gen_toks={length} leaves no room for a context in max_target_length={self._T}: "
                     "raise it"
                 )
             generator = Generator(self._plan, self._weights, sampling, self._decoding.decode_seed, self._T)
@@ -113,16 +118,16 @@ class Answers:
         return answers
 
     def _text(self, completion: Completion, until: Sequence[str]) -> str:
-        """Returns the text of what was drawn, by itself, as transformers decodes it, up to a text of `until`."""
-        text = self.tokenizer.decode(np.array([token for token, _ in completion.drawn], np.int32))
-        for stop in until:  # the harness cuts by one after the other, whichever comes first in the text
+        """Decodes only the generated tokens, as transformers does, and cuts the text at a string of `until`."""
+        text = self.tokenizer.decode(np.array([token for token, _ in completion.sampled], np.int32))
+        for stop in until:  # the harness splits by one after the other, regardless of which comes first in the text
             text = text.split(stop)[0]
         return text
 
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        """Returns a conversation as the chat template writes it, up to where the assistant's next turn begins.
+        """Formats a conversation with the chat template, up to where the assistant's next turn begins.
 
-        Without a generation prompt it ends with the text of the last message, which the model is to continue.
+        Without a generation prompt, it ends with the text of the last message, which the model is to continue.
         """
         text = self.tokenizer.render_chat(messages, add_generation_prompt)
         if add_generation_prompt:
@@ -133,9 +138,9 @@ class Answers:
 
 
 def split_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[np.ndarray, int]:
-    """Returns the ids of both, and how many of them are the continuation's, as the harness splits them.
+    """Tokenizes a context and its continuation as the harness does; also returns the continuation's length.
 
-    Spaces at the context's end are tokenized with the continuation. Without a context there is bos, unless the
+    Spaces at the context's end are tokenized with the continuation. An empty context is replaced by bos, unless the
     continuation begins with it.
     """
     if not context:
@@ -146,9 +151,9 @@ def split_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[np
 
 
 def rolling_windows(tokenizer: Tokenizer, text: str, length: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Yields windows of at most `length` + 1 ids of a text, and how many at their end no window before had.
+    """Yields windows of at most `length` + 1 ids of a text, and how many ids at each window's end are new.
 
-    The first begins with bos; all but the first are full, and so give their tokens what context they can.
+    The first window begins with bos; all others are full, to give their tokens as much context as possible.
     """
     ids = tokenizer.encode_default(text)
     end = min(length, len(ids))
@@ -161,9 +166,9 @@ def rolling_windows(tokenizer: Tokenizer, text: str, length: int) -> Iterator[tu
 
 
 def read_keywords(keywords: Mapping[str, Any]) -> tuple[Sampling, int, tuple[str, ...]]:
-    """Returns what a task's generation_kwargs ask for: how to sample, how many tokens at most, texts that end it.
+    """Reads a task's generation_kwargs: how to sample, the maximum number of tokens, and the stop strings.
 
-    Raises UserError for a keyword that nothing here reads.
+    Raises UserError for an unknown keyword.
     """
     rest = {name: value for name, value in keywords.items() if _IDLE.get(name, ...) != value}
     lengths = [value for name in _LENGTHS if (value := rest.pop(name, None)) is not None]
@@ -171,7 +176,7 @@ def read_keywords(keywords: Mapping[str, Any]) -> tuple[Sampling, int, tuple[str
     sample, top_k, top_p = rest.pop("do_sample", None), rest.pop("top_k", None) or 0, rest.pop("top_p", None) or 1.0
     if rest:
         raise UserError(
-            f"generation_kwargs of a task: {', '.join(map(str, rest))} is not among do_sample, temperature, top_k, "
+            f"a task's generation_kwargs: {', '.join(map(str, rest))} is not one of do_sample, temperature, top_k, "
             f"top_p, until, {', '.join(_LENGTHS)}"
         )
     if sample is False:

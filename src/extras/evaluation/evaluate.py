@@ -34,7 +34,7 @@ from src.system.errors import UserError, say
 from src.system.outputs import check_outputs, write_output
 
 USAGE = Usage(
-    """Measures the loss of a model or how it does at tasks, scores texts, computes logits.
+    """Measures a model's loss or its task scores, scores texts, computes logits.
 
 python -m src.evaluate RUN [key=value ...]
 python -m src.evaluate CONFIG load_parameters_path=PATH eval_dataset_path=TEXTS [key=value ...]
@@ -50,26 +50,26 @@ def _check_held_out(run: Path, trained: schema.Data, eval_interval: int, data: s
         return
     if eval_interval == -1:
         raise UserError(
-            f"{run} held nothing out (eval_interval=-1), it trained on all of its data: name others to evaluate on, "
+            f"{run} held nothing out (eval_interval=-1) and trained on all of its data: name other data to evaluate on "
             "by eval_dataset_path=FILES or dataset_path=FILES"
         )
     if trained.eval_fraction != data.eval_fraction:
         raise UserError(
-            f"{run} held out eval_fraction={trained.eval_fraction} of its data: with "
-            f"eval_fraction={data.eval_fraction} it would be measured on others, which it may have trained on"
+            f"{run} held out eval_fraction={trained.eval_fraction} of its data: "
+            f"eval_fraction={data.eval_fraction} would select other data, which it may have trained on"
         )
 
 
 def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
-    """Runs the command line `argv`; returns the metrics, None where it asked for something else; raises UserError."""
+    """Runs the command line `argv`; returns the metrics, or None if it asked for something else; raises UserError."""
     config = configured(argv, USAGE, uses_weights=True)
     if config is None:
         return None
     if config.tasks and importlib.util.find_spec("lm_eval") is None:
-        raise UserError("tasks are those of lm-evaluation-harness, which is not installed: bash setup.sh eval")
+        raise UserError("tasks needs lm-evaluation-harness, which is not installed: bash setup.sh eval")
     scores = config.texts_path or config.tokens_path or config.tasks
     run = run_folder(file_name(argv[0])) if not isinstance(argv, ConfigDict) else None
-    if jax.process_index() == 0:  # before an evaluation, not after it
+    if jax.process_index() == 0:  # fail before an evaluation, not after it
         outputs = {key: config[key] for key in ("results_path", "scores_path", "logits_path") if config[key]}
         check_outputs(outputs)
         for path in outputs.values():
@@ -80,15 +80,17 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     needed_by = "tasks" if config.tasks else "texts_path" * bool(config.texts_path)
     tokenizer = make_tokenizer(config.data, config.vocab_size, needed_by)
     if config.tasks:
-        from src.extras.evaluation.tasks import find_tasks, run_tasks  # what they import is installed for them alone
+        from src.extras.evaluation.tasks import find_tasks, run_tasks  # only these need the harness installed
 
         if config.use_chat_template and tokenizer.chat_template is None:
             raise missing_template()
-        tasks = find_tasks(config.harness)  # a mistake in them is told before the weights are read
+        tasks = find_tasks(config.harness)  # report a mistake in them before reading the weights
         sections = config.evaluation, config.batch, config.decoding
         answers = Answers(*sections, *load_model(config, tokenizer), tokenizer)
-        facts = {name: config[name] for name in ("load_parameters_path", "max_target_length", "dtype")}
-        results, lines = run_tasks(tasks, config.use_chat_template, answers, {"model": "mintext", "model_args": facts})
+        model_args = {name: config[name] for name in ("load_parameters_path", "max_target_length", "dtype")}
+        results, lines = run_tasks(
+            tasks, config.use_chat_template, answers, {"model": "mintext", "model_args": model_args}
+        )
         say(lines)
         write_results(config.results_path, results)
         numbers = {f"{task}/{name}": x for task, each in results["results"].items() for name, x in each.items()}
@@ -103,7 +105,7 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         return None
     text, inputs = None, InputSpec.of(config, tokenizer, run_rules(config.run, config.checkpoint))
     if config.use_sft or config.batch_transform:
-        say(["eval_bits_per_byte is left out: use_sft and batch_transform choose what the loss counts of a text"])
+        say(["eval_bits_per_byte is left out: with use_sft or batch_transform, the loss does not cover the whole text"])
     elif tokenizer:
         text = TextBytes(tokenizer)
         row = jax.ShapeDtypeStruct((config.max_target_length,), np.int32)
@@ -116,7 +118,7 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         say(f"{metric} {value:.5f}" for metric, value in set_metrics.items())
         if data.steps != -1 and (epochs := evaluator.batches.epochs()) > 1.05:
             of = f" of {data.name}" if data.name else ""
-            say([f"eval_steps={data.steps}: the data{of} were read {epochs:.1f} times (eval_steps=-1: once)"])
+            say([f"eval_steps={data.steps}: the data{of} was read {epochs:.1f} times (eval_steps=-1: once)"])
         tokens = round(sum(float(batch["tokens"]) for batch in sums))
         counts = {"eval_tokens": tokens, "eval_batches": len(sums)}
         if eval_key("eval_bits_per_byte", data.name) in set_metrics:
@@ -131,6 +133,6 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
 
 
 def write_results(path: str, results: Mapping[str, Any]) -> None:
-    """Writes JSON, from one process of the job; nothing without a path. Raises UserError where it can't be written."""
+    """Writes JSON from one process of the job, if there is a path. Raises UserError if it can't be written."""
     if path and jax.process_index() == 0:
         write_output("results_path", path, (json.dumps(results, indent=2) + "\n").encode())

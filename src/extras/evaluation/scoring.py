@@ -1,4 +1,4 @@
-"""Scores given tokens with a model: the log-probabilities of texts, and whole logits."""
+"""Scores given tokens with a model: log-probabilities of texts, and full logits."""
 
 import dataclasses
 import functools
@@ -25,11 +25,11 @@ from src.step.plan import StepPlan
 from src.system.errors import UserError
 from src.system.json_text import parse_json, read_lines
 
-_SHORTEST_ROW = 128  # tokens, which kernels take rows of multiples of
+_SHORTEST_ROW = 128  # tokens; kernels need sequence lengths that are multiples of this
 
 
 class Scorer:
-    """Computes log-probabilities of given ids, in rows of T tokens, T / 2 and so on: each compiles once."""
+    """Computes log-probabilities of given ids, padded to T, T / 2, ... tokens: each length compiles once."""
 
     def __init__(self, evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weights: Weights) -> None:
         self._plan, self._weights, self._T = plan, weights, batch.max_target_length
@@ -37,9 +37,9 @@ class Scorer:
         self._program = functools.cache(lambda T: _compiled(whole_texts(plan, T), _scores))
 
     def __call__(self, sequences: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields for each sequence of n ids, n <= T + 1, two arrays [n - 1] of its ids but the first.
+        """Yields two arrays [n - 1] for each sequence of n ids, n <= T + 1, covering all its ids except the first.
 
-        They are the id's log-probability given those before it, in nats, and whether it is the likeliest.
+        They are each id's log-probability given the ids before it, in nats, and whether it is the most likely one.
         """
         B = self._B
         for first in range(0, len(sequences), B):
@@ -51,10 +51,10 @@ class Scorer:
                 yield log_probs_T[: len(ids) - 1], likeliest_T[: len(ids) - 1]
 
     def _row_length(self, longest: int) -> int:
-        """Returns the shortest of the lengths that holds so many tokens, and that devices and tiles share out."""
+        """Chooses the shortest length that holds `longest` tokens and divides among devices and tiles."""
         layout, T = self._plan.layout, self._T
         if self._plan.spec.has_capacity:
-            return T  # whose share the capacity is: by the longest text, a score would depend on the other texts
+            return T  # capacity depends on T: with a shorter one, a score would depend on the other texts
         unit = _SHORTEST_ROW * layout.shards("length") * layout.shards("norm_length") * self._plan.step.num_vocab_tiling
         while T % (2 * unit) == 0 and longest <= T // 2:
             T //= 2
@@ -62,17 +62,17 @@ class Scorer:
 
 
 _INPUTS, _TARGETS = slice(None, -1), slice(1, None)
-_PADDING = -1  # in place of an id
+_PADDING = -1  # an invalid id
 
 
 def score_texts(
     evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weights: Weights, tokenizer: Tokenizer | None
 ) -> int:
-    """Writes a line of `scores_path` for each text of `texts_path`, in their order; returns how many.
+    """Writes a line to `scores_path` for each text of `texts_path`, in order; returns the number of texts.
 
     A line is a JSON object: `text`, `ids` (including the tokenizer's beginning of a text), `log_probs` of each id given
-    those before it, in nats (null for the first), and `log_prob`, their sum. Raises UserError: a text is malformed, or
-    has more tokens than a row; there is no text.
+    the ids before it, in nats (null for the first), and `log_prob`, their sum. Raises UserError if a text is malformed
+    or has more than T tokens, or if the file is empty.
     """
     path, T = Path(evaluation.texts_path).expanduser(), batch.max_target_length
     texts = read_lines(path, "texts_path", _text_of_json)
@@ -83,11 +83,11 @@ def score_texts(
     if longest > T:
         text = texts[[len(ids) for ids in encoded].index(longest)]
         raise UserError(
-            f"texts_path: the text that begins {text[:40]!r} has {longest} tokens, and max_target_length={T} is a "
-            "row's: raise it, or shorten the text"
+            f"texts_path: the text that begins {text[:40]!r} has {longest} tokens, more than "
+            "max_target_length={T}: raise it, or shorten the text"
         )
     scores = Scorer(evaluation, batch, plan, weights)(encoded)
-    # Every process computes, process 0 writes.
+    # Every process computes; process 0 writes.
     scores_path = Path(evaluation.scores_path).expanduser() if jax.process_index() == 0 else os.devnull
     with open(scores_path, "w", encoding="utf-8") as file:
         for text, ids, (of_ids, _) in zip(texts, encoded, scores, strict=True):
@@ -105,16 +105,16 @@ def _text_of_json(line: str) -> str:
 
 
 def write_logits(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weights: Weights) -> tuple[int, int, int]:
-    """Writes `logits_path`, float32 [B, T, V], for the ids of `tokens_path`, int32 [B, T]; returns that shape.
+    """Writes logits for `tokens_path` (int32 [B, T]) to `logits_path` (float32 [B, T, V]); returns the latter's shape.
 
-    Each row is one whole text; there is no mask but the model's own. Raises UserError: the file is no such array, or an
+    Each row is one whole text, with only the model's own mask. Raises UserError if the file has no such array, or if an
     id is not in the vocabulary.
     """
     path = Path(evaluation.tokens_path).expanduser()
     try:
         with path.open("rb") as opened:
             tokens = np.lib.format.read_array(opened)
-    except Exception as error:  # of a damaged header also others than ValueError, such as MemoryError
+    except Exception as error:  # a damaged header may raise more than ValueError, such as MemoryError
         raise UserError(f"tokens_path={path} cannot be read as a .npy file: {error}") from None
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or not tokens.size:
         raise UserError(f"tokens_path={path}: expected int32 [B, T], got {tokens.dtype} {list(tokens.shape)}")
@@ -127,7 +127,7 @@ def write_logits(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weigh
     file = None
     if jax.process_index() == 0:
         out = Path(evaluation.logits_path).expanduser()
-        # NumPy itself writes version 1.0: by this one `outputs.is_own` knows the file.
+        # NumPy itself writes version 1.0; version 2.0 lets `outputs.is_own` recognize our file.
         file = np.lib.format.open_memmap(out, "w+", np.float32, shape, version=(2, 0))
     for first in range(0, len(tokens), B):
         rows = tokens[first : first + B]
@@ -138,14 +138,14 @@ def write_logits(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weigh
 
 
 def compute_logits(plan: StepPlan, weights: Weights, tokens_BT: np.ndarray) -> np.ndarray:
-    """Returns logits, float32 [B, T, V], of rows that each are one text; B divides over the mesh."""
+    """Computes logits, float32 [B, T, V]. Each row is one text; B must divide over the mesh."""
     return _compiled(whole_texts(plan, tokens_BT.shape[1]), _logits)(weights, tokens_BT)
 
 
 def whole_texts(plan: StepPlan, length: int) -> StepPlan:
-    """Returns the plan for rows of `length` tokens, a text each; raises UserError if kernel or positions don't fit."""
+    """Adapts the plan to one text per sequence of `length`; raises UserError if kernel or positions don't fit."""
     if 0 < (positions := plan.spec.trainable_position_size) < length:
-        raise UserError(f"rows of {length} tokens are longer than the model's {positions} positions")
+        raise UserError(f"sequences of {length} tokens are longer than the model's {positions} positions")
     kernel = kernel_for(plan.step.attention, plan.spec, length, plan.layout).name
     return dataclasses.replace(plan, kernel=kernel, packed=False)
 
@@ -158,7 +158,7 @@ def _padded(rows: Sequence[np.ndarray], B: int, T: int) -> np.ndarray:
 
 
 def _compiled(plan: StepPlan, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles `function(weights, *arrays, plan)` of arrays [B, T]; every process passes and gets whole host arrays."""
+    """Compiles `function(weights, *arrays, plan)` for arrays [B, T]; every process passes and gets whole arrays."""
     row_sharding = plan.layout.sharding(("batch", None))
     in_shardings = (plan.split(plan.shardings), row_sharding)
     compiled = jax.jit(lambda weights, arrays: function(weights, *arrays, plan=plan), in_shardings=in_shardings)
@@ -179,7 +179,7 @@ def _logits(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> jax.Array
 def _scores(
     weights: Weights, tokens_BT: jax.Array, targets_BT: jax.Array, plan: StepPlan
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what `token_scores` does of the targets, each after its token and those before that in the row."""
+    """Computes the targets' `token_scores`, each given its token and the tokens before it in the sequence."""
     hidden_BTD, logits_of = _hidden_states(weights, tokens_BT, plan)
     targets_BT, shards = to_zigzag(targets_BT, plan.layout), plan.layout.shards("norm_length")
     scores = token_scores(logits_of, hidden_BTD, targets_BT, plan.step.num_vocab_tiling, shards)
@@ -188,11 +188,11 @@ def _scores(
 
 
 def _hidden_states(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> tuple[jax.Array, LogitsOf]:
-    """Returns hidden states [B, T, D], in `zigzag_order`, and a function from some of them to logits [B, t, V]."""
+    """Returns hidden states [B, T, D], and a function from some of them to logits [B, t, V]."""
     decoder = plan.decoder(weights)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     tokens_BT, positions_BT = (to_zigzag(x, plan.layout) for x in (tokens_BT, positions_BT))
-    segment_ids_BT = jnp.int32(tokens_BT != _PADDING)  # padding is to take none of the experts' capacity
+    segment_ids_BT = jnp.int32(tokens_BT != _PADDING)  # padding must not use the experts' capacity
     context = ForwardContext(positions_BT, segment_ids_BT, plan.layout, plan.kernel, packed=False)
     hidden_BTD, _, _ = decoder(jnp.maximum(tokens_BT, 0), context, plan.execution)
     return hidden_BTD, lambda hidden_BtD: decoder.logits(hidden_BtD, context)[..., : plan.spec.vocab_size]

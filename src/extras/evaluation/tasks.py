@@ -19,9 +19,9 @@ from src.system.errors import UserError, did_you_mean, first_few
 
 
 class _Model(LM):
-    def __init__(self, answers: Answers, facts: Mapping[str, Any]) -> None:
+    def __init__(self, answers: Answers, model_info: Mapping[str, Any]) -> None:
         super().__init__()
-        self._answers, self._facts = answers, facts
+        self._answers, self._model_info = answers, model_info
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         return self._answers.log_likelihoods([request.args for request in requests])
@@ -39,20 +39,20 @@ class _Model(LM):
         return self._answers.tokenizer.chat_template or ""
 
     def get_model_info(self) -> dict[str, Any]:
-        return dict(self._facts)
+        return dict(self._model_info)
 
     @property
     def tokenizer_name(self) -> str:
-        facts = json.dumps(self._answers.tokenizer.fingerprint(), sort_keys=True)
-        return hashlib.sha256(facts.encode()).hexdigest()[:16]
+        fingerprint = json.dumps(self._answers.tokenizer.fingerprint(), sort_keys=True)
+        return hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
 
 
 class _Unknown(UserError):
-    """Tells of a name that no task has."""
+    """A name that matches no task."""
 
 
 class Tasks(TaskManager):
-    """Holds the tasks that the keys name, loaded; raises UserError for what is unknown or not for this model."""
+    """The loaded tasks that the keys name; raises UserError for a task that is unknown or unsuitable for this model."""
 
     def __init__(self, keys: HarnessTasks, include_defaults: bool) -> None:
         folder = Path(keys.include_path).expanduser()
@@ -66,23 +66,23 @@ class Tasks(TaskManager):
         return self.loaded
 
     def _names(self) -> list[str]:
-        """Returns the names that the key lists or fits by *; the path of a .yaml file is one too."""
+        """Expands the names and * patterns that the key lists; an item may also be the path of a .yaml file."""
         all_names: list[str] = []
         for name in filter(None, map(str.strip, self.keys.tasks.split(","))):
             is_file = name.endswith((".yaml", ".yml")) and Path(name).is_file()
             names = [name] if is_file else self.match_tasks([name])
             if not names:
                 raise _Unknown(
-                    f"tasks: {name} is none of the {len(self.all_tasks):,} that the harness knows."
-                    f"{did_you_mean(name, self.all_tasks)} include_path=FOLDER adds those of its .yaml files"
+                    f"tasks: {name} is not one of the {len(self.all_tasks):,} tasks that the harness knows."
+                    f"{did_you_mean(name, self.all_tasks)} include_path=FOLDER adds the tasks of its .yaml files"
                 )
             all_names += [name for name in names if name not in all_names]
         return all_names
 
 
 def find_tasks(keys: HarnessTasks) -> Tasks:
-    """Returns the tasks with their data. Raises UserError where one is unknown, can't be loaded, or asks for more."""
-    if keys.include_path:  # to list the harness's own takes ten seconds
+    """Loads the tasks and their data. Raises UserError if one is unknown, can't be loaded, or is not supported."""
+    if keys.include_path:  # listing the harness's own tasks takes ten seconds
         with contextlib.suppress(_Unknown):
             return _loaded(keys, include_defaults=False)
     return _loaded(keys, include_defaults=True)
@@ -93,7 +93,7 @@ def _loaded(keys: HarnessTasks, include_defaults: bool) -> Tasks:
         tasks = Tasks(keys, include_defaults)
     except UserError:
         raise
-    except Exception as error:  # of whatever the code and data of a task, which others wrote, are
+    except Exception as error:  # a task's code and data come from others and may raise anything
         kind = _Unknown if isinstance(error, KeyError) else UserError
         raise kind(
             f"the harness can't load tasks={keys.tasks}: {type(error).__name__}: {error}. Most tasks fetch their data "
@@ -103,20 +103,20 @@ def _loaded(keys: HarnessTasks, include_defaults: bool) -> Tasks:
     for name, task in tasks.loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             raise UserError(
-                f"tasks: {name} runs code that a model writes, or shows it images, which is not done here: python -m "
-                "src.convert to-hf writes a folder for the harness's own --model hf"
+                f"tasks: {name} runs code that a model writes, or shows it images, which is not supported here: "
+                "python -m src.convert to-hf writes a folder for the harness's own --model hf"
             )
     return tasks
 
 
 def run_tasks(
-    tasks: Tasks, use_chat_template: bool, answers: Answers, facts: Mapping[str, Any]
+    tasks: Tasks, use_chat_template: bool, answers: Answers, model_info: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns the harness's results, with these facts of the model, as JSON has them; and lines for the user."""
+    """Returns the harness's results, including `model_info`, as JSON values; and lines for the user."""
     keys, num_fewshot = tasks.keys, tasks.keys.num_fewshot
     try:
         results = simple_evaluate(
-            model=_Model(answers, facts),
+            model=_Model(answers, model_info),
             tasks=[*tasks.loaded["tasks"]],
             num_fewshot=None if num_fewshot == -1 else num_fewshot,
             limit=(keys.limit if keys.limit < 1 else int(keys.limit)) or None,
@@ -131,7 +131,7 @@ def run_tasks(
     lines = [make_table(results), *([make_table(results, "groups")] if results.get("groups") else [])]
     differing = [f"{task} {count}" for task, count in results["n-shot"].items() if num_fewshot not in (-1, count)]
     if differing:
-        lines.append(f"num_fewshot={num_fewshot} is not that of tasks which say theirs: {first_few(differing)}")
+        lines.append(f"num_fewshot={num_fewshot} does not apply to tasks that set their own: {first_few(differing)}")
     if answers.truncated:
         lines.append(f"{answers.truncated:,} requests do not fit max_target_length: they lost their beginning")
     text = json.dumps(results, default=handle_non_serializable)

@@ -1,4 +1,4 @@
-"""Completes prompts with a model: what is asked, as ids; what is drawn, until its end, as text."""
+"""Completes prompts with a model: encodes prompts, and decodes generated ids up to the end of each text."""
 
 import time
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from src.step.plan import StepPlan
 from src.system.errors import UserError, printable
 from src.system.json_text import well_formed
 
-Prompt = str | Conversation | np.ndarray  # ids as they are
-_CONTEXT = 16  # ids before others that their text may depend on
+Prompt = str | Conversation | np.ndarray  # an array has ids, used unchanged
+_CONTEXT = 16  # preceding ids that a token's text may depend on
 
 
 def make_generator(decoding: Decoding, max_target_length: int, plan: StepPlan, weights: Weights) -> Generator:
-    """Returns a generator with these keys."""
+    """Creates a generator with these keys."""
     lengths = max_target_length, decoding.max_prefill_predict_length
     return Generator(plan, weights, sampling(decoding), decoding.decode_seed, *lengths)
 
@@ -27,8 +27,8 @@ def make_generator(decoding: Decoding, max_target_length: int, plan: StepPlan, w
 def encode_prompt(decoding: Decoding, max_target_length: int, tokenizer: Tokenizer, prompt: Prompt) -> np.ndarray:
     """Returns the prompt's token ids, int32 [n].
 
-    The chat template renders a conversation and, with `use_chat_template`, also a text, as a user's message. Raises
-    UserError: the prompt is too long, or the tokenizer has no template.
+    The chat template formats a conversation and, with `use_chat_template`, also a text, as a user's message. Raises
+    UserError if the prompt is too long, or the tokenizer has no template.
     """
     if isinstance(prompt, np.ndarray):
         text, ids = tokenizer.decode(prompt), prompt
@@ -40,51 +40,53 @@ def encode_prompt(decoding: Decoding, max_target_length: int, tokenizer: Tokeniz
         ids = tokenizer.encode_text(text)
     prefill = decoding.max_prefill_predict_length
     for key, value, limit in (
-        ("max_target_length", max_target_length, max_target_length - 1),  # at least one token is generated
+        ("max_target_length", max_target_length, max_target_length - 1),  # leaves room to generate one token
         ("max_prefill_predict_length", prefill, prefill),
     ):
         if limit != -1 and len(ids) > limit:
             raise UserError(
-                f"the prompt {text[:40]!r} has {len(ids)} tokens, more than the {limit} that {key}={value} has "
-                f"room for: raise {key}, or shorten the prompt"
+                f"the prompt {text[:40]!r} has {len(ids)} tokens, more than the {limit} that {key}={value} "
+                f"allows: raise {key}, or shorten the prompt"
             )
     return ids
 
 
 def length_note(decoding: Decoding, max_target_length: int, prompt_tokens: int) -> list[str]:
-    """Returns a line if a text after a prompt of so many tokens can't get as long as `sample_length` says."""
+    """Returns a line for the user if max_target_length cuts texts below `sample_length` after such a prompt."""
     if not decoding.sample_length or prompt_tokens + decoding.sample_length <= max_target_length:
         return []
-    limit = f"prompt and text end at max_target_length={max_target_length} tokens"
+    limit = f"prompt and text are limited to max_target_length={max_target_length} tokens"
     return [f"sample_length={decoding.sample_length}: {limit}"]
 
 
 class Completion:
-    """Collects the text after one prompt until a stop token, a stop text (left out), or the limit of its length.
+    """Collects the text after one prompt until a stop token, a stop text (left out), or the length limit.
 
-    There are `max_target_length` tokens at most, including the prompt's. Raises UserError as `encode_prompt` does.
+    Prompt and text have at most `max_target_length` tokens. Raises UserError as `encode_prompt` does.
     """
 
     def __init__(self, decoding: Decoding, max_target_length: int, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self.prompt = encode_prompt(decoding, max_target_length, tokenizer, prompt)
         self.prompt_text = tokenizer.decode(self.prompt)
         is_chat = isinstance(prompt, Conversation) or (isinstance(prompt, str) and decoding.use_chat_template)
-        # What is printed before the text: of a chat also the special tokens, which tell its turns apart.
+        # Printed before the text. A chat's heading includes special tokens, which separate its turns.
         self.heading = tokenizer.decode_spelled(self.prompt).rstrip("\n") + "\n" if is_chat else self.prompt_text
         self.text = ""  # without the prompt
-        self.drawn: list[tuple[int, float]] = []  # ids and their log-probabilities, with the one that ended the text
+        # Generated ids and their log-probabilities, including the id that ended the text.
+        self.sampled: list[tuple[int, float]] = []
         self.done = False
         self._tokenizer, self._stop_texts = tokenizer, list(decoding.decode_stop)
-        # So many ids at the end hold a stop text, of whose characters each takes four at most.
+        # A stop text is within this many ids at the end: each character takes at most four.
         self._tail = _CONTEXT + 4 * max(map(len, self._stop_texts), default=0)
         self._ids: list[int] = self.prompt.tolist()
-        self._stable = ""  # the text so far, up to its last whole character
-        self._whole = [0, len(self._ids)]  # numbers of ids whose text is whole: one to decode from, and all since
+        self._stable = ""  # the text so far, up to its last complete character
+        # Id counts at which the text is complete: one to decode from, and all later ones.
+        self._whole = [0, len(self._ids)]
         self._max_tokens = min(len(self.prompt) + (decoding.sample_length or max_target_length), max_target_length)
 
     def add(self, token: int, log_prob: float = 0.0) -> None:
-        """Appends the next token, which the model gave this log-probability."""
-        self.drawn.append((token, log_prob))
+        """Appends the next token, with the log-probability the model gave it."""
+        self.sampled.append((token, log_prob))
         self.done = token in self._tokenizer.stop_ids
         if not self.done:
             self._ids.append(token)
@@ -96,12 +98,12 @@ class Completion:
                 self.text, self.done = self.text[: min(ends)], True
 
     def stable_text(self) -> str:
-        """Returns the part of the text that no later token changes: whole characters, and no start of a stop text."""
+        """Returns the text that later tokens can't change: complete characters, and no start of a stop text."""
         if self.done:
             return self.text
         first, last = self._whole[0], self._whole[-1]
         text = self._decode(self._ids[first:])[len(self._decode(self._ids[first:last])) :]
-        if not text.endswith("\ufffd"):  # bytes of a character that is not complete yet
+        if not text.endswith("\ufffd"):  # bytes of an incomplete character
             self._stable, text = self._stable + text, ""
             self._whole.append(len(self._ids))
             while self._whole[1] <= len(self._ids) - _CONTEXT:
@@ -120,7 +122,7 @@ def generate(
     """Generates until all of the new completions are done; with `stream`, prints the first one as it grows.
 
     At least `rows` rows are computed, because batches of equal size share one compiled program. `first_index` is the
-    first completion's among all that are sampled with one seed.
+    first completion's index among all that are sampled with one seed.
     """
     tokens_BT, lengths_B = generator.padded([completion.prompt for completion in completions], rows)
     indices_B = np.arange(first_index, first_index + len(lengths_B), dtype=np.int32)
@@ -131,10 +133,10 @@ def generate(
             first_token = time.perf_counter()
         else:
             speed.decoded_tokens += sum(not completion.done for completion in completions)
-        drawn_B = zip(next_B.tolist(), np.asarray(generator.log_probs_B).tolist(), strict=True)
-        for completion, drawn in zip(completions, drawn_B, strict=False):  # further rows fill up the mesh
+        sampled_B = zip(next_B.tolist(), np.asarray(generator.log_probs_B).tolist(), strict=True)
+        for completion, sampled in zip(completions, sampled_B, strict=False):  # further rows only pad the batch
             if not completion.done:
-                completion.add(*drawn)
+                completion.add(*sampled)
         if stream:
             text = completions[0].stable_text()
             write_now(text[printed:])
@@ -149,19 +151,19 @@ def generate(
 
 
 def write_now(text: str) -> None:
-    """Prints a part of a line, on process 0."""
+    """Prints part of a line, on process 0."""
     if jax.process_index() == 0:
         print(printable(text), end="", flush=True)
 
 
 def check_sample(decoding: Decoding, max_target_length: int, tokenizer: Tokenizer) -> list[str]:
-    """Returns a line if a run's sample can't get as long as it should; raises UserError if its prompt is too long."""
+    """Returns a line for the user if a run's sample will be cut short; raises UserError if its prompt is too long."""
     prompt = encode_prompt(decoding, max_target_length, tokenizer, decoding.prompt)
     return length_note(decoding, max_target_length, max(len(prompt), decoding.decode_prompt_tokens))
 
 
 def sample(decoding: Decoding, max_target_length: int, plan: StepPlan, weights: Weights, tokenizer: Tokenizer) -> str:
-    """Returns the prompt and what a model in training generates after it, up to `sample_length` tokens, as text."""
+    """Returns the prompt and the text that a model in training generates after it, up to `sample_length` tokens."""
     completion = Completion(decoding, max_target_length, tokenizer, decoding.prompt)
     generate(make_generator(decoding, max_target_length, *in_training(plan, weights)), [completion], 1, 0)
     return completion.prompt_text + completion.text

@@ -24,8 +24,8 @@ from src.data.tokenizer import make_tokenizer
 from src.data.types import Conversation, InputSpec, Message, Tokenizer, missing_template
 from src.extras.conversations import ChatFields, read_message
 from src.extras.generation.completion import Completion, Prompt, generate, length_note, make_generator, write_now
-from src.extras.generation.generate import Generator, in_training, kept_in_int8, unrolled
-from src.extras.generation.loaded_model import load_model, model_facts
+from src.extras.generation.generate import Generator, in_training, quantize_at_rest, unrolled
+from src.extras.generation.loaded_model import load_model, model_fingerprint
 from src.model.params import Weights
 from src.run.run_setup import configured
 from src.step.plan import StepPlan
@@ -35,7 +35,7 @@ from src.system.outputs import check_outputs, write_output
 from src.system.user_code import call, load_function
 
 USAGE = Usage(
-    """Draws text from a model.
+    """Generates text from a model.
 
 python -m src.decode RUN prompt=TEXT [key=value ...]
 python -m src.decode CONFIG load_parameters_path=PATH prompt=TEXT [key=value ...]
@@ -50,13 +50,13 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     if config is None:
         return None
     if config.interactive and jax.process_count() > 1:
-        raise UserError("interactive=true needs a job of one process, and this one has several: use prompt_path")
+        raise UserError("interactive=true needs a job with one process, but this one has several: use prompt_path")
     tokenizer = make_tokenizer(config.data, config.vocab_size, "prompt")
-    # A mistake in a prompt is reported before the weights are read, which takes minutes.
+    # Report a mistake in a prompt before reading the weights, which takes minutes.
     if config.use_chat_template and tokenizer.chat_template is None:
         raise missing_template()
     decoding, length = config.decoding, config.max_target_length
-    if not decoding.decode_path:  # the documents of a run's config are decode_metrics'
+    if not decoding.decode_path:  # then the key in a run's config is for decode_metrics
         decoding = dataclasses.replace(decoding, decode_prompt_tokens=0)
     elif jax.process_index() == 0:
         check_outputs({"decode_path": (path := decoding.decode_path), "decode_path's settings": f"{path}.settings"})
@@ -68,16 +68,16 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     plan, weights = unrolled(loaded, weights)
     if decoding.quantize_weights:
         before = _bytes(weights)
-        plan, weights = kept_in_int8(plan, weights, loaded)
+        plan, weights = quantize_at_rest(plan, weights, loaded)
         say([f"weights: {_bytes(weights) / 1e6:,.1f} MB in memory, {before / 1e6:,.1f} before quantize_weights=int8"])
     generator = make_generator(decoding, length, plan, weights)
     rows = math.ceil(config.per_device_batch_size * plan.layout.mesh.size)
     if config.interactive:
         texts = converse(decoding, tokenizer, generator)
     elif decoding.decode_path:
-        facts = {**model_facts(config), "tokenizer": tokenizer.fingerprint()}
-        facts |= {"chat_template": tokenizer.chat_template, "tool_template": tokenizer.tool_template}
-        texts = write_completions(decoding, tokenizer, generator, prompts, rows, facts)
+        settings = {**model_fingerprint(config), "tokenizer": tokenizer.fingerprint()}
+        settings |= {"chat_template": tokenizer.chat_template, "tool_template": tokenizer.tool_template}
+        texts = write_completions(decoding, tokenizer, generator, prompts, rows, settings)
     else:
         texts = complete_all(generator, completions, rows)
     say(generator.speed.lines())
@@ -95,18 +95,18 @@ _EXPECTED = '{"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, .
 
 
 def prompts_of(decoding: Decoding, inputs: InputSpec) -> Sequence[Prompt]:
-    """Returns the prompts that the keys name: of documents, of a file, or the one; raises UserError."""
+    """Returns the prompts that the keys name: from documents, from a file, or the single one; raises UserError."""
     if decoding.decode_prompt_tokens:
         return DocumentPrompts(decoding, inputs)
     return read_prompts(decoding, inputs) if decoding.prompt_path else [decoding.prompt]
 
 
 class DocumentPrompts(Sequence[Prompt]):
-    """Reads prompts in data: the first `decode_prompt_tokens` ids of each document, in their order.
+    """Takes prompts from data: the first `decode_prompt_tokens` ids of each document, in order.
 
-    Of conversations, what comes before the last message of the assistant. The data are those to evaluate on where they
-    are named, else to train on. Of several sets decode_metrics takes the first, and `decode_path` takes none. Raises
-    UserError for these, and as their reader.
+    A conversation's prompt is everything before the last message of the assistant. The documents are evaluation data if
+    the keys name any, else training data. Among several datasets, decode_metrics uses the first, but `decode_path`
+    accepts only one. Raises UserError for several datasets with `decode_path`, and as their reader does.
     """
 
     def __init__(self, decoding: Decoding, inputs: InputSpec) -> None:
@@ -116,16 +116,16 @@ class DocumentPrompts(Sequence[Prompt]):
             key, names = "eval_datasets" if specs[0].is_eval else "datasets", ", ".join(spec.name for spec in specs)
             if decoding.decode_path:
                 raise UserError(
-                    f"decode_prompt_tokens takes prompts from one set of data, and {key} names {names}: name one "
-                    f"alone, {key}=[{{name: {specs[0].name}, ...}}], and give each its own decode_path"
+                    f"decode_prompt_tokens takes prompts from one dataset, but {key} names {names}: name only "
+                    f"one, {key}=[{{name: {specs[0].name}, ...}}], and give each its own decode_path"
                 )
-            say([f"decode_metrics takes prompts from {specs[0].name} alone, the first set of {key}: {names}"])
+            say([f"decode_metrics takes prompts only from {specs[0].name}, the first dataset of {key}: {names}"])
         source, limit = open_source(specs[0], self._inputs), decoding.decode_num_prompts
-        self._tokens, self.facts = decoding.decode_prompt_tokens, source.fingerprint()
+        self._tokens, self.fingerprint = decoding.decode_prompt_tokens, source.fingerprint()
         if isinstance(source, StreamSource) and limit != -1:
             if jax.process_count() > 1:
-                raise UserError(f"{source.name} is a stream for each process: give it to a job of one")
-            # It is read forwards alone, and each evaluation takes all prompts again.
+                raise UserError(f"{source.name} is streamed per process: use a job with one process")
+            # A stream only reads forward, but each evaluation takes all prompts again: store them.
             source = list(map(StreamReader(source, inputs.data.data_shuffle_seed, None), range(limit)))
         self._items, self._limit = source, len(source) if limit == -1 else limit
 
@@ -144,7 +144,7 @@ class DocumentPrompts(Sequence[Prompt]):
 
 
 def read_prompts(decoding: Decoding, inputs: InputSpec) -> list[Prompt]:
-    """Returns `prompt_path`'s prompts: its lines, or `prompt` or `messages` of each JSON line; raises UserError."""
+    """Reads the prompts in `prompt_path`: its lines, or `prompt` or `messages` of each JSON line; raises UserError."""
     path, fields = Path(decoding.prompt_path).expanduser(), ChatFields(inputs)
     if prompts := read_lines(path, "prompt_path", functools.partial(_prompt_of_json, fields)):
         fields.report("prompt_path")
@@ -167,10 +167,10 @@ def _prompt_of_json(fields: ChatFields, line: str) -> Prompt:
 def complete_batch(
     decoding: Decoding, tokenizer: Tokenizer, generator: Generator, prompts: Sequence[Prompt], first: int, rows: int
 ) -> list[dict[str, Any]]:
-    """Draws the texts from number `first` on, `rows` at most: `decode_samples` of each prompt, one after the other.
+    """Generates up to `rows` texts, from number `first` on: `decode_samples` for each prompt, in turn.
 
-    Returns what a line of `decode_path` has: the prompt's number, the text's among its samples, both texts, the ids
-    drawn and their log-probabilities in nats, before temperature and limits, and the sum of these.
+    Returns the fields of each line of `decode_path`: the prompt's number, the sample's number for this prompt, both
+    texts, the generated ids, their log-probabilities in nats (before temperature and limits), and the sum of these.
     """
     count = decoding.decode_samples
     numbers = range(first, min(first + rows, count * len(prompts)))
@@ -178,8 +178,8 @@ def complete_batch(
     generate(generator, batch, rows, first)
     return [
         {"id": number // count, "sample": number % count, "prompt": each.prompt_text, "text": each.text}
-        | {"ids": [token for token, _ in each.drawn], "log_probs": [log_prob for _, log_prob in each.drawn]}
-        | {"log_prob": sum(log_prob for _, log_prob in each.drawn)}
+        | {"ids": [token for token, _ in each.sampled], "log_probs": [log_prob for _, log_prob in each.sampled]}
+        | {"log_prob": sum(log_prob for _, log_prob in each.sampled)}
         for number, each in zip(numbers, batch, strict=True)
     ]
 
@@ -190,20 +190,21 @@ def write_completions(
     generator: Generator,
     prompts: Sequence[Prompt],
     rows: int,
-    facts: Mapping[str, Any],
+    settings: Mapping[str, Any],
 ) -> list[str]:
-    """Writes the lines of `complete_batch` for all prompts to `decode_path`, and returns the texts of this start.
+    """Writes `complete_batch`'s lines for all prompts to `decode_path`; returns the texts that this process generated.
 
-    Goes on after the whole batches that are there, which were computed as they would be now. `facts` are what the texts
-    depend on beside the keys. Raises UserError where the file is of other settings, or can't be written.
+    Continues after the complete batches in the file, which were computed as they would be now. `settings` are what the
+    texts depend on in addition to the keys. Raises UserError if the file has texts of other settings, or can't be
+    written.
     """
     path, total, texts = Path(decoding.decode_path).expanduser(), decoding.decode_samples * len(prompts), []
-    of_prompts = prompts.facts if isinstance(prompts, DocumentPrompts) else list(map(str, prompts))
+    of_prompts = prompts.fingerprint if isinstance(prompts, DocumentPrompts) else list(map(str, prompts))
     keys = {key: value for key, value in vars(decoding).items() if key not in ("decode_path", "decode_metrics")}
-    facts = {**facts, **keys, "prompts": of_prompts, "rows": rows, "max_target_length": generator.length}
+    settings = {**settings, **keys, "prompts": of_prompts, "rows": rows, "max_target_length": generator.length}
     try:
         is_writer = jax.process_index() == 0
-        done = gather_json(_written(path, json.loads(json.dumps(facts)), rows, total) if is_writer else 0)[0]
+        done = gather_json(_written(path, json.loads(json.dumps(settings)), rows, total) if is_writer else 0)[0]
         for first in range(done, total, rows):
             lines = complete_batch(decoding, tokenizer, generator, prompts, first, rows)
             texts += [line["text"] for line in lines]
@@ -212,20 +213,20 @@ def write_completions(
                     file.writelines(json.dumps(line) + "\n" for line in lines)
     except OSError as error:
         raise UserError(f"decode_path={path} can't be written: {error.strerror}") from error
-    say([f"{total:,} texts, {total - done:,} of them drawn now: {path}"])
+    say([f"{total:,} texts, {total - done:,} of them generated now: {path}"])
     return texts
 
 
-def _written(path: Path, facts: Mapping[str, Any], rows: int, total: int) -> int:
-    """Counts the texts of whole batches in the file, of which it keeps no more; `path`.settings has its facts."""
-    settings, data = path.with_name(f"{path.name}.settings"), path.read_bytes() if path.exists() else b""
-    if data and (changed := changed_keys(read_object(settings) if settings.exists() else {}, facts)):
+def _written(path: Path, settings: Mapping[str, Any], rows: int, total: int) -> int:
+    """Counts the texts of complete batches in the file, removes the rest; `path`.settings has their settings."""
+    settings_file, data = path.with_name(f"{path.name}.settings"), path.read_bytes() if path.exists() else b""
+    if data and (changed := changed_keys(read_object(settings_file) if settings_file.exists() else {}, settings)):
         raise UserError(
-            f"decode_path={path} has texts of other settings ({first_few(changed)}): name a new file, or delete it"
+            f"decode_path={path} has texts from other settings ({first_few(changed)}): name a new file, or delete it"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not data:  # else it has them, and a kill while it is written anew would lose the texts
-        write_output("decode_path's settings", str(settings), json.dumps(facts).encode())
+    if not data:  # existing settings are not rewritten: a kill in between would lose the texts
+        write_output("decode_path's settings", str(settings_file), json.dumps(settings).encode())
     whole = data.count(b"\n")
     done = whole if whole == total else whole // rows * rows
     with open(path, "ab") as file:
@@ -243,11 +244,11 @@ class DecodeMetrics:
         self._generator: Generator | None = None
 
     def run(self, plan: StepPlan, weights: Weights) -> dict[str, float]:
-        """Returns the function's numbers as `decode_NAME`; raises UserError where it raises or returns others."""
+        """Returns the function's numbers as `decode_NAME`; raises UserError if it raises, or returns something else."""
         plan, weights = in_training(plan, weights)
         lengths = self._decoding, self._inputs.batch.max_target_length
         generator = dataclasses.replace(self._generator or make_generator(*lengths, plan, weights), weights=weights)
-        self._generator = dataclasses.replace(generator, weights=Weights({}))  # its programs alone are kept
+        self._generator = dataclasses.replace(generator, weights=Weights({}))  # keep only the programs
         batch = self._decoding, self._inputs.tokenizer, generator
         starts = range(0, self._decoding.decode_samples * len(self._prompts), self._rows)
         lines = [line for first in starts for line in complete_batch(*batch, self._prompts, first, self._rows)]
@@ -256,7 +257,7 @@ class DecodeMetrics:
             metrics = {f"decode_{name}": float(number) for name, number in numbers.items()}
         except (AttributeError, TypeError, ValueError):
             metrics = None
-        if metrics is None or any("/" in name for name in metrics):  # after a / comes the name of a set
+        if metrics is None or any("/" in name for name in metrics):  # a / precedes the name of a dataset
             expected = "a mapping of names, without /, to numbers"
             raise UserError(f"decode_metrics must return {expected}: it returned {numbers!r:.200}")
         return metrics
@@ -281,10 +282,10 @@ def complete_all(generator: Generator, completions: Sequence[Completion], rows: 
 
 
 def converse(decoding: Decoding, tokenizer: Tokenizer, generator: Generator) -> list[str]:
-    """Completes each line of the standard input until its end; returns the generated texts.
+    """Completes each line of standard input until its end; returns the generated texts.
 
-    With a chat template the lines are one conversation, which begins anew where it no longer fits; without, each line
-    is a prompt of its own.
+    With a chat template, the lines form one conversation, which restarts when it no longer fits; otherwise each line is
+    a separate prompt.
     """
     conversation: tuple[Message, ...] = ()
     texts: list[str] = []
@@ -298,7 +299,7 @@ def converse(decoding: Decoding, tokenizer: Tokenizer, generator: Generator) -> 
             completion = Completion(decoding, generator.length, tokenizer, prompt)
         except UserError as error:
             conversation = ()
-            say([f"error: {error}" + (" (the conversation begins anew)" if decoding.use_chat_template else "")])
+            say([f"error: {error}" + (" (the conversation starts over)" if decoding.use_chat_template else "")])
             continue
         generate(generator, [completion], 1, len(texts), stream=True)
         texts.append(completion.text)

@@ -1,4 +1,4 @@
-"""Generates tokens on devices: prefills caches with the prompts, then adds a token to every row in each step."""
+"""Generates tokens on devices: prefills caches with the prompts, then adds one token per sequence in each step."""
 
 import dataclasses
 import functools
@@ -26,22 +26,22 @@ from src.parallel.mesh import Layout, add_mesh_axes, axes_of_dim
 from src.step.plan import StepPlan
 
 _Next = tuple[Any, jax.Array, jax.Array, jax.Array]  # caches; tokens [B], their positions and log-probabilities
-MIN_PREFILL = 16  # tokens that prompts are padded to, at least: short ones share one program
+MIN_PREFILL = 16  # minimum length that prompts are padded to, so that short ones share one program
 
 
 # ---- Sampling
 
 
 class Sampling(NamedTuple):
-    """Says which tokens are sampled. Where both limits are set, `top_k` is applied first."""
+    """How tokens are sampled. If both limits are set, `top_k` is applied first."""
 
-    temperature: float  # logits are divided by it; 0: the likeliest token is taken
-    top_k: int  # so many of the likeliest tokens; 0: all
-    nucleus_p: float  # of those, the fewest that together have at least this probability; 1: all
+    temperature: float  # divides the logits; 0: greedy
+    top_k: int  # number of most likely tokens to sample from; 0: all
+    nucleus_p: float  # the fewest of these whose total probability is at least this; 1: all
 
 
 def sampling(decoding: Decoding) -> Sampling:
-    """Returns what the keys decode_sampling_* ask for."""
+    """Reads the sampling settings from the keys decode_sampling_*."""
     strategy = decoding.decode_sampling_strategy
     return Sampling(
         temperature=0.0 if strategy == "greedy" else float(decoding.decode_sampling_temperature),
@@ -53,7 +53,7 @@ def sampling(decoding: Decoding) -> Sampling:
 def sample_tokens(
     logits_BV: jax.Array, sampling: Sampling, seed: int, indices_B: jax.Array, positions_B: jax.Array
 ) -> jax.Array:
-    """Samples a token for each row of logits, int32 [B], by the seed, the row's index and its position alone."""
+    """Samples one token per row of logits, int32 [B], depending only on the seed, and each row's index and position."""
     if sampling.temperature == 0.0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
@@ -70,15 +70,16 @@ def log_probs(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
 
 
 def filter_logits(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
-    """Divides logits by the temperature, and sets those of tokens outside the limits to minus infinity: [B, V]."""
+    """Divides logits by the temperature, and sets tokens outside the limits to minus infinity: [B, V]."""
     V = logits_BV.shape[-1]
     logits_BV = logits_BV / sampling.temperature
     if 0 < sampling.top_k < V:
         logits_BV = _likeliest(logits_BV, jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:], sampling.top_k)
-    if sampling.nucleus_p < 1.0:  # of the probabilities that remain (Holtzman et al. 2019, section 3.1)
+    if sampling.nucleus_p < 1.0:  # of the remaining probabilities (Holtzman et al. 2019, section 3.1)
         rising_BV = jnp.sort(logits_BV, axis=-1)
-        below_BV = jnp.cumsum(jax.nn.softmax(rising_BV, axis=-1), axis=-1)  # of each token and all less likely ones
-        left_out_B1 = jnp.sum(below_BV[:, :-1] <= 1.0 - sampling.nucleus_p, axis=-1, keepdims=True)  # never the last
+        # The probability of each token and all less likely ones; the most likely token is never left out.
+        below_BV = jnp.cumsum(jax.nn.softmax(rising_BV, axis=-1), axis=-1)
+        left_out_B1 = jnp.sum(below_BV[:, :-1] <= 1.0 - sampling.nucleus_p, axis=-1, keepdims=True)
         logits_BV = _likeliest(logits_BV, jnp.take_along_axis(rising_BV, left_out_B1, axis=-1), V - left_out_B1)
     return logits_BV
 
@@ -86,7 +87,7 @@ def filter_logits(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
 def _likeliest(logits_BV: jax.Array, least_B1: jax.Array, count: jax.Array | int) -> jax.Array:
     """Sets all but the `count` largest logits, the last of which is `least_B1`, to minus infinity.
 
-    Of equal ones, of which rounded logits have many, the first are kept.
+    Rounded logits are often equal; among equal ones, the first are kept.
     """
     larger_BV, equal_BV = logits_BV > least_B1, logits_BV == least_B1
     room_B1 = count - jnp.sum(larger_BV, axis=-1, keepdims=True)
@@ -97,16 +98,16 @@ def _likeliest(logits_BV: jax.Array, least_B1: jax.Array, count: jax.Array | int
 
 
 def in_training(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
-    """Returns a training step's plan and weights to generate with; pipeline stages share out every layer."""
+    """Adapts a training step's plan and weights for generation; pipeline stages share out every layer."""
     if plan.execution.schedule:
         weights = _unstaged_weights(plan, weights)
     return dataclasses.replace(plan, layout=_unsplit_rows(plan.layout)), weights
 
 
 def unrolled(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
-    """Returns both with each layer's weights in arrays of their own, for speed; deletes arrays of `weights`."""
-    # A loop over stacked weights would copy each layer's out of the stack at every token: more than the token's own
-    # work, which reads every weight once.
+    """Gives each layer's weights separate arrays, for speed; deletes arrays of `weights`."""
+    # A loop over stacked weights would copy each layer's weights out of the stack for every token, which costs more
+    # than the token's own work: reading every weight once.
     assert not plan.step.lora_rank
     spec = dataclasses.replace(plan.spec, stacked=False)
     graphdef, _ = params.abstract(lambda rngs: Decoder(spec, rngs))
@@ -121,10 +122,11 @@ def unrolled(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
     return dataclasses.replace(plan, quantization=quantization, **changes), Weights(tree)
 
 
-def kept_in_int8(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tuple[StepPlan, Weights]:
-    """Returns `unrolled`'s plan and weights of `loaded` with the weights of products in 8 bits; deletes the old ones.
+def quantize_at_rest(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tuple[StepPlan, Weights]:
+    """Quantizes the matmul weights of `unrolled`'s plan and weights to int8; deletes the old arrays.
 
-    Their products are then of the activations' dtype. Raises UserError if `quantization_exclude` fits no weight.
+    Matmuls still run in the activations' dtype. `loaded` is the plan before unrolling. Raises UserError if
+    `quantization_exclude` matches no weight.
     """
     from src.model.quantization import encode_at_rest, select_at_rest
 
@@ -135,7 +137,7 @@ def kept_in_int8(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tuple[St
 
 
 def _unsplit_rows(layout: Layout) -> Layout:
-    """Returns the layout without sequence sharding: prompts have any length, and a step has one token."""
+    """Removes sequence sharding from a layout: prompts have any length, and a decoding step has one token."""
     return dataclasses.replace(layout, rules={**layout.rules, "length": (), "norm_length": ()})
 
 
@@ -147,7 +149,7 @@ def _unstacked(blocks: dict[int, params.Tree], group: LayerGroup) -> dict[int, p
             sharding = _unstaged(leaf.sharding, (1, *leaf.shape[1:]))
             for repeat, layer in enumerate(_split(leaf, sharding)):
                 layers.setdefault(repeat * len(group.pattern) + position, {})[path] = layer
-            leaf.delete()  # or the whole model would be in memory twice
+            leaf.delete()  # else the whole model would be in memory twice
     return {number: params.nested(layer) for number, layer in layers.items()}
 
 
@@ -157,19 +159,20 @@ def _split(stacked: jax.Array, sharding: jax.sharding.Sharding) -> list[jax.Arra
 
 
 def _unstaged_weights(plan: StepPlan, weights: Weights) -> Weights:
-    """Returns the weights with `_unstaged` shardings for those that stages share out; the rest is not copied."""
+    """Reshards weights that pipeline stages share out by `_unstaged`; the rest is not copied."""
     leaves, structure = jax.tree.flatten(weights)
     axes = structure.flatten_up_to(plan.split(plan.axes))
     staged = {index: leaves[index] for index, dims in enumerate(axes) if dims[:1] == ("layers",)}
     shardings = {index: _unstaged(leaf.sharding, leaf.shape) for index, leaf in staged.items()}
-    # Only these, because a compiled function copies its inputs, and device_put between shardings goes through the host.
+    # Only the staged ones: a compiled function copies its inputs, and device_put between shardings goes through the
+    # host.
     moved = jax.jit(lambda staged: staged, out_shardings=shardings)(staged)
     return structure.unflatten(moved.get(index, leaf) for index, leaf in enumerate(leaves))
 
 
 def _unstaged(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """Returns a sharding that splits another dim over the stages' axes than the layers'."""
-    # Each token goes through all layers: with layers on stages, every device would gather all of them.
+    """Moves the stages' mesh axes from the layer dim to another dim."""
+    # Each token goes through all layers: with layers split over stages, every device would gather all of them.
     unsplit = sharding.update(spec=PartitionSpec(None, *sharding.spec[1:]))
     return add_mesh_axes(unsplit, (1, *shape[1:]), axes_of_dim(sharding.spec[0]))
 
@@ -180,7 +183,7 @@ _map = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, CacheArra
 
 
 def cache_arrays(spec: ModelSpec, rows: int, length: int) -> list[list[dict[str, CacheArray]]]:
-    """Declares caches for `rows` texts of up to `length` tokens, by group and pattern position; dim 0: the repeats."""
+    """Declares caches for `rows` texts of up to `length` tokens, by group and pattern position; dim 0: repeats."""
 
     def declare(layer: LayerSpec, repeats: int) -> dict[str, CacheArray]:
         arrays = mixer(layer).cache_arrays(layer, rows, length)
@@ -190,7 +193,7 @@ def cache_arrays(spec: ModelSpec, rows: int, length: int) -> list[list[dict[str,
 
 
 def empty_caches(spec: ModelSpec, rows: int, length: int) -> list[list[Cache]]:
-    """Makes the caches that `cache_arrays` declares, of zeros."""
+    """Creates the caches that `cache_arrays` declares, filled with zeros."""
     return _map(lambda x: jnp.zeros(x.shape, x.dtype or spec.dtype), cache_arrays(spec, rows, length))
 
 
@@ -199,16 +202,16 @@ def empty_caches(spec: ModelSpec, rows: int, length: int) -> list[list[Cache]]:
 
 @dataclass
 class Speed:
-    """Counts seconds, and the tokens processed in them."""
+    """Counts seconds and the tokens processed in them."""
 
     compile_seconds: float = 0.0
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
-    decoded_tokens: int = 0  # without each row's first, which the prefill gives
+    decoded_tokens: int = 0  # without each row's first token, which the prefill gives
     decode_seconds: float = 0.0
 
     def lines(self) -> list[str]:
-        """Returns lines for the user; none where there was no prompt."""
+        """Formats speeds for the user; empty without a prompt."""
         if not self.prompt_tokens:
             return []
         lines, decoded = [f"compiled in {self.compile_seconds:.1f} s"], (self.decoded_tokens, self.decode_seconds)
@@ -219,26 +222,26 @@ class Speed:
 
 @dataclass(eq=False)
 class Generator:
-    """Generates tokens after prompts, with one compiled prefill for each size of prompts and one compiled step."""
+    """Generates tokens after prompts, with one compiled prefill per prompt shape and one compiled decoding step."""
 
     plan: StepPlan
     weights: Weights
     sampling: Sampling
-    seed: int  # of the sampling
-    length: int  # the most tokens of a row, prompt included: the caches' length
-    prefill_length: int = -1  # the length that prompts are padded to; -1: the power of two that holds the longest
-    log_probs_B: jax.Array | None = None  # of the tokens that `tokens` yielded last, as `log_probs` has them
-    speed: Speed = dataclasses.field(default_factory=Speed)  # so far; `compile` adds its seconds, callers the others
+    seed: int  # for sampling
+    length: int  # maximum tokens per sequence, prompt included: the caches' length
+    prefill_length: int = -1  # length that prompts are padded to; -1: the next power of two
+    log_probs_B: jax.Array | None = None  # of the tokens that `tokens` yielded last, as `log_probs` returns them
+    speed: Speed = dataclasses.field(default_factory=Speed)  # so far; `compile` adds its seconds, callers the rest
     _compiled: dict[tuple[int, ...], jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
     def padded(self, prompts: Sequence[np.ndarray], rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the prompts as an array [B, T] padded on the right, B at least `rows`, and their lengths [B]."""
+        """Pads prompts on the right to [B, T], with B at least `rows`; also returns their lengths [B]."""
         shards = self.plan.layout.shards("batch")
         B = -(-max(rows, len(prompts)) // shards) * shards
         longest = max(map(len, prompts))
         T = self.prefill_length
         if T == -1 and self.plan.spec.has_capacity:
-            T = self.length  # whose share the experts' capacity is: else it would depend on the longest prompt
+            T = self.length  # experts' capacity depends on this length, so it must not depend on the longest prompt
         elif T == -1:
             T = min(max(1 << (longest - 1).bit_length(), MIN_PREFILL), self.length)
         tokens_BT, lengths_B = np.zeros((B, T), np.int32), np.ones(B, np.int32)
@@ -268,7 +271,7 @@ class Generator:
         self.speed.compile_seconds += time.perf_counter() - start
 
     def tokens(self, tokens_BT: np.ndarray, lengths_B: np.ndarray, indices_B: np.ndarray) -> Iterator[np.ndarray]:
-        """Yields the tokens after each row's prompt, int32 [B] a step, endlessly; `indices_B` as `sample_tokens`'s."""
+        """Yields each row's next tokens, int32 [B] per step, endlessly; `indices_B` as in `sample_tokens`."""
         B, T = tokens_BT.shape
         self.compile(B, T)
         prefill, step = self._compiled[B, T], self._compiled[B,]
@@ -283,14 +286,14 @@ class Generator:
             yield np.asarray(last_B)
 
     def _prefill(self, weights: Weights, tokens_BT: jax.Array, lengths_B: jax.Array, indices_B: jax.Array) -> _Next:
-        """Returns caches that hold the prompts, the first new tokens [B], their positions and log-probabilities."""
+        """Returns caches filled with the prompts, the first new tokens [B], their positions and log-probabilities."""
         plan = self.plan
         B, T = tokens_BT.shape
         tokens_BT = plan.layout.constrain(tokens_BT, "batch", "length")
         positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
         segment_ids_BT = (positions_BT < lengths_B[:, None]).astype(jnp.int32)
         kernel = plan.kernel
-        if kernel != "dot_product":  # fused kernels take rows of some lengths only, and prompts may have others
+        if kernel != "dot_product":  # fused kernels only support some lengths, and prompts may have others
             kernel = kernel_for("autoselected", plan.spec, T, plan.layout).name
         context = ForwardContext(positions_BT, segment_ids_BT, plan.layout, kernel, packed=False)
         decoder = plan.decoder(weights)
@@ -304,7 +307,7 @@ class Generator:
     def _step(
         self, weights: Weights, caches: Any, tokens_B: jax.Array, positions_B: jax.Array, indices_B: jax.Array
     ) -> _Next:
-        """Returns caches that hold these tokens too, the tokens after them [B], their positions, log-probabilities."""
+        """Returns caches including these tokens, the next tokens [B], their positions and log-probabilities."""
         plan = self.plan
         tokens_B1 = plan.layout.constrain(tokens_B[:, None], "batch", "length")
         positions_B1 = positions_B[:, None]

@@ -17,14 +17,14 @@ from src.system.errors import UserError, say
 
 
 def load_model(config: Config, tokenizer: Tokenizer | None) -> tuple[StepPlan, Weights]:
-    """Loads the config's model with `load_parameters_path`'s weights, adapters merged; raises UserError if unfit.
+    """Loads the config's model with weights from `load_parameters_path`, adapters merged.
 
-    It is unfit, too, if it was trained with another tokenizer than this one.
+    Raises UserError if the weights don't fit, or if they were trained with another tokenizer.
     """
     if not config.load_parameters_path:
         raise UserError(
-            "load_parameters_path says whose weights to use: a run's folder, a checkpoint, a Hugging Face "
-            "folder. (A run's folder in place of the YAML file brings its own, as in python -m src.decode runs/NAME)"
+            "load_parameters_path is empty: give the weights to use: a run's folder, a checkpoint or a Hugging Face "
+            "folder. (A run's folder instead of the YAML file uses its own weights: python -m src.decode runs/NAME)"
         )
     check_hardware(config.run.hardware)
     layout = make_layout(config.mesh, jax.devices())
@@ -37,10 +37,10 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> tuple[StepPlan, W
     return plan, plan.split(weights)
 
 
-def model_facts(config: Config) -> dict[str, str]:
-    """Returns what log-probabilities depend on beside text, tokenizer and kernels: the model, its weights, precision.
+def model_fingerprint(config: Config) -> dict[str, str]:
+    """Identifies the model, its weights and precision, which log-probabilities depend on besides the tokenized text.
 
-    It is kept beside what was computed, which does not go on with another model.
+    It is saved with computed results, so that they are not continued with another model.
     """
     precision = "dtype", "weight_dtype", "matmul_precision", "quantization"
     keys = {key: dump(config[key]) for key in (*keys_of("model"), "load_ema", *precision)}
@@ -48,5 +48,5 @@ def model_facts(config: Config) -> dict[str, str]:
 
 
 def inference_plan(config: Config, layout: Layout) -> StepPlan:
-    """Returns the plan of the config's model without adapters or frozen weights; raises UserError as `make_plan`."""
+    """Plans the config's model without adapters or frozen weights; raises UserError as `make_plan`."""
     return plan_step(config.replace(lora_rank=0, trainable_parameters=[], optimizer_rules=[]), layout)

@@ -1,4 +1,4 @@
-"""Rows of the families' tables of fields that many of them share."""
+"""Field-table rows that many families share."""
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +25,7 @@ HEADS = (
 ATTENTION_BIAS = Field("attention_bias", "attention_bias", absent=False)
 MLP_BIAS = Field("mlp_bias", "mlp_bias", absent=False)
 
-# Their names of activations -> ours.
+# transformers' names of activations -> ours.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "relu": "relu", "relu2": "squared_relu"}
 ACTIVATIONS["gelu"] = "gelu_exact"
 GATED = {theirs: (ours, "linear") for theirs, ours in ACTIVATIONS.items()}
@@ -43,12 +43,12 @@ WINDOWED, GLOBAL = "sliding_attention", "full_attention"
 
 
 def layer_pattern(layers: Sequence[Keys]) -> Keys:
-    """Returns decoder_segments of a layer each with the layers' own keys; nothing where no layer has any."""
+    """Returns decoder_segments with one segment per layer, from each layer's own keys; {} if no layer has any."""
     return {"decoder_segments": [{"repeats": 1, "pattern": [keys]} for keys in layers]} if any(layers) else {}
 
 
 def read_window(hf: Mapping[str, Any], keys: Keys) -> Keys:
-    """Returns the attention of a family whose layers all have a sliding window, or none."""
+    """Reads the attention type of a family whose layers either all have a sliding window or all have none."""
     window = Field("sliding_window", "sliding_window_size", UNSET).read(hf, keys)
     return {"attention_type": "local_sliding", **window} if window else {}
 
@@ -60,31 +60,31 @@ def write_window(layers: Layers) -> Json:
 
 
 def read_layer_types(hf: Mapping[str, Any], default: Sequence[str], *known: str) -> list[str]:
-    """Returns layer_types, else `default`; raises UserError unless there is one a layer, and each is `known`."""
+    """Reads layer_types, or `default`; raises UserError unless each layer has one type, and it is `known`."""
     kinds = entry(hf, "layer_types", list(default))
     if unknown := sorted({str(kind) for kind in kinds if kind not in known}):
-        raise UserError(f"config.json has layers of {', '.join(unknown)}: expected {' or '.join(known)}")
+        raise UserError(f"config.json has layer_types {', '.join(unknown)}: expected {' or '.join(known)}")
     if len(kinds) != len(default):
-        raise UserError(f"config.json has {len(kinds)} layer_types: expected {len(default)}, one a layer")
+        raise UserError(f"config.json has {len(kinds)} layer_types: expected {len(default)}, one per layer")
     return kinds
 
 
 def read_windowed_layers(hf: Mapping[str, Any], keys: Keys, global_every: int, **windowed: Any) -> Keys:
-    """Returns the pattern of layers of which some have windows, and then the further keys `windowed`."""
-    # Where config.json does not name each layer's kind, one in `global_every` has no window.
+    """Reads the layer pattern of a model in which some layers have windows; these also get the keys `windowed`."""
+    # If config.json does not list layer types, one layer in `global_every` has no window.
     default = [WINDOWED if (i + 1) % global_every else GLOBAL for i in range(keys["base_num_decoder_layers"])]
     of_kind = {WINDOWED: {"attention_type": "local_sliding", **windowed}, GLOBAL: {}}
     return layer_pattern([of_kind[kind] for kind in read_layer_types(hf, default, WINDOWED, GLOBAL)])
 
 
 def read_kinds(hf: Mapping[str, Any], keys: Keys, global_every: int, theta: float, local_theta: float) -> Keys:
-    """Returns the pattern of layers of which some have windows, each kind with rotary positions of its own."""
+    """Reads the layer pattern of a model with and without windows, in which each kind has its own rotary positions."""
     by_kind = entry(hf, "rope_parameters", {})
     family.require_known(by_kind, (WINDOWED, GLOBAL))
     windowed, everywhere = (entry(by_kind, kind, {}) for kind in (WINDOWED, GLOBAL))
     everywhere = {**everywhere, **entry(hf, "rope_scaling", {})}
     for parameters in (windowed, everywhere):
-        require(parameters, truncate=True)  # transformers truncates here, whatever this says
+        require(parameters, truncate=True)  # transformers always truncates here, ignoring this entry
     longest = {"max_position_embeddings": hf.get("max_position_embeddings")}
     local = read_rope({**longest, "rope_theta": local_theta, "rope_parameters": windowed}, keys)
     return {
@@ -94,22 +94,22 @@ def read_kinds(hf: Mapping[str, Any], keys: Keys, global_every: int, theta: floa
 
 
 def read_rotated_layers(hf: Mapping[str, Any], keys: Keys) -> list[Any]:
-    """Returns whether each layer has rotary positions, by no_rope_layers, which says just that."""
+    """Reads no_rope_layers: despite its name, true for layers with rotary positions."""
     count, every = keys["base_num_decoder_layers"], count_entry(hf, "no_rope_layer_interval", 4)
     rotated = entry(hf, "no_rope_layers", []) or [(i + 1) % every for i in range(count)]
     if len(rotated) < count:
-        raise UserError(f"config.json has {len(rotated)} no_rope_layers: expected {count}, one a layer")
+        raise UserError(f"config.json has {len(rotated)} no_rope_layers: expected {count}, one per layer")
     return rotated[:count]
 
 
 def check_no_windows(hf: Mapping[str, Any], layers: Sequence[Any]) -> None:
-    """Raises UserError if a layer has a window, of those that use_sliding_window would give one (true in `layers`)."""
+    """Raises UserError if a layer has a window; use_sliding_window gives one to layers that are true in `layers`."""
     used = entry(hf, "use_sliding_window", False) and hf.get("sliding_window") is not None
     read_layer_types(hf, [WINDOWED if used and windowed else GLOBAL for windowed in layers], GLOBAL)
 
 
 def write_layer_types(layers: Layers, kind: str = "local_sliding", name: str = WINDOWED) -> Json:
-    """Returns layer_types; `name` is config.json's for layers whose attention_type is `kind`."""
+    """Writes layer_types, with `name` for layers whose attention_type is `kind`, and full attention for the others."""
     return {"layer_types": [name if layer.attention_type == kind else GLOBAL for layer in layers]}
 
 
@@ -120,7 +120,8 @@ ALTERNATING_WINDOWS = FieldGroup(("layer_types",), _read_every_other, write_laye
 
 ORIGINAL = "original_max_position_embeddings"
 _FACTOR, _ORIGINAL_LENGTH = Field("factor", "rope_factor"), Field(ORIGINAL, ORIGINAL)
-# Kinds of scaled rotary positions: their name -> ours, and the fields of each. transformers requires some of them.
+# Types of scaled rotary positions: transformers' name -> ours, and the fields of each. transformers requires some of
+# them.
 _SAME_NAME = ("default", "linear", "yarn", "dynamic", "longrope", "proportional")
 ROPE_TYPES = {"llama3": "llama3.1", **{kind: kind for kind in _SAME_NAME}}
 _SHARE = Field("partial_rotary_factor", "partial_rotary_factor", 1.0)
@@ -144,7 +145,7 @@ ROPE_ENTRIES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary
 
 
 def rope(theta: float = 1e4, partial: float = 0.0, kinds: Collection[str] = ROPE_TYPES) -> FieldGroup:
-    """Returns the row of rotary positions; `theta`, `partial` and `kinds` are as in `read_rope`."""
+    """Returns the table row for rotary positions; `theta`, `partial` and `kinds` are as in `read_rope`."""
     read = functools.partial(read_rope, theta=theta, partial=partial, kinds=kinds)
     return FieldGroup(ROPE_ENTRIES, read, functools.partial(write_rope, partial=partial))
 
@@ -152,12 +153,12 @@ def rope(theta: float = 1e4, partial: float = 0.0, kinds: Collection[str] = ROPE
 def read_rope(
     hf: Mapping[str, Any], keys: Keys, theta: float = 1e4, partial: float = 0.0, kinds: Collection[str] = ROPE_TYPES
 ) -> Keys:
-    """Returns the keys of rotary positions, which transformers 5 has in rope_parameters, older folders in rope_scaling.
+    """Reads the keys of rotary positions: from rope_parameters (transformers 5) or rope_scaling (older folders).
 
-    As in transformers, a rope_scaling replaces all of rope_parameters, its theta too; original_max_position_embeddings
-    beside them comes before the one within; and max_position_embeddings stands in for both. `theta` and `partial`, the
-    part of a head that rotates (0: none has but whole heads), are for where config.json has none. Raises UserError for
-    positions scaled otherwise than by `kinds`.
+    As in transformers, rope_scaling replaces all of rope_parameters, including its theta; an outer
+    original_max_position_embeddings takes precedence over the inner one, and max_position_embeddings is the default for
+    both. `theta` and `partial`, the rotated part of a head (0: whole heads only), are defaults for missing entries.
+    Raises UserError for scaling types other than `kinds`.
     """
     parameters = entry(hf, "rope_scaling", {}) or entry(hf, "rope_parameters", {})
     kind = entry(parameters, "rope_type", entry(parameters, "type", "default"))
@@ -165,7 +166,7 @@ def read_rope(
     if kind not in kinds:
         raise UserError(f"config.json has rotary positions of type {kind}: expected one of {', '.join(kinds)}")
     if unknown := sorted(set(parameters) - _ROPE_NAMES):
-        raise UserError(f"config.json has rotary positions with {', '.join(unknown)}, which is not known here")
+        raise UserError(f"config.json has rotary positions with {', '.join(unknown)}, which is not supported here")
     parameters = {**parameters, _SHARE.name: {_SHARE.name: partial or 1.0, **hf, **parameters}[_SHARE.name]}
     require(parameters, **({} if partial or kind == "proportional" else {_SHARE.name: 1.0}))
     for name in ("attention_factor", "mscale_all_dim"):
@@ -179,7 +180,7 @@ def read_rope(
         longest, original = count_entry(hf, "max_position_embeddings", 0), count_entry(parameters, ORIGINAL, 0)
         parameters["factor"] = longest / original
     given = next((entries for entries in (parameters, hf) if "rope_theta" in entries), {"rope_theta": theta})
-    if given["rope_theta"] is None:  # which transformers computes no angles from
+    if given["rope_theta"] is None:  # transformers can't compute angles from null
         raise UserError("config.json has rope_theta null: expected a number, or no such entry")
     return {
         "rope_max_timescale": entry(given, "rope_theta", theta),
@@ -194,7 +195,7 @@ def write_rope(layers: Layers, partial: float = 0.0) -> Json:
     layer = layer_with(layers, "rope_max_timescale")
     rope_type = layer.rope_type if layer.position_type == "rope" else "default"
     kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == rope_type)
-    # A zero stands for an mscale that is not given.
+    # Zero means that no mscale is given.
     written = family.write_fields(ROPE_PARAMETERS[kind], [layer]).items()
     parameters = {name: value for name, value in written if value or name == "truncate"}
     entries = {
@@ -203,13 +204,13 @@ def write_rope(layers: Layers, partial: float = 0.0) -> Json:
     }
     if original := parameters.get(ORIGINAL):
         entries["max_position_embeddings"] = original if kind == "dynamic" else round(original * layer.rope_factor)
-    if kind == "longrope":  # beside rope_scaling, Phi's own would come before the one within
+    if kind == "longrope":  # an outer one from Phi would take precedence over the inner one
         entries[ORIGINAL] = original
     return {**entries, "partial_rotary_factor": layer.partial_rotary_factor} if partial else entries
 
 
 def write_kinds(layers: Layers) -> tuple[Json, float]:
-    """Reverses `read_kinds`; also returns the theta of layers with windows, which each family names otherwise."""
+    """Reverses `read_kinds`; also returns the theta of windowed layers, which each family names differently."""
     rope_entries = write_rope([layer for layer in layers if layer.attention_type == "global"] or layers)
     local_theta = layer_with(layers, "sliding_window_size").rope_max_timescale
     return {**rope_entries, **write_layer_types(layers)}, local_theta

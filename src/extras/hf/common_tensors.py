@@ -1,4 +1,4 @@
-"""Rows of the families' tables of tensors that many of them share, by the names in Llama's files."""
+"""Tensor-table rows that many families share, with the names in Llama's files."""
 
 from src.extras.hf.tensor_map import TensorMap
 
@@ -29,8 +29,8 @@ NORMS_BEFORE = (
     TensorMap("layer.attention_norm.scale", LAYER + "input_layernorm.weight", "D -> D"),
     TensorMap("layer.feed_forward_norm.scale", LAYER + "post_attention_layernorm.weight", "D -> D"),
 )
-DECODER = (*OUTER, *NORMS_BEFORE, *ATTENTION, *ATTENTION_BIASES)  # all but the feed-forward layers
-NORMS_BOTH = (  # Gemma's names, from its second version on
+DECODER = (*OUTER, *NORMS_BEFORE, *ATTENTION, *ATTENTION_BIASES)  # everything but the feed-forward layers
+NORMS_BOTH = (  # Gemma's names since version 2
     TensorMap("layer.attention_norm.scale", LAYER + "input_layernorm.weight", "D -> D"),
     TensorMap("layer.attention_out_norm.scale", LAYER + "post_attention_layernorm.weight", "D -> D"),
     TensorMap("layer.feed_forward_norm.scale", LAYER + "pre_feedforward_layernorm.weight", "D -> D"),
@@ -51,5 +51,5 @@ EXPERTS = (
     TensorMap("layer.feed_forward.wo", LAYER + "mlp.experts.{E}.down_proj.weight", "D F -> E F D"),
 )
 
-# Tables of angles that old files hold beside the weights.
+# Angle tables that old files contain in addition to the weights.
 ROTARY_TABLES = r"rotary_emb\.inv_freq$"

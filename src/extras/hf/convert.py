@@ -5,13 +5,13 @@
     python -m src.convert to-peft RUN OUT_DIR
     python -m src.convert check HF_DIR CKPT_OR_RUN
 
-`from-hf` writes OUT_DIR/model.yml, OUT_DIR/checkpoint and the tokenizer's files; weights keep the dtypes they have in
-the folder. `to-hf` takes such an OUT_DIR, a run's folder or one of its checkpoints, and writes a folder that
-transformers loads, with the tokenizer, in the checkpoint's dtypes or in the one given; with `load_ema=true` the average
-of a run's weights (ema_decay). `to-peft` writes the adapters of a run with lora_rank as a folder that the package peft
-loads; such a folder, of peft's own too, is an HF_DIR and a load_parameters_path, with its model's weights under the
-adapters. `check` compares the logits of a checkpoint with those that transformers, where it is
-installed, computes of the folder. HF_DIR may be hf://ORG/NAME[@REVISION], a model of the Hugging Face hub.
+`from-hf` writes OUT_DIR/model.yml, OUT_DIR/checkpoint and the tokenizer's files; weights keep the folder's dtypes.
+`to-hf` takes such an OUT_DIR, a run's folder or one of its checkpoints, and writes a folder that transformers loads,
+with the tokenizer, in the checkpoint's dtypes or in the given one; with `load_ema=true` it writes the average of a
+run's weights (ema_decay). `to-peft` writes the adapters of a run with lora_rank as a folder that the package peft
+loads. Such a folder, also one written by peft, can be used as HF_DIR and as load_parameters_path: its model's weights
+are merged with the adapters. `check` compares a checkpoint's logits with those that transformers, if installed,
+computes from the folder. HF_DIR may be hf://ORG/NAME[@REVISION], a model of the Hugging Face Hub.
 """
 
 import functools
@@ -64,17 +64,17 @@ USAGE = "\n".join(line.strip() for line in __doc__.splitlines() if line.startswi
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# The copy of the config.json that a model.yml comes from, and its entries that no key of base.yml gives.
+# Copy of the config.json that a model.yml was made from, for entries without a key in base.yml.
 ORIGINAL = "hf_config.json"
 ODD_TEXTS = ("Hello  world ", " a", "a\n\n b\t", "don't 12345", "\u00e9\u4e2d\U0001f600 e\u0301", "<s>a</s> b")
-ROWS, LENGTH = 2, 64  # of random ids that are compared, at most
+ROWS, LENGTH = 2, 64  # maximum size of the random ids to compare
 ENTRIES = ("bos_token_id", "eos_token_id", "pad_token_id")
 LONGEST = "max_position_embeddings"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the command line `argv`; raises UserError where it is none of the commands, or as they do."""
-    # Weights are only read, moved and written: no accelerator needs to hold them.
+    """Runs the command line `argv`; raises UserError for an unknown command, or as the commands do."""
+    # Weights are only read, moved and written: no accelerator is needed.
     jax.config.update("jax_platforms", "cpu")
     match list(argv):
         case [] | ["--help" | "-h", *_]:
@@ -96,12 +96,12 @@ def main(argv: Sequence[str]) -> None:
 
 def _folder(text: str) -> Path:
     if "://" in text:
-        raise UserError(f"{text}: expected a folder on this machine, or of a file system that is mounted on it")
+        raise UserError(f"{text}: expected a folder on this machine, or on a mounted file system")
     return Path(file_name(text)).expanduser()
 
 
 def from_hf(hf_dir: Path, out_dir: Path) -> None:
-    """Writes a folder's model.yml, checkpoint/ and tokenizer to `out_dir`, new or empty, or raises UserError."""
+    """Writes the model.yml, checkpoint/ and tokenizer to `out_dir`; raises UserError unless it is new or empty."""
     folder = open_folder(hf_dir)
     family, keys = folder_model(folder)
     spec = model_spec(*_model_sections(keys))
@@ -127,19 +127,19 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
 
 
 def to_hf(source: Path, out_dir: Path, dtype: str = "", ema: bool = False) -> None:
-    """Writes a checkpoint as a Hugging Face folder, its tensors in `dtype` or in those of the checkpoint.
+    """Writes a checkpoint as a Hugging Face folder, with tensors in `dtype` or in the checkpoint's dtypes.
 
-    `source` is what `from_hf` wrote, or a run's folder or one of its checkpoints. Raises UserError if there is no
-    checkpoint, no family has its model, or `out_dir` is not empty.
+    `source` is the output of `from_hf`, or a run's folder or one of its checkpoints. Raises UserError if there is no
+    checkpoint, if no family can represent its model, or if `out_dir` is not empty.
     """
     if dtype and dtype not in DTYPES:
-        raise UserError(f"dtype={dtype} is none of {', '.join(DTYPES)}")
+        raise UserError(f"dtype={dtype} is not one of {', '.join(DTYPES)}")
     keys, checkpoint, model_folder = _find(source)
     model, step, length = _model_sections(keys)
     original = _original_config(model_folder)
     family, hf = find_family(model, length, original.get("model_type", ""))
     tree, _ = declared_weights(model_spec(model, step, length))
-    _make_empty(out_dir)  # before the weights are read, which takes minutes
+    _make_empty(out_dir)  # before reading the weights, which takes minutes
     arrays, _, messages = load_weights(str(checkpoint), tree, ema, keep_dtypes=True)
     say(messages)
     notes: list[str] = []
@@ -152,7 +152,7 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "", ema: bool = False) -> No
 
 
 def to_peft(source: Path, out_dir: Path) -> None:
-    """Writes the adapters of a run as a folder that peft loads; raises UserError as `to_hf`, or if it has none."""
+    """Writes a run's adapters as a folder that peft loads; raises UserError as `to_hf`, or without adapters."""
     keys, checkpoint, model_folder = _find(source)
     model, step, length = _model_sections(keys)
     family, _ = find_family(model, length, _original_config(model_folder).get("model_type", ""))
@@ -165,24 +165,24 @@ def to_peft(source: Path, out_dir: Path) -> None:
 
 
 def _write_tokenizer(data: Data, model_folder: Path | None, out_dir: Path, notes: list[str]) -> dict[str, Any]:
-    """Writes a tokenizer's files and returns its entries of config.json; notes where there is no tokenizer to write."""
+    """Writes a tokenizer's files and returns its config.json entries; adds a line to `notes` if it can't."""
     if data.tokenizer_type == "huggingface" or all_synthetic(data):
         path = Path(local_folder(data.tokenizer_path, weights=False)).expanduser()
         own_folder = data.tokenizer_path and (path if path.is_dir() else path.parent)
-        for folder in filter(None, (model_folder, own_folder)):  # the run's own tokenizer wins
+        for folder in filter(None, (model_folder, own_folder)):  # the run's own tokenizer is copied last and wins
             _copy_companions(folder, out_dir)
         if path.is_file():
             shutil.copyfile(path, out_dir / "tokenizer.json")
         if not has_tokenizer(out_dir):
-            notes.append(f"{out_dir} has no tokenizer: there is none at {own_folder or model_folder or 'hand'}")
-        elif not _original_config(model_folder):  # without an id there, transformers' generate goes on after eos
+            notes.append(f"{out_dir} has no tokenizer: there is none in {own_folder or model_folder or 'the sources'}")
+        elif not _original_config(model_folder):  # without an id there, transformers' generate continues after eos
             return _token_ids(folder_tokenizer(out_dir, sys.maxsize))
         return {}
     try:
         tokenizer = ByteTokenizer() if data.tokenizer_type == "byte" else SentencePieceTokenizer(data.tokenizer_path)
         save_tokenizer(out_dir, tokenizer)
     except UserError as error:
-        notes.append(f"{out_dir} has no tokenizer, and config.json not its bos and eos: {error}")
+        notes.append(f"{out_dir} has no tokenizer, and its config.json no bos and eos: {error}")
         return {}
     return _token_ids(tokenizer)
 
@@ -192,9 +192,9 @@ def _token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _longest(family: Family, hf: Json, original: Json) -> int:
-    """Returns the export's max_position_embeddings, which for some kinds of positions is a part of the model.
+    """Returns the export's max_position_embeddings, which some position types depend on.
 
-    The original's limit holds for the original's positions; else it is what `hf`, the export's config.json, says.
+    If the positions are unchanged, the original's limit applies; otherwise the one in `hf`, the export's config.json.
     """
 
     def positions(entries: Json) -> Json:
@@ -203,12 +203,12 @@ def _longest(family: Family, hf: Json, original: Json) -> int:
 
     try:
         return (original if positions(original) == positions(hf) else hf)[LONGEST]
-    except UserError:  # the original is of another family
+    except UserError:  # the original belongs to another family
         return hf[LONGEST]
 
 
 def declared_weights(spec: ModelSpec) -> tuple[params.Tree, params.Tree]:
-    """Returns the abstract weights of a model, on one device, and the role of each."""
+    """Returns a model's abstract weights, on one device, and the role of each."""
     _, declarations = params.abstract(functools.partial(Decoder, spec))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     tree = jax.tree.map(lambda leaf: leaf.update(sharding=device), params.values(declarations))
@@ -216,16 +216,16 @@ def declared_weights(spec: ModelSpec) -> tuple[params.Tree, params.Tree]:
 
 
 def _model_sections(keys: Mapping[str, Any]) -> tuple[Model, Step, int]:
-    """Returns what a model's spec is made of: its facts, how it is computed, and the length of a row."""
+    """Returns the parts of a model's spec: its layer settings, how it is computed, and the sequence length."""
     batch: BatchKeys = section_of("batch", keys)
     return section_of("model", keys), section_of("step", keys), batch.max_target_length
 
 
 def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:
-    """Returns the keys of a model or run, the folder of the checkpoint or checkpoints, and of the model file if any."""
+    """Locates a model or run: its keys, the folder of its checkpoints, and the model file's folder, if any."""
     if (source / "model.yml").is_file():
         keys = from_yaml((source / "model.yml").read_text(encoding="utf-8"))
-        # The files beside it are the tokenizer, if it has one.
+        # The folder also has the tokenizer, if there is one.
         return keys | {"tokenizer_type": "huggingface"}, source / "checkpoint", source
     for run in (source, source.parent, source.parent.parent):
         if (run / "config.yml").is_file():
@@ -234,14 +234,14 @@ def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:
             model = Path(local_folder(name, weights=False)).expanduser()
             if name and model.is_dir():
                 return keys, source, model
-            # A name alone is a file of configs/models, beside which there is nothing to copy.
+            # A plain name is a file in configs/models, a folder without a tokenizer to copy.
             return keys, source, model.parent if model.suffix == ".yml" else None
-    expected = "expected what from-hf wrote, or a run's folder or one of its checkpoints"
+    expected = "expected the output of from-hf, or a run's folder or one of its checkpoints"
     raise UserError(f"there is no model.yml in {source}, and no config.yml in it or above it: {expected}")
 
 
 def _original_config(model_folder: Path | None) -> dict[str, Any]:
-    """Returns the text model's part of the config.json from which the model file comes, if from any."""
+    """Returns the text model's part of the config.json that the model file was made from, or {}."""
     for name in (ORIGINAL, "config.json") if model_folder else ():
         if (model_folder / name).is_file():
             entries = read_object(model_folder / name)
@@ -256,7 +256,7 @@ def _make_empty(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder} can't be made: {error.strerror}") from error
+        raise UserError(f"{folder} can't be created: {error.strerror}") from error
 
 
 def _copy_companions(source: Path, target: Path) -> None:
@@ -270,12 +270,12 @@ def _copy_companions(source: Path, target: Path) -> None:
 
 
 class Agreement(NamedTuple):
-    """The agreement of logits at every position; differences are in standard deviations of transformers' logits."""
+    """How well logits agree at all positions; differences are in standard deviations of transformers' logits."""
 
     largest_difference: float
     mean_difference: float
-    kl_divergence: float  # KL(theirs || ours) in nats, a mean over positions
-    top_1: float  # fraction of positions with the same likeliest token
+    kl_divergence: float  # KL(theirs || ours) in nats, averaged over positions
+    top_1: float  # fraction of positions with the same most likely token
 
     def __str__(self) -> str:
         return (
@@ -293,9 +293,9 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
-        sentence = f"check compares with transformers on torch, which are not here ({error}): pip install both"
+        sentence = f"check needs transformers and torch, which are not installed ({error}): pip install both"
         raise UserError(sentence) from None
-    # A table of positions may be shorter than base.yml's rows.
+    # A table of learned positions may be shorter than LENGTH.
     length = min(LENGTH, read_model_keys(hf_dir).get("trainable_position_size", LENGTH))
     settings = ("dtype=float32", "weight_dtype=float32", "matmul_precision=highest", "remat_policy=none")
     config = resolve_config.load([str(BASE), f"model_name={hf_dir}", f"max_target_length={length}", *settings])
@@ -316,7 +316,7 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
 
 
 def compare_ids(hf_dir: Path, vocab_size: int) -> str:
-    """Says of how many texts transformers' tokenizer gives other ids: the folder's own texts, and some odd ones."""
+    """Counts the texts, the folder's own and some unusual ones, for which transformers' tokenizer gives other ids."""
     from transformers import AutoTokenizer
 
     files = [file for end in ("md", "jinja", "txt") for file in sorted(hf_dir.glob(f"*.{end}"))]
@@ -340,7 +340,7 @@ def agreement(ours_BTV: np.ndarray, theirs_BTV: np.ndarray) -> Agreement:
     return Agreement(
         largest_difference=float(difference.max()),
         mean_difference=float(difference.mean()),
-        # Rounding may leave it slightly negative.
+        # Rounding may make it slightly negative.
         kl_divergence=max(0.0, float(np.sum(np.exp(theirs) * (theirs - ours), axis=-1).mean())),
         top_1=float(np.mean(ours_BTV.argmax(-1) == theirs_BTV.argmax(-1))),
     )

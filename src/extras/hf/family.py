@@ -1,8 +1,8 @@
 """A family of models: how its config.json and its tensors correspond to ours.
 
-Entries of config.json are read into keys of base.yml, and written from them, by a table. A row of it is a `Field`, one
-entry with the meaning of one key, or a `FieldGroup`, entries that mean something only together. Where two rows have the
-same entry or key, the later one counts.
+A table reads config.json entries into keys of base.yml, and writes them back. A table row is a `Field`, one entry for
+one key, or a `FieldGroup`, entries that only make sense together. If two rows have the same entry or key, the later one
+wins.
 """
 
 import json
@@ -20,11 +20,11 @@ from src.system.errors import UserError
 
 Keys = dict[str, Any]
 Json = dict[str, Any]
-Layers = Sequence[Model]  # the facts of each layer, first to last
+Layers = Sequence[Model]  # the settings of each layer, first to last
 
 REQUIRED, UNSET = object(), object()  # values of `Field.absent`
 
-# Values that keys have to say "none" or "as another key", which no number in config.json means.
+# Key values that mean "none" or "same as another key": no number in config.json has this meaning.
 NOT_IN_JSON = {
     **dict.fromkeys(("attn_logits_soft_cap", "final_logits_soft_cap", "query_pre_attn_scalar"), 0),
     **dict.fromkeys(("mlp_activations_limit", "sliding_window_size", "chunk_attn_window_size", "base_moe_mlp_dim"), 0),
@@ -35,30 +35,30 @@ NOT_IN_JSON = {
 
 @dataclass(frozen=True)
 class Field:
-    """An entry of config.json and the key of base.yml with its meaning."""
+    """An entry of config.json and the base.yml key of the same meaning."""
 
-    name: str  # config.json's
-    key: str  # base.yml's
-    # The key's value where the entry is absent or null, or a function that computes it from the keys read so far.
-    # REQUIRED: there must be an entry. UNSET: base.yml's default stays.
+    name: str  # in config.json
+    key: str  # in base.yml
+    # The key's value if the entry is absent or null, or a function that computes it from the keys read so far.
+    # REQUIRED: the entry must exist. UNSET: base.yml's default applies.
     absent: Any = REQUIRED
-    # config.json's values -> the key's, where they differ. An export writes the first entry with the key's value, or
-    # the first of all if none has it.
+    # config.json's values -> the key's, if they differ. An export writes the first entry with the key's value, or
+    # else the very first one.
     values: Mapping[str, Any] | None = None
-    written: Callable[[Model], Any] | None = None  # computes the entry from a layer, if not by reading backwards
+    written: Callable[[Model], Any] | None = None  # computes the entry from a layer, if reversing `read` is not enough
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Lists the entries that it covers."""
+        """Lists the entries that this row covers."""
         return (self.name,)
 
     def read(self, hf: Mapping[str, Any], keys: Keys) -> Keys:
-        """Returns the key, if it has a value, by `keys` of the rows above; raises UserError for one it can't have."""
+        """Reads the key, if set, given `keys` of the rows above; raises UserError for an invalid value."""
         default = KEYS[self.key].default
         if hf.get(self.name) is None:
             if self.absent is not UNSET:
                 return {self.key: self.absent(keys) if callable(self.absent) else self.absent}
-            # transformers takes a null for false.
+            # transformers treats null as false.
             return {self.key: False} if isinstance(default, bool) and self.name in hf else {}
         if self.values:
             if (value := hf[self.name]) not in list(self.values):
@@ -69,11 +69,11 @@ class Field:
         if problem := check_value(self.key, value):
             raise UserError(f"config.json has {self.name} {json.dumps(value)}: {problem}")
         if value == NOT_IN_JSON.get(self.key):
-            raise UserError(f"config.json has {self.name} {value}, which is not here: expected more")
+            raise UserError(f"config.json has {self.name} {value}, which is not supported: expected more")
         return {self.key: value}
 
     def write(self, layers: Layers) -> Json:
-        """Returns the entry that `read` reads as the key of the first layer that it says something of."""
+        """Writes the entry that `read` reads as this key, taken from the first layer to which the key applies."""
         layer = layer_with(layers, self.key)
         value = getattr(layer, self.key)
         if self.written:
@@ -87,10 +87,10 @@ class Field:
 
 @dataclass(frozen=True)
 class FieldGroup:
-    """Entries of config.json that mean something only together."""
+    """Entries of config.json that only make sense together."""
 
     names: tuple[str, ...]
-    # Of config.json and the keys above, to further keys; raises UserError for what is not here.
+    # Maps config.json and the keys above to further keys; raises UserError for unsupported values.
     read: Callable[[Mapping[str, Any], Keys], Keys | None] = lambda hf, keys: None
     write: Callable[[Layers], Json] = lambda layers: {}
 
@@ -99,18 +99,18 @@ Table = tuple[Field | FieldGroup, ...]
 
 
 def layer_with(layers: Layers, key: str) -> Model:
-    """Returns the first layer on which a fact has effect, or else the model's first."""
+    """Returns the first layer on which a key has an effect, or else the first layer."""
     needs = [need for need in LAYER_REQUIREMENTS if key in need.keys]
     return next((layer for layer in layers if all(need.satisfied(vars(layer)) for need in needs)), layers[0])
 
 
 def required_entries(table: Table) -> list[str]:
-    """Returns the entries that a config.json has to have."""
+    """Lists the entries that a config.json must have."""
     return list(dict.fromkeys(row.name for row in table if isinstance(row, Field) and row.absent is REQUIRED))
 
 
 def read_fields(table: Table, hf: Mapping[str, Any]) -> Keys:
-    """Returns the keys that a table reads in config.json; raises UserError if an entry is missing or not supported."""
+    """Reads a table's keys from config.json; raises UserError if an entry is missing or not supported."""
     if missing := [name for name in required_entries(table) if hf.get(name) is None]:
         raise UserError(f"config.json lacks {', '.join(missing)}")
     keys: Keys = {}
@@ -120,17 +120,17 @@ def read_fields(table: Table, hf: Mapping[str, Any]) -> Keys:
 
 
 def write_fields(table: Table, layers: Layers) -> Json:
-    """Returns the entries of config.json that `read_fields` reads as the layers' keys."""
+    """Writes the config.json entries that `read_fields` reads as the layers' keys."""
     return {name: value for row in table for name, value in row.write(layers).items()}
 
 
 def entry(hf: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Returns an entry, or `default` if absent or null (false to transformers); raises UserError for another type."""
+    """Returns an entry, or `default` if absent or null (null booleans are false); raises UserError for another type."""
     value = hf.get(name)
     if value is None:
         return False if isinstance(default, bool) and name in hf else default
     fits = {float: (int, float), tuple: list}.get(type(default), type(default))
-    # To Python, true is an integer too.
+    # A bool is an int in Python.
     if not isinstance(value, fits) or isinstance(value, bool) != isinstance(default, bool):
         expected = type_name(default).partition(",")[0]
         raise UserError(f"config.json has {name} {json.dumps(value)}: expected {expected}")
@@ -138,35 +138,35 @@ def entry(hf: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def count_entry(hf: Mapping[str, Any], name: str, default: int) -> int:
-    """Returns an entry as `entry` does; raises UserError for one that is no integer from 1 up."""
+    """Returns an entry as `entry` does, but raises UserError unless it is an integer of at least 1."""
     if (value := entry(hf, name, default)) < 1:
         raise UserError(f"config.json has {name} {value}: expected 1 or more")
     return value
 
 
 def require(hf: Mapping[str, Any], **values: Any) -> None:
-    """Raises UserError for an entry of config.json with another value; absent ones pass, and null for false."""
+    """Raises UserError if an entry has another value; absent entries pass, and so does null for false."""
     for name, value in values.items():
         actual = hf.get(name, value)
         if actual != value and (actual or value):
-            raise UserError(f"config.json has {name} {actual!r}, which is not here: expected {value!r}")
+            raise UserError(f"config.json has {name} {actual!r}, which is not supported: expected {value!r}")
 
 
 def unknown_entries(hf: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """Returns the names of entries beyond `known` that are neither null, false, 0 nor empty."""
+    """Names the entries beyond `known` that are neither null, false, 0 nor empty."""
     return [name for name, value in hf.items() if name not in known and value not in (None, False, [], {}, "")]
 
 
 def require_known(hf: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises UserError for an entry of config.json that `unknown_entries` returns."""
+    """Raises UserError for an entry of config.json that `unknown_entries` finds."""
     if unknown := unknown_entries(hf, known):
         listed = ", ".join(f"{name} {json.dumps(hf[name])}" for name in unknown)
         raise UserError(
-            f"config.json has {listed}, which is not known here: if the model computes the same without, take it out"
+            f"config.json has {listed}, which is not supported: if the model computes the same without it, remove it"
         )
 
 
-# Entries that alter no logits in any family: names, dtypes, special tokens, what training and generation read alone.
+# Entries that change no logits in any family: names, dtypes, special tokens, settings for training or generation only.
 # fmt: off
 INERT = frozenset((
     "_name_or_path", "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map",
@@ -184,10 +184,10 @@ INERT = frozenset((
     "return_dict_in_generate", "unsloth_fixed", "unsloth_version",
 ))
 # fmt: on
-# Entries of which the class that reads config.json takes one value for granted, in any family.
+# Entries for which transformers' class assumes one value, in any family.
 ONLY = {"is_causal": True, "is_encoder_decoder": False}
 
-# What multi-modal folders have beside the text model, and how they prefix the text model's names.
+# Tensors that multi-modal folders have in addition to the text model, and prefixes of the text model's names.
 NOT_TEXT = re.compile(
     r"(model\.)?(vision_(tower|model)|multi_modal_projector|mm_projector|connector|audio_tower|embed_(vision|audio))\."
 )
@@ -199,34 +199,34 @@ TEXT_HEAD = re.compile(r"^language_model\.")
 class Family:
     """A family of models, with its table of fields and its table of tensors."""
 
-    model_type: str  # config.json's name for it
+    model_type: str  # its name in config.json
     fields: Table
     tensors: tuple[TensorMap, ...]
-    other_model_types: tuple[str, ...] = ()  # of models that are all the same but for this name
-    class_name: str = ""  # of what transformers loads it with, where model_type does not say it
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # entries that transformers adds where they are absent
-    # What all of its models have and no entry says, beside RMS norms and rotary positions.
+    other_model_types: tuple[str, ...] = ()  # of models that differ only in this name
+    class_name: str = ""  # transformers' class, if it does not follow from model_type
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values that transformers uses for absent entries
+    # Keys that all of its models share without an entry, besides RMS norms and rotary positions.
     keys: Mapping[str, Any] = field(default_factory=dict)
-    constants: Mapping[str, Any] = field(default_factory=dict)  # entries that are written whatever the model
-    only: Mapping[str, Any] = field(default_factory=dict)  # entries of which one value is here, beside ONLY
-    # Entries that alter no logits in transformers, beside INERT. Any other entry is refused.
+    constants: Mapping[str, Any] = field(default_factory=dict)  # entries that are always written
+    only: Mapping[str, Any] = field(default_factory=dict)  # entries with only one supported value, besides ONLY
+    # Entries that change no logits in transformers, besides INERT. Any other entry is refused.
     inert: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)  # transformers' other names of entries -> theirs above
-    # Of all its tensors but the output projection's; a folder of a bare model has them without it.
+    aliases: Mapping[str, str] = field(default_factory=dict)  # transformers' other names of entries -> the names above
+    # Prefix of all tensors except the output projection; a folder of a bare model omits it.
     prefix: str = "model."
-    skipped: tuple[str, ...] = ()  # patterns of tensors that are not weights, or that repeat another's
-    whole_heads: bool = False  # transformers loads only models whose width is a multiple of their number of heads
-    mtp_prefix: str = ""  # of tensors of extra prediction layers that are not here
-    copied: tuple[TensorMap, ...] = ()  # rows of tensors, written and not read, that repeat a weight for each MTP layer
+    skipped: tuple[str, ...] = ()  # patterns of tensors that are not weights, or that duplicate another tensor
+    whole_heads: bool = False  # transformers requires the width to be a multiple of the number of heads
+    mtp_prefix: str = ""  # of tensors of unsupported extra prediction layers
+    copied: tuple[TensorMap, ...] = ()  # tensors that are written but not read: copies of a weight for each MTP layer
 
     @property
     def architecture(self) -> str:
-        """Returns the class that transformers loads it with, such as Qwen3MoeForCausalLM of qwen3_moe."""
+        """The class that transformers loads it with: Qwen3MoeForCausalLM for qwen3_moe."""
         words = self.model_type.removesuffix("_text").split("_")
         return self.class_name or f"{''.join(map(str.capitalize, words))}ForCausalLM"
 
     def read_config(self, hf: Mapping[str, Any]) -> Keys:
-        """Returns config.json's keys, layers that differ as a segment each; raises UserError for what is not here."""
+        """Converts config.json to keys, with a segment per layer if layers differ; raises UserError if unsupported."""
         require(hf, **{**ONLY, **self.only})
         require_known(hf, self.known)
         for alias, name in self.aliases.items():
@@ -236,40 +236,40 @@ class Family:
         return {"normalization": "rms", "position_type": "rope", **self.keys, **read}
 
     def write_config(self, layers: Layers, max_target_length: int) -> Json:
-        """Returns the config.json that `read_config` reads as these layers' keys, if the family has such a model."""
+        """Writes the config.json that `read_config` reads as these layers' keys, if the family supports them."""
         longest = "max_position_embeddings"
         length = {} if longest in self.aliases else {longest: max_target_length}
         return {**length, **write_fields(self.fields, layers), **self.constants}
 
     def differences(self, hf: Mapping[str, Any]) -> list[str]:
-        """Returns the entries of another kind's config.json that this family has no meaning for, and those it lacks."""
+        """Lists entries of another type's config.json that this family does not know, and entries it would need."""
         given = {*self.defaults, *(self.aliases.get(name, name) for name in hf)}
         lacking = [f"{name} (missing)" for name in required_entries(self.fields) if name not in given]
         return unknown_entries(hf, self.known) + lacking
 
     @property
     def known(self) -> set[str]:
-        """Returns the entries of config.json that have a meaning, or none that matters, in this family."""
+        """The entries of config.json that this family understands or can ignore."""
         names = {name for row in self.fields for name in row.names}
         return names | {*INERT, *ONLY, *self.only, *self.inert, *self.aliases}
 
     def file_name(self, weight: str) -> str:
-        """Returns the name in the table of the tensor that holds a weight."""
+        """Returns the table's name of the tensor that contains a weight."""
         return next(row.file for row in self.tensors if row.weight == weight)
 
     def is_mtp_layer(self, name: str, layers: int) -> bool:
-        """Returns whether a tensor is of an extra prediction layer; they follow the model's `layers`."""
+        """Tests whether a tensor belongs to an extra prediction layer; they follow the model's `layers`."""
         if self.mtp_prefix and name.startswith(self.mtp_prefix):
             return True
         match = re.match(r"model\.layers\.(\d+)\.", name)
         return bool(self.copied and match) and int(match[1]) >= layers
 
     def skips(self, name: str) -> bool:
-        """Returns whether a tensor of this name holds no weights."""
+        """Tests whether a tensor of this name contains no weights."""
         return any(re.search(pattern, name) for pattern in self.skipped)
 
     def table_names(self, names: Iterable[str]) -> dict[str, str]:
-        """Returns the table's name of each tensor of a folder's text model -> its name in the files."""
+        """Maps the table's names of a folder's text-model tensors to their names in the files."""
         text = {TEXT_HEAD.sub("", TEXT_MODEL.sub("model.", name)): name for name in names if not NOT_TEXT.match(name)}
         if not any(name.startswith(self.prefix) for name in text):
             text = {self.prefix + name: on_disk for name, on_disk in text.items()}

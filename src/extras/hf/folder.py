@@ -21,10 +21,10 @@ class HfFolder(NamedTuple):
 
 
 def open_folder(path: str | os.PathLike[str]) -> HfFolder:
-    """Reads the folder's config and the headers of its files of weights; a folder of adapters is the adapted model.
+    """Reads the folder's config and the headers of its weight files; a folder of adapters gives the adapted model.
 
-    Raises UserError if there is no config.json, no safetensors file or not all of them; a file is truncated or damaged;
-    the weights are quantised in a format that is not read.
+    Raises UserError if config.json or safetensors files are missing, if a file is truncated or damaged, or if the
+    weights are quantized in an unsupported format.
     """
     path = Path(path).expanduser()
     if base := peft.base_model(path):
@@ -43,7 +43,7 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
         for tensor in tensors:
             if file_of.setdefault(tensor, name) != name:
                 raise UserError(
-                    f"{path / name} has the tensor {tensor}, which is in {file_of[tensor]} or which {INDEX} places "
+                    f"{path / name} has the tensor {tensor}, but it is also in {file_of[tensor]}, or {INDEX} places it "
                     "there: fetch the whole folder again"
                 )
         stored.update(tensors)
@@ -56,10 +56,10 @@ def _weight_files(path: Path) -> tuple[dict[str, str], list[str]]:
     if index.exists():
         file_of = read_object(index).get("weight_map")
         if not isinstance(file_of, dict) or not file_of:
-            raise UserError(f'{index} has no "weight_map", which says what tensor is in which file')
+            raise UserError(f'{index} has no "weight_map", which maps tensors to files')
         for tensor, name in file_of.items():
             if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise UserError(f"{index} places {tensor} in {name}: expected a file's name, none outside the folder")
+                raise UserError(f"{index} places {tensor} in {name}: expected the name of a file in the folder")
         files = sorted(set(file_of.values()))
         if missing := [name for name in files if not os.path.isfile(path / name)]:
             raise UserError(f"{path} lacks {first_few(missing)}, which its {INDEX} names: fetch the whole folder")

@@ -1,4 +1,4 @@
-"""Fetches models named hf://ORG/NAME[@REVISION] from the Hugging Face hub, into huggingface_hub's own cache."""
+"""Fetches models named hf://ORG/NAME[@REVISION] from the Hugging Face Hub, into huggingface_hub's own cache."""
 
 import contextlib
 import errno
@@ -11,9 +11,9 @@ from pathlib import Path
 from src.config.run_configs import HUB
 from src.system.errors import TransientError, UserError, clipped
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"  # of which a folder of weights has one
-# Files of a folder that are copied as they are beside converted weights; with these two others they are all that is
-# read of a model beside its weights.
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"  # a folder of weights has one of these
+# Files copied unchanged next to converted weights. Together with the two above and the two below, these are the only
+# files read of a model, besides its weights.
 COMPANIONS = (
     *("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"),
     *("special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja"),
@@ -24,10 +24,10 @@ _SMALL = ("config.json", ADAPTER_CONFIG, INDEX, *COMPANIONS)
 
 
 def pinned(path: str, saved_path: str = "") -> str:
-    """Returns `hf://ORG/NAME@COMMIT` for a path of the hub, other paths as they are.
+    """Returns `hf://ORG/NAME@COMMIT` for a path on the hub; other paths are returned unchanged.
 
-    A path without a revision is pinned as a run's folder has it, `saved_path`, so that a resumed run has what it began
-    with. Raises UserError and TransientError as `local_folder`.
+    A path without a revision is pinned to `saved_path`, the one in a run's folder, so that a resumed run uses the same
+    model. Raises UserError and TransientError as `local_folder`.
     """
     if not path.startswith(HUB):
         return path
@@ -39,11 +39,11 @@ def pinned(path: str, saved_path: str = "") -> str:
 
 
 def local_folder(path: str, weights: bool = True) -> str:
-    """Returns the local folder of a path of the hub, once it has the files that are needed; other paths as they are.
+    """Returns the local folder of a path on the hub, after fetching the needed files; other paths are unchanged.
 
-    Of several processes on a host one fetches, by the cache's own locks. Raises UserError: there is no such model or
-    revision, it is gated, HF_HUB_OFFLINE is set and the cache lacks it, the disk is full. Raises TransientError: the
-    hub does not answer.
+    If several processes on a host need the files, the cache's locks let only one fetch them. Raises UserError if there
+    is no such model or revision, it is gated, HF_HUB_OFFLINE is set and the cache lacks it, or the disk is full. Raises
+    TransientError if the hub does not answer.
     """
     return _fetched(path, weights) if path.startswith(HUB) else path
 
@@ -58,17 +58,18 @@ def _parts(path: str) -> tuple[str, str]:
 @functools.cache
 def _fetched(path: str, weights: bool) -> str:
     folder = _snapshot(path, _SMALL)
-    if weights:  # which a repository may have more than once, in other formats or other files
+    if weights:  # which a repository may have in several formats
         index, names = Path(folder, INDEX), {SINGLE, ADAPTER_WEIGHTS}
         if index.is_file():
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # the reader says what is wrong
+            # The reader reports what is wrong.
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 names = set(map(str, json.loads(index.read_bytes())["weight_map"].values()))
         _snapshot(f"{HUB}{_parts(path)[0]}@{Path(folder).name}", (*_SMALL, *sorted(names)))
     return folder
 
 
 def _snapshot(path: str, names: tuple[str, ...]) -> str:
-    import httpx2  # with which huggingface_hub asks
+    import httpx2  # huggingface_hub's HTTP client
     from huggingface_hub import constants, errors, snapshot_download, utils
 
     repository, revision = _parts(path)
@@ -78,22 +79,22 @@ def _snapshot(path: str, names: tuple[str, ...]) -> str:
     try:
         return snapshot_download(repository, revision=revision or None, allow_patterns=list(names))
     except errors.HFValidationError as error:
-        raise UserError(f"{path} is no name of a model: {_short(error)}") from None
+        raise UserError(f"{path} is not a model name: {_short(error)}") from None
     except errors.GatedRepoError:
         raise UserError(f"{path} is gated: accept its terms at {hub}/{repository}, then {token}") from None
     except errors.RepositoryNotFoundError:
-        raise UserError(f"{path}: {hub} has no {repository}, or it is private: check its name, or {token}") from None
+        raise UserError(f"{path}: {hub} has no {repository}, or it is private: check the name, or {token}") from None
     except errors.RevisionNotFoundError:
         raise UserError(f"{path}: {repository} has no branch, tag or commit {revision}") from None
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, httpx2.HTTPError) as error:
         if constants.is_offline_mode():
             where = f"{constants.HF_HUB_CACHE} lacks files of it"
-            raise UserError(f"{path}: HF_HUB_OFFLINE is set, and {where}: unset it, or get them before") from None
+            raise UserError(f"{path}: HF_HUB_OFFLINE is set, and {where}: unset it, or fetch them beforehand") from None
         raise TransientError(f"{path}: {hub} does not answer: {_short(error)}") from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             cache = constants.HF_HUB_CACHE
-            raise UserError(f"{path}: no space is left in {cache}: make room, or set HF_HOME to another disk") from None
+            raise UserError(f"{path}: no space is left in {cache}: free some, or set HF_HOME to another disk") from None
         raise UserError(f"{path} cannot be fetched into {constants.HF_HUB_CACHE}: {_short(error)}") from None
 
 

@@ -1,4 +1,4 @@
-"""Reads tokenizers of Hugging Face model folders: tokenizer.json, the files beside it, and the chat template."""
+"""Reads the tokenizers of Hugging Face model folders: tokenizer.json, related files, and the chat template."""
 
 import hashlib
 import json
@@ -17,30 +17,29 @@ from src.system.errors import UserError
 from src.system.json_text import read_object, well_formed
 from src.system.storage_errors import one_line
 
-# Threads are the loader's: the package is to start none of its own, nor to complain of processes started after that.
+# Disable the tokenizers package's threads and its warning about forks; the loader has its own threads.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# transformers' classes that build normalizer and pre-tokenizer by themselves -> CRC-32 of what they build, as JSON.
+# transformers' classes that construct normalizer and pre-tokenizer themselves -> CRC-32 of these, as JSON.
 BUILT_BY_CLASS = {
     **{"LlamaTokenizer": 2368733425, "GemmaTokenizer": 2427428179, "Qwen2Tokenizer": 2791178372},
     **{"GPT2Tokenizer": 138731014, "CohereTokenizer": 1446254178, "GPTNeoXTokenizer": 2004846466},
 }
 
-# The files that name special tokens, in order of precedence: by their text, then by their ids.
+# The files that name special tokens, by precedence: by text, then by id.
 _TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _ID_FILES = ("generation_config.json", "config.json")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Reads a tokenizer.json by the `tokenizers` package.
+    """Tokenizes with a tokenizer.json, by the `tokenizers` package.
 
-    bos and eos are, in this order, what tokenizer_config.json, special_tokens_map.json, generation_config.json and
-    config.json beside it say; a null is passed over. A tokenizer without bos starts documents with its eos. The bos
-    that a post-processor would add is left out, so that there is never a second one. Special tokens that a text spells
-    out are read as such, because chat templates write them; a text's own bos and eos are not doubled. Added tokens at
-    or beyond `model_vocab_size` are an error where a text has one, not before: Gemma 3 lists an image token that its
-    text models have no weights for.
-    Raises UserError where the file is no tokenizer, or no eos is named.
+    bos and eos are taken from the first of tokenizer_config.json, special_tokens_map.json, generation_config.json and
+    config.json in the same folder that has a non-null entry. Without bos, documents start with eos. A post-processor's
+    bos is removed, so that there is never a second one. Special tokens spelled in a text are parsed as special tokens,
+    because chat templates write them; a text's own bos and eos are not doubled. Added tokens at or beyond
+    `model_vocab_size` only fail when a text contains one: Gemma 3 lists an image token for which its text models have
+    no weights. Raises UserError if the file is not a tokenizer, or if no file names eos.
     """
 
     def __init__(self, file: Path, model_vocab_size: int) -> None:
@@ -59,7 +58,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model_vocab_size = model_vocab_size
         beside = [file.parent / name for name in (*_TOKEN_FILES, *_ID_FILES)]
         named = {path.name: read_object(path) if path.is_file() else {} for path in beside}
-        # The texts of bos_token, eos_token, unk_token and so on, and the ids; the first file takes precedence.
+        # The texts of bos_token, eos_token, unk_token etc., and the ids; the first file takes precedence.
         tokens = {
             key: well_formed(text)
             for name in reversed(_TOKEN_FILES)
@@ -76,12 +75,12 @@ class HuggingFaceTokenizer(Tokenizer):
         for key, given in ids.items():
             if not all(type(token_id) is int and token_id >= 0 for token_id in given):
                 raise UserError(
-                    f"tokenizer_path: a file beside {file} has {key} {given}: expected an id, or a list of ids"
+                    f"tokenizer_path: a file next to {file} has {key} {given}: expected an id, or a list of ids"
                 )
         eos = self._special_id("eos", tokens, ids)
         if eos is None:
             raise UserError(
-                f"tokenizer_path: no file beside {file} names its eos token, so documents can't be told apart: give "
+                f"tokenizer_path: no file next to {file} names its eos token, which separates documents: give "
                 f'"eos_token" in {file.parent / _TOKEN_FILES[0]}'
             )
         bos = self._special_id("bos", tokens, ids)
@@ -117,14 +116,14 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._array(ids if self.rules > 1 and ids[:1] == [self.bos] else [self.bos, *ids])
 
     def encode_default(self, text: str) -> np.ndarray:
-        """Returns `encode_prompt` if tokenizer.json's post-processor adds bos, else `encode_text`."""
+        """Encodes with bos if tokenizer.json's post-processor adds it, else without."""
         return self.encode_prompt(text) if self.adds_bos else self.encode_text(text)
 
     def encode_text(self, text: str) -> np.ndarray:
         return self._array(self._ids(text))
 
     def encode_with_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns `encode_text`, and int [n, 2]: where in the text the characters of each id begin and end."""
+        """Returns `encode_text`, and int [n, 2]: where each id's characters begin and end in the text."""
         encoding = self._encoded(lambda: self._backend.encode(text))
         return self._array(encoding.ids), np.array(encoding.offsets).reshape(-1, 2)
 
@@ -152,7 +151,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return {"type": "huggingface", **ids, "digest": self._digest} | ({"added": changes} if changes else {})
 
     def _ids(self, text: str) -> list[int]:
-        # The same as by its `encode`, which would let no other thread run meanwhile and work out spans too.
+        # Same ids as `encode`, which would block other threads, and compute spans too.
         return self._encoded(lambda: self._backend.encode_batch_fast([text])[0].ids)
 
     @property
@@ -163,10 +162,11 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             return encode()
         except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust, no Exception
+            # A Rust panic, which is not an Exception.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise UserError(
-                f"{self._file} has no ids for a text: {error}. If an unknown token is missing, give its model one"
+                f"{self._file} can't tokenize a text: {error}. If its unknown token is missing, add one to its model"
             ) from None
 
     def _array(self, ids: list[int]) -> np.ndarray:
@@ -183,16 +183,16 @@ class HuggingFaceTokenizer(Tokenizer):
         if (token := tokens.get(f"{kind}_token")) is None:
             return next(iter(ids.get(f"{kind}_token_id", ())), None)
         if (token_id := self._tokenizer.token_to_id(token)) is None:
-            raise UserError(f"tokenizer_path: {self._file} has no token {token!r}, which is said to be its {kind}")
+            raise UserError(f"tokenizer_path: {self._file} has no token {token!r}, which a file names as its {kind}")
         return token_id
 
 
 def added_tokens(
     entries: dict[str, Any], named: dict[str, str], tokenizer: tokenizers.Tokenizer
 ) -> list[tokenizers.AddedToken]:
-    """Returns the tokens of tokenizer_config.json that tokenizer.json does not list as added: transformers adds them.
+    """Returns the added tokens that are only in tokenizer_config.json, which transformers adds to tokenizer.json's.
 
-    First come those of `added_tokens_decoder` by their ids, then `named` ones such as eos, then the further special
+    First come the entries of `added_tokens_decoder` by id, then `named` ones such as eos, then the remaining special
     tokens.
     """
     listed = entries.get("added_tokens_decoder") or {}
@@ -202,37 +202,37 @@ def added_tokens(
     found = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     added = []
     for token in [*decoder, *named.values(), *further]:
-        facts = {"content": token, "special": True} if isinstance(token, str) else dict(token)
-        if facts["content"] not in found:
-            found.add(facts["content"])
-            facts.pop("__type", None)
-            facts["special"] = facts.get("special", True) or facts["content"] in named.values()
-            added.append(tokenizers.AddedToken(**facts))
+        fields = {"content": token, "special": True} if isinstance(token, str) else dict(token)
+        if fields["content"] not in found:
+            found.add(fields["content"])
+            fields.pop("__type", None)
+            fields["special"] = fields.get("special", True) or fields["content"] in named.values()
+            added.append(tokenizers.AddedToken(**fields))
     return added
 
 
 def class_caveat(entries: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> str:
-    """Returns a sentence if transformers may build what precedes the vocabulary otherwise than tokenizer.json says."""
+    """Warns, in a sentence, if transformers may tokenize differently than tokenizer.json says; else ""."""
     name = str(entries.get("tokenizer_class") or "").removesuffix("Fast")
     steps = [
         json.loads(step.__getstate__()) if step else None for step in (tokenizer.normalizer, tokenizer.pre_tokenizer)
     ]
     same = BUILT_BY_CLASS.get(name) == zlib.crc32(json.dumps(steps, sort_keys=True).encode())
-    unset = (None,) if name == "LlamaTokenizer" else (None, False)  # which takes false for another prefix
+    unset = (None,) if name == "LlamaTokenizer" else (None, False)  # for LlamaTokenizer, false selects another prefix
     if name in ("", "PreTrainedTokenizer", "TokenizersBackend") or (same and entries.get("add_prefix_space") in unset):
         return ""
-    return f"transformers builds {name} not by tokenizer.json alone, and its ids may differ: src.convert check compares"
+    return f"transformers builds {name} not only from tokenizer.json, so ids may differ: compare with src.convert check"
 
 
 def _chat_templates(folder: Path, named: dict[str, dict[str, Any]]) -> tuple[Path, str | None, str | None]:
-    """Reads the template, and the one for tools: chat_template.jinja, or else tokenizer_config.json's, and its file."""
+    """Reads the chat templates, general and for tools, from chat_template.jinja or tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         files = file, folder / "additional_chat_templates" / "tool_use.jinja"
         try:
             return file, *(each.read_text(encoding="utf-8") if each.is_file() else None for each in files)
         except UnicodeDecodeError as error:
-            raise UserError(f"{file} is no chat template: it is not UTF-8 ({error.reason})") from None
+            raise UserError(f"{file} is not a chat template: it is not UTF-8 ({error.reason})") from None
     file = folder / "tokenizer_config.json"
     templates = {"default": named["tokenizer_config.json"].get("chat_template")}
     if isinstance(several := templates["default"], list) and all(isinstance(each, dict) for each in several):

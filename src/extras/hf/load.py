@@ -1,4 +1,4 @@
-"""Reads the weights of a Hugging Face folder onto devices: each process the slices that its own devices hold."""
+"""Reads the weights of a Hugging Face folder onto devices: each process reads the slices for its own devices."""
 
 import functools
 import os
@@ -18,15 +18,15 @@ from src.extras.hf.tensor_map import Piece, Range, WeightPath, lay_out
 from src.model.params import Tree, by_path, nested
 from src.system.errors import UserError, first_few
 
-ROWS = 4096  # in memory of tensors that are compared
+ROWS = 4096  # rows in memory when comparing tensors
 
 
 def load_weights(path: str | os.PathLike[str], tree: Tree, notes: list[str] | None = None) -> Tree:
-    """Returns `tree`, nested dicts of `jax.ShapeDtypeStruct`s with shardings, with the folder's weights for its leaves.
+    """Replaces the leaves of `tree`, nested dicts of `jax.ShapeDtypeStruct`s with shardings, with the folder's weights.
 
-    They go to the devices tensor by tensor, so host memory holds no more than one. Rows that pad the vocabulary are
-    zeros. `notes` takes a line for each kind of tensor in the folder that is left out. Raises UserError if the folder
-    cannot be read (folder.py), or its tensors are not those of the model.
+    Weights go to the devices one tensor at a time, so host memory holds only one. Padded vocabulary rows are zeros.
+    `notes` gets a line for each kind of tensor that is left out. Raises UserError if the folder cannot be read
+    (folder.py), or if its tensors do not match the model.
     """
     leaves, arrays = by_path(tree), dict[WeightPath, _PartialArray]()
     for piece, tensor in progress(match_tensors(open_folder(path), tree, notes), f"reading {path}"):
@@ -37,7 +37,7 @@ def load_weights(path: str | os.PathLike[str], tree: Tree, notes: list[str] | No
 
 
 def match_tensors(folder: HfFolder, tree: Tree, notes: list[str] | None = None) -> list[tuple[Piece, Tensor]]:
-    """Returns the pieces of the weights in `tree` and their tensors; raises UserError naming all that do not fit."""
+    """Matches pieces of the weights in `tree` with tensors; raises UserError that lists all mismatches."""
     family, keys = folder_model(folder)
     is_tied, num_layers = keys["logits_via_embedding"], keys["base_num_decoder_layers"]
     shapes = {weight: leaf.shape for weight, leaf in by_path(tree).items()}
@@ -45,7 +45,7 @@ def match_tensors(folder: HfFolder, tree: Tree, notes: list[str] | None = None) 
     on_disk = family.table_names(folder.tensors)
     expected = {piece.file: piece.rearrangement.file_shape for piece in pieces}
     embedding, output = family.file_name("embedding"), family.file_name("output")
-    # Some folders hold the tied output projection a second time.
+    # Some folders store the tied output projection twice.
     passed_over = {*expected, output} if is_tied else set(expected)
     unknown = [name for name in on_disk if name not in passed_over and not family.skips(name)]
     mtp = [name for name in unknown if family.is_mtp_layer(name, num_layers)]
@@ -54,18 +54,18 @@ def match_tensors(folder: HfFolder, tree: Tree, notes: list[str] | None = None) 
     problems += [f"{on_disk[name]} is unknown" for name in unknown if name not in mtp]
     for name, tensor in tensors.items():
         if tensor.shape != expected[name]:
-            problems.append(f"{on_disk[name]} has the shape {list(tensor.shape)}, not {list(expected[name])}")
+            problems.append(f"{on_disk[name]} has shape {list(tensor.shape)}, expected {list(expected[name])}")
         if tensor.dtype == UNREADABLE:
-            problems.append(f"{on_disk[name]} is of a dtype that is none of {', '.join(DTYPES)}")
+            problems.append(f"{on_disk[name]} has a dtype that is not one of {', '.join(DTYPES)}")
         elif tensor.dtype.itemsize == 1:
-            problems.append(f"{on_disk[name]} is stored as {tensor.dtype}, and no scales belong to it")
+            problems.append(f"{on_disk[name]} is stored as {tensor.dtype}, but has no scales")
     has_both = is_tied and {embedding, output} <= on_disk.keys()
     if has_both and not problems and _differ(*(folder.tensors[on_disk[name]] for name in (embedding, output))):
         wanted = "write tie_word_embeddings false in config.json"
-        problems.append(f"{on_disk[output]} is not {on_disk[embedding]}: {wanted}")
+        problems.append(f"{on_disk[output]} differs from {on_disk[embedding]}: {wanted}")
     if problems:
         listed = first_few(problems, "\n  ")
-        raise UserError(f"the tensors of {folder.path} are not those of this model:\n  {listed}")
+        raise UserError(f"the tensors of {folder.path} don't match this model:\n  {listed}")
     notes = [] if notes is None else notes
     if other := len(folder.tensors) - len(on_disk):
         notes.append(f"{folder.path}: {other} tensors of the vision or audio model are left out")
@@ -83,7 +83,7 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
 
 class _PartialArray:
-    """One weight while it is read: a buffer on each device of this process, zeros at first."""
+    """One weight while it is read: a buffer on each device of this process, initially zeros."""
 
     def __init__(self, leaf: jax.ShapeDtypeStruct) -> None:
         self._leaf = leaf
@@ -96,7 +96,7 @@ class _PartialArray:
             self._buffers[device] = jnp.zeros(shape, leaf.dtype, device=device)
 
     def put(self, piece: Piece, tensor: Tensor) -> None:
-        """Reads the parts of `piece` that devices hold, each once for all devices with the same."""
+        """Reads the parts of `piece` that this process's devices hold, once per distinct region."""
         for region, devices in self._holders.items():
             shared = [
                 (max(start, first), min(stop, last))
@@ -108,11 +108,11 @@ class _PartialArray:
             at = [start - first for (start, _), (first, _) in zip(shared, region, strict=True)]
             for device in devices:
                 self._buffers[device] = _update(self._buffers[device], jax.device_put(block, device), at)
-        # Else blocks would pile up in host memory, waiting for their transfer.
+        # Wait, else blocks would pile up in host memory.
         jax.block_until_ready(list(self._buffers.values()))
 
     def whole(self) -> jax.Array:
-        """Returns the weight, all of whose pieces were put."""
+        """Returns the complete weight, after all pieces were put."""
         buffers = list(self._buffers.values())
         return jax.make_array_from_single_device_arrays(self._leaf.shape, self._leaf.sharding, buffers)
 
@@ -123,6 +123,6 @@ def _update(buffer: jax.Array, block: jax.Array, at: Sequence[int]) -> jax.Array
 
 
 def progress(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """Returns the items with a progress bar on process 0's terminal."""
+    """Wraps items in a progress bar on process 0's terminal."""
     silent = jax.process_index() != 0 or not Console(stderr=True).is_terminal
     return track(items, what, console=Console(stderr=True), disable=silent)

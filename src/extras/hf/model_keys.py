@@ -1,4 +1,4 @@
-"""The models of Hugging Face folders in keys of base.yml, and the family and config.json of a model in such keys."""
+"""Converts the models of Hugging Face folders to keys of base.yml, and such keys to a family and config.json."""
 
 import os
 from collections.abc import Mapping
@@ -19,26 +19,26 @@ from src.system.errors import UserError, first_few
 
 
 def read_model_keys(path: str | os.PathLike[str]) -> Keys:
-    """Returns the keys of base.yml that describe the model in a folder; raises UserError as `folder_model`."""
+    """Returns the keys of base.yml that describe a folder's model; raises UserError as `folder_model`."""
     return folder_model(open_folder(path))[1]
 
 
 def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
-    """Returns the family and the keys of a folder's text model; raises UserError if it uses what is not here."""
+    """Returns the family and the keys of a folder's text model; raises UserError if it uses unsupported features."""
     whole = folder.config
-    hf = entry(whole, "text_config", {}) or whole  # all of it, where the model has no other parts
-    if "tie_word_embeddings" in whole:  # of several parts the whole says this; to transformers a null there is false
+    hf = entry(whole, "text_config", {}) or whole  # the whole config, unless the text model is one of several parts
+    if "tie_word_embeddings" in whole:  # the outer entry decides; transformers treats null as false
         hf = {**hf, "tie_word_embeddings": whole["tie_word_embeddings"]}
     kind = hf.get("model_type")
     families = {name: family for family in FAMILIES for name in (family.model_type, *family.other_model_types)}
     if (family := families.get(kind)) is None:
         nearest = min(FAMILIES, key=lambda family: len(family.differences(hf)))
         within = f" (the text_config of a {whole.get('model_type')})" if "text_config" in whole else ""
-        entries = first_few(nearest.differences(hf)) or "no entry, so by what its code computes"
+        entries = first_few(nearest.differences(hf)) or "no entry, so only their code differs"
         raise UserError(
-            f"{folder.path} holds a model of type {kind}{within}, which no family here describes. The nearest by the "
-            f"entries of config.json is {nearest.model_type}; they differ in {entries}. docs/adding_a_family.md shows "
-            f"how to add a family; these are there: {', '.join(families)}"
+            f"{folder.path} contains a model of type {kind}{within}, which no family here supports. The most similar "
+            f"family is {nearest.model_type}; they differ in {entries}. docs/adding_a_family.md shows "
+            f"how to add a family; these exist: {', '.join(families)}"
         )
     try:
         keys = family.read_config(hf)
@@ -50,7 +50,7 @@ def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
     except UserError as error:
         raise UserError(f"{folder.path}: {error}") from None
     if keys.get("mtp_num_layers"):
-        # transformers leaves the extra layers out of what it saves, but not out of config.json.
+        # transformers drops the extra layers when saving, but keeps their config.json entry.
         names, tensor = family.table_names(folder.tensors), family.file_name("mtp.projection")
         numbers = range(keys["base_num_decoder_layers"], keys["base_num_decoder_layers"] + keys["mtp_num_layers"])
         keys["mtp_num_layers"] = sum(tensor.replace("{layer}", str(number)) in names for number in numbers)
@@ -65,13 +65,13 @@ def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
 
 
 def find_family(model: Model, max_target_length: int, preferred: str = "") -> tuple[Family, Json]:
-    """Returns the first family, `preferred` before all, that reads its own config.json as the model; or UserError."""
+    """Finds a family, `preferred` first, whose config.json reads back as this model; raises UserError otherwise."""
     spec, layers = _spec(model, max_target_length), _layers(model)
     missing: dict[str, list[str]] = {}  # by family
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
         hf = family.write_config(layers, max_target_length)
         try:
-            # The dropout rate alters no logits: it is the run's, and in no config.json.
+            # The dropout rate belongs to the run, not to config.json.
             read = section_of("model", {**family.read_config(hf), "dropout_rate": model.dropout_rate})
         except UserError:
             continue
@@ -81,17 +81,19 @@ def find_family(model: Model, max_target_length: int, preferred: str = "") -> tu
         if any(segment.get("shared") for segment in model.decoder_segments):
             unloadable = "weights that layers share (decoder_segments)"
         differing = _differences(layers, _layers(read), max_target_length)
-        missing[family.architecture] = differing or [unloadable or "this model, though it can say each of its keys"]
+        missing[family.architecture] = differing or [
+            unloadable or "this model, although it has an entry for each of its keys"
+        ]
     closest = min(missing, key=lambda name: len(missing[name]))
     raise UserError(
-        f"no family of Hugging Face's has this model: of the nearest one, {closest}, config.json cannot say "
-        f"{', '.join(missing[closest])}. A run keeps to a family if only keys outside of base.yml's model groups "
+        f"no Hugging Face family supports this model: the config.json of the nearest, {closest}, can't express "
+        f"{', '.join(missing[closest])}. A run stays exportable if only keys outside of base.yml's model groups "
         "differ from its model file."
     )
 
 
 def _unloadable(family: Family, layers: Layers) -> str:
-    """Returns the key for which transformers loads no such model, although config.json has an entry for it, else ""."""
+    """Names the key for which transformers can't load such a model despite its config.json entry, else ""."""
     D, N = layers[0].base_emb_dim, layers[0].base_num_query_heads
     if family.whole_heads and D % N:
         return f"base_num_query_heads={N}, which does not divide base_emb_dim={D}"
@@ -102,7 +104,7 @@ def _unloadable(family: Family, layers: Layers) -> str:
 
 
 def _differences(layers: Layers, read: Layers, max_target_length: int) -> list[str]:
-    """Returns the keys, with their values in `layers`, that are others in `read` and make it another model."""
+    """Lists the keys, with their values in `layers`, whose values in `read` differ and change the model."""
     if len(layers) != len(read):
         return [f"base_num_decoder_layers={len(layers)}"]
     differing: dict[str, Any] = {}
@@ -125,10 +127,10 @@ def _layers(model: Model) -> list[Model]:
 
 
 def _spec(model: Model, max_target_length: int) -> ModelSpec:
-    """Returns the model in the default dtypes, which config.json does not tell apart."""
+    """Builds the model's spec in the default dtypes, which config.json does not distinguish."""
     return model_spec(model, Numerics(), max_target_length)
 
 
 def model_yaml(keys: Mapping[str, Any]) -> str:
-    """Returns YAML of the keys whose values are not base.yml's."""
+    """Formats as YAML the keys that differ from base.yml."""
     return "".join(f"{key}: {dump(value)}\n" for key, value in keys.items() if frozen(value) != KEYS[key].default)

@@ -1,4 +1,4 @@
-"""LoRA adapters as the package `peft` stores them: a folder of two files, for the matrices of a Hugging Face model."""
+"""LoRA adapters in the format of the package `peft`: a folder of two files, for a Hugging Face model."""
 
 import json
 import re
@@ -17,10 +17,10 @@ from src.extras.hf.tensor_map import Shapes, WeightPath, lay_out
 from src.system.errors import UserError, first_few
 from src.system.json_text import read_object
 
-_NAME = "base_model.model.{}.lora_{}.weight"  # of a module's matrix A or B
+_NAME = "base_model.model.{}.lora_{}.weight"  # tensor of a module's matrix A or B
 _ONLY = {"peft_type": "LORA", "bias": "none"}
-# Entries of adapter_config.json that are read, or that change nothing once the adapters are trained. Any other is
-# refused: DoRA, modules that are saved whole, layers that are run again.
+# Supported entries of adapter_config.json, and entries without effect once the adapters are trained. Any other is
+# refused: DoRA, modules saved whole, repeated layers.
 # fmt: off
 _READ = {
     *_ONLY, "base_model_name_or_path", "revision", "r", "lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora",
@@ -32,7 +32,7 @@ _READ = {
 
 
 def base_model(folder: Path) -> str:
-    """Returns the path, or the hf:// name, of the model that a folder's adapters belong to; "" if it has none."""
+    """Returns the path, or the hf:// name, of the model that a folder's adapters belong to; "" without adapters."""
     if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
         return ""
     entries = read_object(folder / ADAPTER_CONFIG)
@@ -43,7 +43,7 @@ def base_model(folder: Path) -> str:
 
 
 def adapted(folder: Path, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a model with a folder's adapters merged; raises UserError for what is not plain LoRA."""
+    """Merges a folder's adapters into a model's tensors; raises UserError for anything but plain LoRA."""
     entries, file = read_object(folder / ADAPTER_CONFIG), folder / ADAPTER_WEIGHTS
     refused = [
         *unknown_entries(entries, _READ),
@@ -52,7 +52,7 @@ def adapted(folder: Path, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if refused:
         listed = first_few(f"{name}={json.dumps(entries[name])}" for name in refused)
         raise UserError(
-            f"{folder / ADAPTER_CONFIG} has {listed}: plain LoRA alone is read here; merge the others by peft"
+            f"{folder / ADAPTER_CONFIG} has {listed}: only plain LoRA is supported; merge the others with peft"
         )
     if not file.is_file():
         raise UserError(f"{folder} has {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS}: fetch the whole folder again")
@@ -64,16 +64,16 @@ def adapted(folder: Path, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for module in sorted(modules):
         pair = [stored.pop(_NAME.format(module, letter), None) for letter in "AB"]
         if None in pair or (under := merged.get(f"{module}.weight")) is None:
-            raise UserError(f"{file} does not fit {base_model(folder)}: no LoRA of {module} there")
+            raise UserError(f"{file} does not fit {base_model(folder)}: the LoRA or the weight of {module} is missing")
         down, up = (each.read(tuple(slice(0, size) for size in each.shape)).astype(np.float32) for each in pair)
         rank = len(down)
         if under.shape[:: -1 if fan_in_first else 1] != (len(up), down.shape[1]):
-            raise UserError(f"{file} does not fit {base_model(folder)}: {module}.weight is {list(under.shape)} there")
+            raise UserError(f"{file} does not fit {base_model(folder)}: its {module}.weight is {list(under.shape)}")
         fitting = (alpha for name, alpha in patterns.items() if re.match(rf"(.*\.)?({name})$", module))
         scale = next(fitting, entries["lora_alpha"]) / (rank**0.5 if entries.get("use_rslora") else rank)
         merged[f"{module}.weight"] = _merged(under, down, up, scale, fan_in_first)
     if stored:
-        raise UserError(f"{file} has {first_few(stored)}: plain LoRA alone is read here; merge it by peft")
+        raise UserError(f"{file} has {first_few(stored)}: only plain LoRA is supported; merge it with peft")
     return merged
 
 
@@ -94,12 +94,12 @@ def save_adapters(
     shapes: Shapes,
     vocab_size: int,
     adapters: Mapping[WeightPath, tuple[np.ndarray, np.ndarray]],
-    facts: Mapping[str, Any],
+    lora: Mapping[str, Any],
 ) -> None:
     """Writes adapters, each weight's (down, up), as a folder that `peft` loads.
 
-    `facts` are the rank, alpha and base of a checkpoint's meta. Raises UserError if a tensor of the files holds several
-    weights, which have an adapter each here, or a weight has one for each expert.
+    `lora` has the rank, alpha and base from a checkpoint's meta. Raises UserError if a tensor in the files contains
+    several weights, each with a separate adapter here, or if a weight has an adapter per expert.
     """
     pieces = lay_out(family.tensors, shapes, vocab_size, family.architecture)
     held = Counter(piece.file for piece in pieces)
@@ -107,15 +107,17 @@ def save_adapters(
     for piece in (piece for piece in pieces if piece.weight in adapters):
         matrices = piece.low_rank(*adapters[piece.weight]) if held[piece.file] == 1 else None
         if matrices is None:
-            raise UserError(f"{piece.file} has no adapter in peft's form: it holds several weights. Use to-hf")
+            raise UserError(
+                f"{piece.file} can't have an adapter in peft's format: it contains several weights. Use to-hf"
+            )
         module = piece.file.removesuffix(".weight")
         for letter, matrix in zip("AB", matrices[:2], strict=True):
             arrays[_NAME.format(module, letter)] = np.ascontiguousarray(matrix, np.float32)
         fan_in_first = matrices[2]
     modules = {name.split(".lora_")[0].rpartition(".")[2] for name in arrays}
     entries = {
-        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": facts["base"], "bias": "none"},
-        **{"r": facts["rank"], "lora_alpha": facts["alpha"], "target_modules": sorted(modules), "lora_dropout": 0.0},
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": lora["base"], "bias": "none"},
+        **{"r": lora["rank"], "lora_alpha": lora["alpha"], "target_modules": sorted(modules), "lora_dropout": 0.0},
         **{"fan_in_fan_out": fan_in_first, "inference_mode": True},
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")

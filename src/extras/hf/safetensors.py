@@ -1,8 +1,8 @@
-"""Reads the tensors of safetensors files by slices, those in 4 or 8 bits as bfloat16, and writes such files' headers.
+"""Reads slices of tensors from safetensors files, 4-bit and 8-bit ones as bfloat16, and writes such files' headers.
 
-A safetensors file is eight bytes that give the length of a JSON header, the header, which gives each tensor's dtype,
-shape and place, and the tensors' bytes, row-major and little-endian (github.com/huggingface/safetensors, "Format").
-The package of that name reads neither bfloat16 nor float8 into numpy.
+A safetensors file has eight bytes with the length of a JSON header; the header, with each tensor's dtype, shape and
+offsets; and the tensors' bytes, row-major and little-endian (github.com/huggingface/safetensors, "Format"). The package
+of that name can't read bfloat16 or float8 into numpy.
 """
 
 import json
@@ -17,9 +17,9 @@ import numpy as np
 from src.system.errors import UserError, first_few
 from src.system.json_text import parse_json
 
-Index = tuple[slice, ...]  # a slice with start and stop for each dim
+Index = tuple[slice, ...]  # a slice with start and stop per dim
 
-# A safetensors header's name of a dtype -> numpy's.
+# safetensors' dtype names -> numpy dtypes.
 DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -28,23 +28,23 @@ DTYPES = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "U8": np.dtype(np.uint8),
 }
-# For any other, such as an int64 table of positions, which no weight has.
+# For other dtypes, which no weight has, such as an int64 table of positions.
 UNREADABLE = np.dtype("V1")
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own bound
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 BFLOAT16 = DTYPES["BF16"]
-# A scale's dtype: any float, or, as DeepSeek's later folders have it, an exponent of two alone.
+# Dtypes of scales: any float, or a power of two, as in DeepSeek's later folders.
 SCALES = tuple(DTYPES[name] for name in ("F8_E8M0", "BF16", "F16", "F32"))
 
-# The sixteen values of a 4-bit float with two exponent bits and one of mantissa (OCP Microscaling Formats 1.0, 5.3.3).
+# The sixteen values of a float with two exponent bits and one mantissa bit (OCP Microscaling Formats 1.0, 5.3.3).
 FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 MX_BLOCK = 32  # elements that share a scale
-MX_BIAS = 127  # of a scale, which is an exponent of two
+MX_BIAS = 127  # of a scale, which is a power of two
 
 
 class Tensor(NamedTuple):
-    """A tensor on disk: a quantised one has the shape and dtype that reading gives."""
+    """A tensor on disk; shape and dtype describe the result of `read`, also for quantized tensors."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -52,19 +52,19 @@ class Tensor(NamedTuple):
 
 
 def open_tensors(file: Path) -> dict[str, Tensor]:
-    """Returns a file's tensors by name, from its header alone; raises UserError if it is truncated or damaged."""
+    """Reads a file's header and returns its tensors by name; raises UserError if the file is truncated or damaged."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
         header_size = int.from_bytes(opened.read(8), "little")
         start = 8 + header_size
         if start > size:
-            raise UserError(f"{file} is truncated, or no safetensors file: {size} bytes end in its header")
+            raise UserError(f"{file} is truncated, or not a safetensors file: its {size} bytes end within the header")
         try:
             header = parse_json(opened.read(header_size)) if header_size <= MAX_HEADER_BYTES else None
         except ValueError:
             header = None
     if not isinstance(header, dict):
-        raise UserError(f"{file} is no safetensors file: its header is not JSON that names tensors")
+        raise UserError(f"{file} is not a safetensors file: its header is not JSON with tensor names")
     header.pop("__metadata__", None)
     tensors, end = {}, 0
     for name, entry in header.items():
@@ -79,8 +79,8 @@ def open_tensors(file: Path) -> dict[str, Tensor]:
         expected = last - first if dtype == UNREADABLE else math.prod(shape) * dtype.itemsize
         if first != end or last - first != expected or last < first:
             raise UserError(
-                f"{file} is damaged: its header places the tensor {name} at bytes {first} to {last}, where "
-                f"{end} to {end + max(expected, 0)} are next"
+                f"{file} is damaged: its header places the tensor {name} at bytes {first} to {last}, but "
+                f"expected {end} to {end + max(expected, 0)}"
             )
         end = last
     if start + end != size:
@@ -97,16 +97,16 @@ def _stored(file: Path, offset: int, dtype: np.dtype, shape: tuple[int, ...]) ->
 
 
 def write_header(file: BinaryIO, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
-    """Writes what comes before the tensors' bytes, which follow in the order of `tensors` (name -> dtype, shape)."""
+    """Writes the header; the tensors' bytes must follow in the order of `tensors` (name -> dtype, shape)."""
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     offset = 0
     for name, (dtype, shape) in tensors.items():
         end = offset + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    text += b" " * (-len(text) % 8)  # aligns tensors
     file.write(len(text).to_bytes(8, "little") + text)
 
 
@@ -114,7 +114,7 @@ def write_header(file: BinaryIO, tensors: Mapping[str, tuple[np.dtype, tuple[int
 
 
 def block_scaled(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """Reads DeepSeek V3's float8: a matrix with a factor for each block of rows and columns (its report, 3.3).
+    """Reads DeepSeek V3's float8: a matrix with one scale per block of rows and columns (its report, 3.3).
 
     `values` are [rows, columns], `scales` [rows / block, columns / block], rounded up.
     """
@@ -123,7 +123,7 @@ def block_scaled(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tens
         spans = [(at.start // n * n, at, n) for at, n in zip(index, block, strict=True)]
         factors = scales.read(tuple(slice(first // n, -(-at.stop // n)) for first, at, n in spans))
         factors = factors.astype(np.float32)
-        for dim, (first, at, n) in enumerate(spans):  # the first block that was read begins at `first`
+        for dim, (first, at, n) in enumerate(spans):  # `first` is where the first block begins
             factors = np.repeat(factors, n, axis=dim).take(range(at.start - first, at.stop - first), axis=dim)
         return (values.read(index).astype(np.float32) * factors).astype(BFLOAT16)
 
@@ -131,9 +131,9 @@ def block_scaled(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tens
 
 
 def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Reads gpt-oss's experts [E, D, F]: 4-bit floats in blocks of 32 along the summed dim D, which is stored last.
+    """Reads gpt-oss's experts [E, D, F]: 4-bit floats in blocks of 32 along the contracted dim D, which is stored last.
 
-    `blocks` are uint8 [E, F, D / 32, 16], a byte's low half the earlier element; `scales` uint8 [E, F, D / 32].
+    `blocks` are uint8 [E, F, D / 32, 16], with the earlier element in a byte's low half; `scales` uint8 [E, F, D / 32].
     """
     E, F, count, _ = blocks.shape
 
@@ -152,10 +152,10 @@ def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def dequantized(stored: Mapping[str, Tensor], quantization: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """Returns `stored` with one tensor in place of each pair of quantised values and their scales.
+    """Replaces each pair of quantized values and scales in `stored` with one tensor.
 
-    `quantization` is config.json's `quantization_config`; empty: nothing is quantised. Raises UserError if the format
-    is neither DeepSeek V3's nor gpt-oss's; values or scales are missing or do not fit.
+    `quantization` is config.json's `quantization_config`, empty if nothing is quantized. Raises UserError if the format
+    is neither DeepSeek V3's nor gpt-oss's, or if values or scales are missing or don't match.
     """
     tensors = dict(stored)
     if not isinstance(quantization, Mapping):
@@ -175,8 +175,8 @@ def dequantized(stored: Mapping[str, Tensor], quantization: Mapping[str, Any], p
         case {} if quantization:
             method = quantization.get("quant_method") or f"quantization_config says ({', '.join(quantization)})"
             raise UserError(
-                f"the weights in {path} are quantised as {method}, which is not read: expected none, fp8 with "
-                "weight_block_size (DeepSeek V3), or mxfp4 (gpt-oss). Give a folder that was dequantised."
+                f"the weights in {path} are quantized as {method}, which is not supported: expected none, fp8 with "
+                "weight_block_size (DeepSeek V3), or mxfp4 (gpt-oss). Give a dequantized folder."
             )
     return tensors
 
@@ -185,13 +185,13 @@ def _pairs(stored: Mapping[str, Tensor], values: str, scales: str, path: Path) -
     stems = {end: [name.removesuffix(end) for name in stored if name.endswith(end)] for end in (scales, values) if end}
     weights = list(dict.fromkeys(weight for of_end in stems.values() for weight in of_end))
     if missing := [weight + end for weight in weights for end in (values, scales) if weight + end not in stored]:
-        raise UserError(f"the quantised weights in {path} are not whole: {first_few(missing)} missing")
+        raise UserError(f"the quantized weights in {path} are incomplete: {first_few(missing)} missing")
     return [(weight, stored[weight + values], stored[weight + scales]) for weight in weights]
 
 
 def _check(name: str, tensor: Tensor, dtypes: Sequence[np.dtype], shape: tuple[int | None, ...], path: Path) -> None:
     if tensor.dtype not in dtypes:
-        raise UserError(f"{name} in {path} is not of the dtype {' or '.join(map(str, dtypes))}")
+        raise UserError(f"{name} in {path} does not have the dtype {' or '.join(map(str, dtypes))}")
     if len(tensor.shape) != len(shape) or any(n not in (None, tensor.shape[dim]) for dim, n in enumerate(shape)):
         wanted = ", ".join("n" if n is None else str(n) for n in shape)
-        raise UserError(f"{name} in {path} has the shape {list(tensor.shape)}, not [{wanted}]")
+        raise UserError(f"{name} in {path} has shape {list(tensor.shape)}, expected [{wanted}]")

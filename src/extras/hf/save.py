@@ -1,4 +1,4 @@
-"""Writes a model's weights as a Hugging Face folder, which transformers loads."""
+"""Writes a model's weights as a Hugging Face folder that transformers can load."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from src.extras.hf.tensor_map import Piece, WeightPath, lay_out
 from src.model.params import dotted
 from src.system.errors import UserError, first_few
 
-FILES = "model{suffix}.safetensors"  # the suffix is empty for one file, else such as -00001-of-00002
+FILES = "model{suffix}.safetensors"  # the suffix is empty for a single file, else like -00001-of-00002
 SHARD_BYTES = 5_000_000_000
 
 
@@ -30,12 +30,12 @@ def save_folder(
     dtype: np.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes config.json and the safetensors files; one tensor beside `weights` is in memory at a time.
+    """Writes config.json and the safetensors files, holding only one tensor in memory in addition to `weights`.
 
-    `hf` is config.json but for the names of the family and of the tensors' dtype, and no padding. `weights` are all of
-    the model's, the embedding with padding below `vocab_size` rows. Tensors are in `dtype`, or in their weights' own; a
-    file has at most `shard_bytes`, but for a single tensor that is larger. Raises UserError if the family has no such
-    weights, or `dtype` does not hold their values.
+    `hf` is config.json without the family's names, the tensors' dtype, and padding. `weights` are all of the model's
+    weights; rows of the embedding beyond `vocab_size` are padding. Tensors have `dtype`, or else their weights' dtypes;
+    a file has at most `shard_bytes`, unless a single tensor is larger. Raises UserError if the family has no tensor for
+    a weight, or if `dtype` can't represent a value.
     """
     shapes = {weight: array.shape for weight, array in weights.items()}
     by_file: dict[str, list[Piece]] = {}
@@ -43,7 +43,7 @@ def save_folder(
         by_file.setdefault(piece.file, []).append(piece)
     file_shapes = {name: pieces[0].rearrangement.file_shape for name, pieces in by_file.items()}
     dtypes = {
-        # A correction bias moves in steps that a narrow type would lose.
+        # A correction bias moves in steps that a narrow dtype would lose.
         name: weights[pieces[0].weight].dtype if dtype is None or "correction_bias" in pieces[0].weight else dtype
         for name, pieces in by_file.items()
     }

@@ -1,19 +1,20 @@
-"""Lays a family's table of tensors out over a model: which tensor of the files lies where in which weight.
+"""Applies a family's table of tensors to a model: which tensor of the files is in which part of which weight.
 
-A row of a table is (weight, file, dims):
+A table row is (weight, file, dims):
 
     ("layer.feed_forward.wi", "model.layers.{layer}.mlp.experts.{E}.{A:gate_proj,up_proj}.weight", "F D -> E D A F")
 
-`weight` is a dotted path in the model's nested dict, where "layer." stands for any layer and "mtp." for any extra
-prediction layer. `file` is a tensor's name; `{layer}` in it is the layer's number, `{E}` the index along the weight's
-dim E, `{A:a,b}` the name for each index along A. A row is for weights of its number of dims; a weight that is stacked
-over layers has one more in front. With a fourth entry, a row is only for weights whose module has one of this name too.
+`weight` is a dotted path in the model's nested dict, in which "layer." means any layer and "mtp." any extra prediction
+layer. `file` is a tensor's name; `{layer}` in it is the layer's number, `{E}` the index along the weight's dim E,
+`{A:a,b}` the name for each index along A. A row applies to weights with its number of dims; a weight stacked over
+layers has one more in front. A row with a fourth entry only applies to weights whose module also has a weight of that
+name.
 
-`dims` maps a tensor's dims to its weight's, in both directions and by slices. "(N H) D -> D N H" reads: the file's
-first dim is the head, then the place in the head; its second is D; the weight's dims are D, N, H. A dim in which
-several weights follow each other is written with bars, and a star at the row's own: GPT-2's c_attn holds the heads of
-queries, keys and values, and "D (N|K*|K H) -> D K H" are its keys. Letters of the weight that the file's dims lack are
-dims that are split over several tensors, one for each index.
+`dims` maps a tensor's dims to its weight's, in both directions and by slices. "(N H) D -> D N H" means: the file's
+first dim is the head, then the position in the head; its second is D; the weight's dims are D, N, H. A dim in which
+several weights are concatenated is written with bars, and a star marks this row's weight: GPT-2's c_attn concatenates
+the heads of queries, keys and values, and "D (N|K*|K H) -> D K H" are its keys. Letters of the weight that the file's
+dims lack are dims that are split over several tensors, one per index.
 """
 
 import math
@@ -41,7 +42,7 @@ class TensorMap(NamedTuple):
 
 
 class Rearrangement:
-    """A pattern, and the sizes of its letters, among them those of other weights of its module."""
+    """A parsed pattern with the size of each letter, including letters of other weights of the module."""
 
     def __init__(self, pattern: str, sizes: Mapping[str, int]) -> None:
         file_side, _, weight_side = pattern.partition(" -> ")
@@ -53,20 +54,20 @@ class Rearrangement:
         groups = re.findall(r"\(([^)]*)\)|(\S+)", file_side)
         self.file_dims = [(group or single).split() for group, single in groups]  # factors, outermost first
         self._factors = [factor for dim in self.file_dims for factor in dim]
-        self.dims = weight_side.split()  # the weight's letters, then those that are split over several tensors
+        self.dims = weight_side.split()  # the weight's letters, including those split over several tensors
         self.split = [letter for letter in self.dims if letter not in self._factors]
         self.file_shape = tuple(math.prod(self._file_sizes[factor] for factor in dim) for dim in self.file_dims)
 
     def read(self, tensor: Tensor, wanted: Mapping[str, Range]) -> np.ndarray:
-        """Returns the part of the weight in the range `wanted` of each letter, split dims of size 1."""
-        # Of each dim of the file it reads the shortest run of whole inner factors that holds the ranges.
+        """Reads the part of the weight in the range `wanted` of each letter, with split dims of size 1."""
+        # In each dim of the file, reads the shortest run of whole inner factors that covers the ranges.
         index, shape, cut = [], [], []
         for dim in self.file_dims:
             start, length = 0, 1  # in elements of the factors so far
             for factor in dim:
                 size, (first, last) = self._file_sizes[factor], (at + self._offsets[factor] for at in wanted[factor])
                 start *= size
-                if length == 1:  # one index of all factors further out: this one's range is contiguous
+                if length == 1:  # one index of all outer factors: this range is contiguous
                     start, length = start + first, last - first
                     shape.append(length)
                     cut.append(slice(None))
@@ -89,16 +90,16 @@ class Rearrangement:
 
 
 class Piece(NamedTuple):
-    """The part of a weight that lies in one tensor of the files."""
+    """The part of a weight that is stored in one tensor of the files."""
 
     weight: WeightPath
     file: str  # the tensor's name
     rearrangement: Rearrangement
-    layer_index: tuple[int, ...] = ()  # along the dim of stacked layers; empty where there is none
+    layer_index: tuple[int, ...] = ()  # along the dim of stacked layers; empty if there is none
     split_index: Mapping[str, int] | None = None  # along each dim that is split over several tensors
 
     def region(self) -> tuple[Range, ...]:
-        """Returns the range of each dim of the weight that the piece covers."""
+        """Returns the range of each dim of the weight that this piece covers."""
         ranges = [(at, at + 1) for at in self.layer_index]
         for letter in self.rearrangement.dims:
             at = (self.split_index or {}).get(letter)
@@ -106,16 +107,16 @@ class Piece(NamedTuple):
         return tuple(ranges)
 
     def read(self, tensor: Tensor, region: Sequence[Range]) -> np.ndarray:
-        """Returns the values of a region of the weight, which lies within the piece's."""
+        """Reads a region of the weight that is within this piece."""
         ranges = region[len(self.layer_index) :]
         block = self.rearrangement.read(tensor, dict(zip(self.rearrangement.dims, ranges, strict=True)))
         return block.reshape([stop - start for start, stop in region])
 
     def low_rank(self, down: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool] | None:
-        """Returns an adapter's matrices for the file's, [r, in] and [out, r], and whether `in` is the file's first dim.
+        """Converts an adapter to the file's matrices, [r, in] and [out, r], and whether `in` is the file's first dim.
 
-        `down` [*in, r] and `up` [r, *out] are the whole weight's, with a dim of stacked layers before. None if it is
-        of another form, such as with an adapter for each expert.
+        `down` [*in, r] and `up` [r, *out] belong to the whole weight, with a leading dim of stacked layers. Returns
+        None for other forms, such as an adapter per expert.
         """
         down, up, dims = down[self.layer_index], up[self.layer_index], self.rearrangement.dims
         ins, outs, split = dims[: down.ndim - 1], dims[down.ndim - 1 :], self.split_index or {}
@@ -133,7 +134,7 @@ class Piece(NamedTuple):
         return down, up, fan_in_first
 
     def write(self, weight: np.ndarray, tensor: np.ndarray) -> None:
-        """Copies the piece of the whole `weight` into the file's `tensor`."""
+        """Copies this piece of the whole `weight` into the file's `tensor`."""
         part = weight[tuple(slice(*span) for span in self.region())]
         self.rearrangement.write(part.reshape(part.shape[len(self.layer_index) :]), tensor)
 
@@ -141,11 +142,11 @@ class Piece(NamedTuple):
 def lay_out(
     rows: Sequence[TensorMap], shapes: Shapes, vocab_size: int, family: str, copied: Sequence[TensorMap] = ()
 ) -> list[Piece]:
-    """Returns all pieces of a model's weights, weight by weight.
+    """Lists all pieces of a model's weights, weight by weight.
 
-    The files have `vocab_size` rows, the model's weights more. `copied` are rows of tensors that repeat a weight for
-    each extra prediction layer; `family` is the name for messages. Raises UserError if the model has weights that are
-    in no row.
+    The files have `vocab_size` rows, the model's padded weights more. `copied` are rows of tensors that repeat a weight
+    for each extra prediction layer; `family` is its name in messages. Raises UserError if no row covers one of the
+    model's weights.
     """
     layers = _layer_numbers(shapes)
     pieces, unmapped, matched, module_sizes = [], [], {}, dict[WeightPath, dict[str, int]]()
@@ -169,14 +170,14 @@ def lay_out(
             pieces += [Piece(weight, file, Rearrangement(copy.dims, sizes)) for file in files]
     if unmapped:
         raise UserError(
-            f"{family}'s files have no tensor for {first_few(unmapped)}: the model is described otherwise than "
-            "its config.json does, or by another family's facts"
+            f"{family}'s files have no tensor for {first_few(unmapped)}: the model's settings differ from "
+            "its config.json, or use another family's features"
         )
     return pieces
 
 
 def _layer_numbers(shapes: Shapes) -> dict[tuple[str, int], list[list[int]]]:
-    """Returns by ("segments", i) and ("mtp", i) the numbers of the layers at each position of its pattern."""
+    """Maps ("segments", i) and ("mtp", i) to the layer numbers at each position of its pattern."""
     repeats = {weight[1]: shape[0] for weight, shape in shapes.items() if weight[0] == "segments"}
     numbers, first = {}, 0
     for segment in sorted(repeats):
@@ -201,7 +202,7 @@ def _place(weight: WeightPath, layers: Mapping[tuple[str, int], list[list[int]]]
 
 
 def _is_for(row: TensorMap, name: str, shape: Sequence[int], weight: WeightPath, shapes: Shapes) -> bool:
-    """Returns whether a row is for the weight of this name and shape, which has no dim of stacked layers."""
+    """Tests whether a row applies to the weight of this name and shape, without the dim of stacked layers."""
     dims = row.dims.partition(" -> ")[2].split()
     if row.weight != name or len(dims) != len(shape) or (row.requires and (*weight[:-1], row.requires) not in shapes):
         return False
@@ -210,7 +211,7 @@ def _is_for(row: TensorMap, name: str, shape: Sequence[int], weight: WeightPath,
 
 
 def _files(template: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yields each tensor name that the template stands for, with its index along each letter in the template."""
+    """Yields each tensor name that a template stands for, with its index along each letter in the template."""
     match = re.search(r"\{(\w)(?::([^}]*))?\}", template)
     if match is None:
         yield template, {}

@@ -1,4 +1,4 @@
-"""Writes tokenizers as transformers reads them: tokenizer.json and tokenizer_config.json."""
+"""Exports tokenizers for transformers: tokenizer.json and tokenizer_config.json."""
 
 import json
 from pathlib import Path
@@ -11,17 +11,17 @@ from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.data.tokenizer import ByteTokenizer
 from src.system.errors import UserError
 
-_SPACE = "▁"  # SentencePiece's sign for a space
+_SPACE = "▁"  # SentencePiece's symbol for a space
 _BPE = sentencepiece_model_pb2.TrainerSpec.ModelType.BPE
 _PIECE = sentencepiece_model_pb2.ModelProto.SentencePiece
 _TYPES = (_PIECE.NORMAL, _PIECE.UNKNOWN, _PIECE.CONTROL, _PIECE.BYTE)
 
 
 def save_tokenizer(folder: Path, tokenizer: ByteTokenizer | SentencePieceTokenizer) -> None:
-    """Writes the files with which transformers gives a text the ids that `tokenizer` gives it.
+    """Writes files that give transformers the same ids for a text as `tokenizer`.
 
-    A text begins with bos and has no eos at its end, as a prompt. Special tokens that a text spells out are text.
-    Raises UserError if tokenizer.json has no such tokenizer.
+    A text begins with bos and does not end with eos, like a prompt. Special tokens spelled in a text stay plain text.
+    Raises UserError if tokenizer.json can't represent the tokenizer.
     """
     of_kind = _of_bytes if isinstance(tokenizer, ByteTokenizer) else _of_sentencepiece
     fast, bos, eos = of_kind(tokenizer)
@@ -36,7 +36,7 @@ def save_tokenizer(folder: Path, tokenizer: ByteTokenizer | SentencePieceTokeniz
 
 
 def _of_bytes(tokenizer: ByteTokenizer) -> tuple[tokenizers.Tokenizer, str, str]:
-    # The characters that stand for bytes, by their bytes (GPT-2, section 2.2): printable ones for themselves.
+    # Byte -> character table (GPT-2, section 2.2): printable bytes map to themselves.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in printable]
     vocab = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
@@ -47,23 +47,25 @@ def _of_bytes(tokenizer: ByteTokenizer) -> tuple[tokenizers.Tokenizer, str, str]
 
 
 def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[tokenizers.Tokenizer, str, str]:
-    """Converts a byte-pair model that falls back to bytes and keeps the text, such as src.train_tokenizer's."""
-    # SentencePiece joins the two neighbours that make the piece of the highest score: in that order come the merges.
+    """Converts a BPE model with byte fallback that preserves the text, such as src.train_tokenizer's."""
+    # SentencePiece merges the neighbors that form the piece with the highest score; list the merges in that order.
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     scores = {piece.piece: piece.score for piece in model.pieces if piece.type == _PIECE.NORMAL}
     reasons = {
-        "it is no byte-pair model": trainer.model_type != _BPE,
+        "it is not a BPE model": trainer.model_type != _BPE,
         "it has no byte fallback": not trainer.byte_fallback,
-        "it normalises text": bool(normalizer.precompiled_charsmap) or normalizer.remove_extra_whitespaces,
-        "it leaves spaces at the ends of words": trainer.treat_whitespace_as_suffix,
+        "it normalizes text": bool(normalizer.precompiled_charsmap) or normalizer.remove_extra_whitespaces,
+        "it puts spaces at the ends of words": trainer.treat_whitespace_as_suffix,
         "it keeps spaces": not normalizer.escape_whitespaces,
-        "it has pieces that users defined": any(piece.type not in _TYPES for piece in model.pieces),
-        "it has pieces of characters that have none": any(char not in scores for piece in scores for char in piece),
+        "it has user-defined pieces": any(piece.type not in _TYPES for piece in model.pieces),
+        "it has pieces with characters that are not pieces": any(
+            char not in scores for piece in scores for char in piece
+        ),
     }
     if any(reasons.values()):
         listed = ", ".join(reason for reason, applies in reasons.items() if applies)
-        raise UserError(f"tokenizer.json can't hold this SentencePiece model: {listed}")
+        raise UserError(f"tokenizer.json can't represent this SentencePiece model: {listed}")
 
     splits = [
         (piece[:i], piece[i:]) for piece in sorted(scores, key=lambda p: -scores[p]) for i in range(1, len(piece))

@@ -1,4 +1,4 @@
-"""Runs what comes with downloaded weights, chat templates and tokenizer.json, in processes with limits of their own."""
+"""Runs untrusted content of downloaded models, chat templates and tokenizer.json, in separate processes with limits."""
 
 import contextlib
 import datetime
@@ -23,12 +23,12 @@ from src.system.errors import UserError
 from src.system.json_text import well_formed
 
 if TYPE_CHECKING:
-    from src.data.types import Message, Shown  # it imports numpy, which the process that renders has no memory for
+    from src.data.types import Message, Shown  # imports numpy, for which the rendering process has no memory
 
-CPU_SECONDS = 10  # for one conversation, which takes a thousandth of one
+CPU_SECONDS = 10  # for one conversation, which normally takes a thousandth of a second
 MEMORY_BYTES = 1 << 30
 MAX_CHARACTERS = 1 << 24
-TRIAL_SECONDS = 20  # for a vocabulary of a quarter of a million, which takes one or two
+TRIAL_SECONDS = 20  # for a vocabulary of 250,000, which normally takes one or two seconds
 TRIAL_MEMORY_BYTES = 8 << 30
 _SHOWN = 300  # characters of an error
 _ROOT = str(FOLDER.parent)
@@ -50,14 +50,14 @@ def _python(call: str) -> list[str]:
 
 
 def _limit(cpu_seconds: int, memory_bytes: int) -> None:
-    """Limits the memory of this process, and its computing from now on, which SIGXCPU ends; it leaves no core file."""
+    """Limits this process's memory, and its CPU time from now on (SIGXCPU ends it), and disables core files."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     seconds = math.ceil(usage.ru_utime + usage.ru_stime) + cpu_seconds
     limits = {resource.RLIMIT_CORE: (0, 0), resource.RLIMIT_AS: (memory_bytes, memory_bytes)}
-    # Only root may raise a hard limit, such as that of `ulimit -t`.
+    # Only root may raise a hard limit, such as one set by `ulimit -t`.
     limits[resource.RLIMIT_CPU] = seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]
     for limit, most in limits.items():
-        with contextlib.suppress(ValueError):  # macOS sets not every limit
+        with contextlib.suppress(ValueError):  # macOS does not support every limit
             resource.setrlimit(limit, most)
 
 
@@ -65,17 +65,17 @@ def _limit(cpu_seconds: int, memory_bytes: int) -> None:
 
 
 class ChatTemplate:
-    """Renders a template with what `transformers` shows it: messages, special tokens by name, a few functions.
+    """Renders a chat template as `transformers` does: with messages, special tokens by name, and a few functions.
 
-    Conversations with tools are written by `tool_source`, if there is one. Templates come with downloaded weights.
-    Jinja2's sandbox keeps them to strings, but not from endless loops or strings of gigabytes. So a separate process
-    renders them, which the kernel limits to `CPU_SECONDS` for a conversation and to `MEMORY_BYTES`. It starts with the
-    first conversation; any thread may call `render`. Messages name `where`, the template's file. Raises UserError where
-    it is no Jinja2 template.
+    `tool_source`, if given, formats conversations with tools. Templates come with downloaded weights. Jinja2's sandbox
+    restricts them to strings, but does not prevent endless loops or gigabytes of text. Therefore a separate process
+    renders them, which the kernel limits to `CPU_SECONDS` per conversation and to `MEMORY_BYTES`. It starts with the
+    first conversation; any thread may call `render`. Messages name `where`, the template's file. Raises UserError if it
+    is not a Jinja2 template.
     """
 
     def __init__(self, source: str, tool_source: str | None, tokens: Mapping[str, str], where: str) -> None:
-        if tool_source is not None:  # Jinja2 takes away the line end after a tag, and one at a template's end
+        if tool_source is not None:  # Jinja2 removes the newline after a tag, and one at a template's end
             both = (each.removesuffix("\n") for each in (tool_source, source))
             source = "{% if tools is not none %}\n" + "{%+ else %}\n".join(both) + "{%+ endif %}"
         self._setup, self._where = {"source": source, "tokens": dict(tokens)}, where
@@ -91,45 +91,45 @@ class ChatTemplate:
     def render(
         self, messages: "Sequence[Message]", parts: Sequence[tuple[int, bool]], shown: "Shown" = None
     ) -> list[str]:
-        """Renders parts of a conversation, each as a text; the template is `shown` variables too, in JSON's types.
+        """Renders parts of a conversation, each to a text; the template also gets the `shown` variables, as JSON types.
 
-        A part is how many messages it has, from the first on, and its `add_generation_prompt`. Raises UserError where
-        the template refuses the conversation, fails, or takes too long or too much memory.
+        A part is a number of messages, from the first on, and its `add_generation_prompt`. Raises UserError if the
+        template rejects the conversation, fails, or takes too long or too much memory.
         """
         shown = {"strftime_now": datetime.datetime.now().isoformat(), **(shown or {})}
         request = {"messages": messages, "parts": parts, "shown": shown}
         with self._lock:
             try:
                 reply = self._ask(request)
-            except BaseException:  # such as Ctrl-C: the next request must not get this one's reply
+            except BaseException:  # such as Ctrl-C: the next request must not read this reply
                 if self._process:
                     self._end()
                 raise
         if "error" in reply:
-            raise UserError(f"the chat template of {self._where} refuses the conversation: {reply['error']}")
+            raise UserError(f"the chat template of {self._where} rejects the conversation: {reply['error']}")
         return list(map(well_formed, reply["texts"]))
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if self._process is None:
             command = _python(f"serve({CPU_SECONDS}, {MEMORY_BYTES})")
             streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            # In a session of its own, as Ctrl-C is not for it.
+            # In a new session, so that Ctrl-C does not reach it.
             self._process = subprocess.Popen(command, **streams, start_new_session=True)
             self._send(self._setup)
         self._send(request)
         if line := self._process.stdout.readline():
             return json.loads(line)
         number = self._end()
-        took_long = f"it was not done after {CPU_SECONDS} seconds"
+        took_long = f"it did not finish within {CPU_SECONDS} seconds"
         return {"error": took_long if number == signal.SIGXCPU else f"its process ended (signal {number})"}
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # `_ask` finds that it has ended
+        with contextlib.suppress(BrokenPipeError):  # `_ask` notices that the process ended
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
     def _end(self) -> int:
-        """Ends the process; returns the number of the signal that did, of this one if it was still there."""
+        """Kills the process if it still runs; returns the signal that ended it."""
         process, self._process = self._process, None
         process.kill()
         process.communicate()
@@ -137,8 +137,9 @@ class ChatTemplate:
 
 
 def serve(cpu_seconds: int, memory_bytes: int) -> None:
-    """Renders conversations, one per line of JSON on stdin, and writes each one's text or error as a line to stdout."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which may be sent to all processes of a job: stdin's end ends this
+    """Renders conversations, one JSON line each on stdin, and writes each one's text or error as a line to stdout."""
+    # A job may send it to all its processes; this one ends when stdin closes.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setup = json.loads(sys.stdin.readline())
     template = None
     for line in sys.stdin:
@@ -154,10 +155,10 @@ def serve(cpu_seconds: int, memory_bytes: int) -> None:
             ]
             reply = {"texts": texts}
             if (longest := max(map(len, texts))) > MAX_CHARACTERS:
-                reply = {"error": f"it wrote {longest:,} characters, and {MAX_CHARACTERS:,} are the most"}
+                reply = {"error": f"it wrote {longest:,} characters, more than {MAX_CHARACTERS:,}"}
         except MemoryError:
             reply = {"error": f"it takes more than {memory_bytes >> 20:,} MiB"}
-        except Exception as error:  # a template is a program, and fails as one
+        except Exception as error:  # a template is a program, and may raise anything
             kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             reply = {"error": f"{kind}{error}"[:_SHOWN]}
         print(json.dumps(reply), flush=True)
@@ -166,19 +167,19 @@ def serve(cpu_seconds: int, memory_bytes: int) -> None:
 def _environment() -> jinja2.Environment:
     extensions = [_Generation, jinja2.ext.loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    # Plain JSON, where Jinja2's own filter would escape it for HTML.
+    # Plain JSON: Jinja2's own filter would escape it for HTML.
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
     return environment
 
 
 class _Generation(jinja2.ext.Extension):
-    """Writes the content of `{% generation %}`, by which some templates mark the assistant's turns, as it is."""
+    """Outputs the content of `{% generation %}`, which some templates use to mark the assistant's turns, unchanged."""
 
     tags = frozenset({"generation"})
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """Returns the block as a scope, so that its assignments stay inside."""
+        """Parses the block as a scope, so that assignments inside it stay local."""
         line = next(parser.stream).lineno
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
@@ -191,10 +192,10 @@ def _raise_exception(message: str) -> None:
 
 
 def try_tokenizer(file: Path, digest: str) -> None:
-    """Raises UserError if reading a tokenizer.json, or some short texts by it, ends its process or takes too long.
+    """Raises UserError if loading a tokenizer.json, or encoding short texts, crashes the process or takes too long.
 
-    The `tokenizers` package trusts files: some end the process that reads them, others take minutes for a line of text.
-    `digest` is of the file's content: each content is tried once.
+    The `tokenizers` package trusts files: some crash the process, others take minutes for a line of text. `digest` is
+    of the file's content: each content is tried once.
     """
     if digest in _passed:
         return
@@ -204,15 +205,15 @@ def try_tokenizer(file: Path, digest: str) -> None:
         _passed.add(digest)
         return
     took_long = done.returncode == -signal.SIGXCPU
-    problem = f"took more than {TRIAL_SECONDS} seconds of computing" if took_long else "ended its process"
+    problem = f"took more than {TRIAL_SECONDS} seconds of CPU time" if took_long else "crashed the process"
     raise UserError(
-        f"tokenizer_path: {file} can't be used: reading it, or a few short texts by it, {problem}. Take the file from "
-        "the model's publisher again; if that is the same, write it anew from the tokenizer that it was made of"
+        f"tokenizer_path: {file} can't be used: loading it, or encoding a few short texts, {problem}. Fetch the file "
+        "from the model's publisher again; if it is unchanged, regenerate it from the original tokenizer"
     )
 
 
 def trial(seconds: int) -> None:
-    """Reads the tokenizer on stdin and uses it, within limits; errors that Python catches are for the real reading."""
+    """Loads and uses the tokenizer on stdin, within limits; ignores Python exceptions, which actual loading reports."""
     _limit(seconds, TRIAL_MEMORY_BYTES)
     import tokenizers
 
@@ -222,10 +223,10 @@ def trial(seconds: int) -> None:
         tokenizer.no_padding()
         tokenizer.encode("")
         tokenizer.post_processor = None
-    except Exception:  # the real reading says what is wrong
+    except Exception:  # actual loading reports this
         return
     for text in _TEXTS:
         try:
             tokenizer.decode(tokenizer.encode(text).ids)
-        except Exception:  # such as of a vocabulary without a token for everything else
+        except Exception:  # for example, the vocabulary has no unknown token
             continue

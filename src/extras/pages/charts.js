@@ -1,4 +1,4 @@
-// Draws the charts of report.html from the JSON in its element "data". Functions without a page come first.
+// Plots the charts of report.html from the JSON in its element "data". Functions that need no page come first.
 "use strict";
 
 // Formats a number as 1.234, 567.8, 1.23k, 45.6M, 7.89B or 1.23T.
@@ -10,7 +10,7 @@ function showNumber(x) {
 
 const show = (chart, x) => (chart.percent ? Number((100 * x).toFixed(2)) + "%" : showNumber(x));
 
-// Multiples of 1, 2 or 5 times a power of ten within [low, high], at most count + 1 of them.
+// At most count + 1 multiples of 1, 2 or 5 times a power of ten within [low, high].
 function ticks(low, high, count) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
   const gap = [1, 2, 5, 10].map((factor) => factor * power).find((gap) => gap >= rough * (1 - 1e-9));
@@ -19,7 +19,7 @@ function ticks(low, high, count) {
   return result;
 }
 
-// Powers of ten within [low, high], with 3, or 2 and 5, times them where there are few.
+// Powers of ten within [low, high]; if there are few, also 3 times, or 2 and 5 times, these.
 function logTicks(low, high) {
   let result = [];
   for (const factors of [[1], [1, 3], [1, 2, 5]]) {
@@ -31,7 +31,7 @@ function logTicks(low, high) {
   return result;
 }
 
-// The median of the finite values among the `width` points around each point: it neither lags nor follows a spike.
+// The median of finite values in a window of `width` points around each point: it neither lags nor follows spikes.
 function runningMedian(points, width) {
   const half = Math.floor(width / 2);
   return points.map(([step], i) => {
@@ -40,7 +40,7 @@ function runningMedian(points, width) {
   });
 }
 
-// The points within the view, and one more on each side, so that lines run on to the edges.
+// The points within the view, and one more on each side, so that lines reach the edges.
 function inView(points, [first, last]) {
   let begin = points.findIndex(([step]) => step >= first), end = points.findIndex(([step]) => step > last);
   if (begin < 0) begin = points.length;
@@ -48,7 +48,7 @@ function inView(points, [first, last]) {
   return points.slice(Math.max(0, begin - 1), end + 1);
 }
 
-// The curves of a chart within the view: noisy ones faint, with their running median over a fiftieth of the view.
+// The curves of a chart within the view; noisy ones are faint, with a running median over a fiftieth of the view.
 function curves(chart, view) {
   return chart.series.flatMap((series) => {
     const points = inView(series.points, view), medians = inView(series.medians || series.points, view);
@@ -63,8 +63,8 @@ function curves(chart, view) {
   });
 }
 
-// The values at the chart's lower and upper edge, and a note of what lies above. The loss is shown as it is after the
-// first twentieth of the steps and without its highest spikes, or the first steps would press the rest flat.
+// The values at the chart's lower and upper edge, and a note on values above. The loss is scaled without the first
+// twentieth of the steps and the highest spikes: the first steps would flatten the rest.
 function valueRange(chart, drawn, log, whole) {
   const points = drawn.flatMap((curve) => curve.points).filter(([, x]) => x !== null && (!log || x > 0));
   const values = points.map((point) => point[1]);
@@ -79,13 +79,13 @@ function valueRange(chart, drawn, log, whole) {
     const tops = drawn.map(({ points }) => {
       const finite = points.filter((point) => point[1] !== null);
       const after = finite.filter(([step]) => step >= start).map((point) => point[1]).sort((a, b) => a - b);
-      return after[Math.ceil(0.995 * after.length) - 1] ?? finite.at(-1)?.[1] ?? low; // of a much shorter run its end
+      return after[Math.ceil(0.995 * after.length) - 1] ?? finite.at(-1)?.[1] ?? low; // for a much shorter run, its end
     });
     const top = reduce(Math.max, tops);
     if (high - low > 1.5 * (top - low)) {
       const all = drawn.filter((curve) => curve.kind !== "eval" && !curve.isMedian).flatMap((curve) => curve.points);
       const above = all.filter((point) => point[1] > top).length;
-      // Of speeds the highest means nothing: they are computed from the times at which steps were recorded.
+      // The highest speed is meaningless: speeds are computed from the times at which steps were recorded.
       const rest = chart.scale.includes("zero") ? ": a step recorded late makes the next look fast." : `, up to ${show(chart, high)}.`;
       note = `${above} of ${all.length} points lie above the chart${rest}`;
       high = top;
@@ -96,19 +96,19 @@ function valueRange(chart, drawn, log, whole) {
   return { low: low === 0 ? 0 : low - room, high: high + room, note };
 }
 
-// Logarithmic at first where values are positive and differ much, as the norms of a run with spikes do.
+// Initially logarithmic if values are positive and vary widely, such as norms in a run with spikes.
 function startsLog(chart) {
   const values = chart.series.flatMap(({ points }) => points.map((point) => point[1])).filter((x) => x !== null);
   const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
   return chart.scale === "wide" && low > 0 && high > 5 * low;
 }
 
-// The height of a value in a chart: 0 at its lower edge, 1 at its upper one.
+// The height of a value in a chart: 0 at the lower edge, 1 at the upper edge.
 function height(x, { low, high }, log) {
   return log ? Math.log(Math.max(x, low / 10) / low) / Math.log(high / low) : (x - low) / (high - low);
 }
 
-// SVG paths of a curve in a square of 1000: its line, interrupted where a value is missing, and its dots.
+// SVG paths of a curve in a square of 1000: its line, interrupted at missing values, and its dots.
 function paths(curve, view, range, log) {
   let line = "", dots = "", down = false;
   curve.points.forEach(([step, x], i) => {
@@ -116,7 +116,7 @@ function paths(curve, view, range, log) {
     const at = [(1000 * (step - view[0])) / (view[1] - view[0]), 1000 * (1 - height(x, range, log))].map((n) => n.toFixed(1));
     const next = curve.points[i + 1];
     line += (down ? "L" : "M") + at.join(" ");
-    // A line of no length with round ends stays round however the SVG is stretched.
+    // A line of length zero with round ends stays round when the SVG is stretched.
     if (curve.style === "marked" || !(down || (next && next[1] !== null))) dots += `M${at.join(" ")}h0`;
     down = true;
   });
@@ -128,11 +128,11 @@ function nearest(points, step) {
   return finite.reduce((best, point) => (Math.abs(point[0] - step) < Math.abs(best[0] - step) ? point : best), finite[0]);
 }
 
-// The color of a run among several, in its curves and at the head of its column in tables.
+// The color of a run among several, for its curves and its column heads in tables.
 const runColor = (run, kind) => `hsl(${205 + 137 * run} 60% ${kind === "eval" ? 32 : 46}%)`;
 
-const figures = []; // one function each that draws a figure anew
-let zoom = null; // the first and last step shown, of all figures; null: the whole runs
+const figures = []; // a function per figure that redraws it
+let zoom = null; // the first and last step shown in all figures; null: the whole runs
 
 function build(chart, runs) {
   const figure = document.createElement("figure");
@@ -150,7 +150,7 @@ function build(chart, runs) {
   const named = () => drawn.filter((curve) => runs === 1 || curve.style !== "raw");
   const draw = () => {
     view = zoom || [Math.min(...steps), Math.max(...steps)];
-    if (view[0] === view[1]) view = [view[0], view[0] + 1]; // a single step stands at the left edge
+    if (view[0] === view[1]) view = [view[0], view[0] + 1]; // a single step is at the left edge
     drawn = curves(chart, view).filter((curve) => curve.points.length);
     const range = valueRange(chart, drawn, log.checked, !zoom);
     let yTicks = log.checked ? logTicks(range.low, range.high) : [];
@@ -205,7 +205,7 @@ function build(chart, runs) {
   return figure;
 }
 
-// A heat map: a column for each step, and rows by their names, the first at the bottom; the colours are logarithmic.
+// A heat map: a column per step, and rows by name, the first at the bottom; colors are logarithmic.
 function heatMap({ title, steps, rows, values }) {
   const figure = document.createElement("figure");
   figure.innerHTML = `<figcaption><b></b><output></output></figcaption><div class="chart"><div class="y"></div>

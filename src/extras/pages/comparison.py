@@ -1,4 +1,4 @@
-"""Compares runs in tables: what they reached, what differs in their configurations, their losses at the same steps."""
+"""Compares runs in tables: their results, differences in their configurations, and losses at the same steps."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from src.run.environment import read_environment
 from src.run.metrics import eval_key, eval_sets
 from src.system.errors import UserError, clipped
 
-Table = list[list[str]]  # rows; the first has the runs' names, the first column says what the others are
-_FACTS = ("MinText", "jax", "Python", "devices", "mesh", "model", "step", "data")  # of environment.json
-_MAX_ROWS = 10  # of a table of steps, about
-# On what the tokens of an evaluation depend; then those that count as well if it takes a number of batches, and if its
-# data are a part of the training data.
+Table = list[list[str]]  # rows; the first has the runs' names, the first column the rows' names
+_ENVIRONMENT = ("MinText", "jax", "Python", "devices", "mesh", "model", "step", "data")  # of environment.json
+_MAX_ROWS = 10  # approximate limit for a table of steps
+# Keys that determine an evaluation's tokens; then further ones if it takes a number of batches, and if its data is held
+# out from the training data.
 _EVAL_KEYS = ("eval_dataset_path", "eval_dataset_name", "eval_split", "eval_datasets", "eval_steps", "eval_mode")
 _EVAL_KEYS += ("max_target_length", "packing", "long_documents", "max_document_bytes", "use_sft")
 _EVAL_KEYS += ("data_shuffle_seed", "dataset_column", "sft_train_on_completion_only", "batch_transform")
@@ -30,17 +30,17 @@ _HELD_OUT = ("eval_fraction", "dataset_type", "dataset_path", "dataset_name", "d
 
 
 class Run(NamedTuple):
-    """Holds what a comparison shows of a run."""
+    """The data of a run that a comparison shows."""
 
     history: History
     config: Mapping[str, Any]
-    facts: Mapping[str, str]  # environment.json
+    environment: Mapping[str, str]  # from environment.json
 
 
 def read_runs(paths: Sequence[str]) -> dict[str, Run]:
-    """Reads runs' folders, by name; raises UserError for what is none or malformed, OSError for what is unreadable."""
+    """Reads runs' folders, by name; raises UserError for a missing or malformed file, OSError if unreadable."""
     runs = {}
-    names = [epath.Path(path).name for path in paths]  # or as typed, where two have the same
+    names = [epath.Path(path).name for path in paths]  # the path as typed, if names are not unique
     for name, path in zip(names, paths, strict=True):
         folder, history = epath.Path(path), History()
         for file in ("metrics.jsonl", "config.yml"):
@@ -49,13 +49,13 @@ def read_runs(paths: Sequence[str]) -> dict[str, Run]:
                 raise UserError(f"{folder} has no {file}: expected the folder of a run, such as runs/NAME.{hint}")
         history.read(folder / "metrics.jsonl")
         config = literal(parse_keys((folder / "config.yml").read_text(), f"{folder}/config.yml"))
-        facts = read_environment(folder)
-        runs[name if names.count(name) == 1 else path] = Run(history, config, facts)
+        environment = read_environment(folder)
+        runs[name if names.count(name) == 1 else path] = Run(history, config, environment)
     return runs
 
 
 def tables(runs: Mapping[str, Run]) -> dict[str, Table]:
-    """Returns the tables, by title; the first two are of what runs reached, and of how they differ."""
+    """Builds the tables, by title; the first two show results and differences in configuration."""
     histories = [run.history for run in runs.values()]
     ends = [history.last_train.get("step", 0) for history in histories]
     results = [
@@ -66,7 +66,7 @@ def tables(runs: Mapping[str, Run]) -> dict[str, Table]:
     result = {
         "Results": _rows(results),
         "What differs": [row for row in _rows([_settings(run) for run in runs.values()]) if len(set(row[1:])) > 1],
-        "Training loss, mean since the step before": _at_steps(losses, ends),
+        "Training loss, mean since the previous row": _at_steps(losses, ends),
     }
     for name in dict.fromkeys(name for history in histories for name in eval_sets(history.evals)):
         curves = [history.evals[eval_key("eval_loss", name)] for history in histories]
@@ -75,14 +75,16 @@ def tables(runs: Mapping[str, Run]) -> dict[str, Table]:
 
 
 def loss_note(runs: Mapping[str, Run]) -> str:
-    """Returns sentences if the runs' losses, or those of their evaluations, cannot be compared; or ""."""
+    """Warns, in sentences, if the runs' training or evaluation losses can't be compared; else ""."""
     settings = [_settings(run) for run in runs.values()]
 
     def differing(keys: Sequence[str]) -> str:
         return ", ".join(key for key in keys if len({each.get(key) for each in settings}) > 1)
 
     if differing(["loss"]):
-        return "These runs differ in loss: their losses and perplexities measure other things and can't be compared."
+        return (
+            "These runs differ in loss: their losses and perplexities measure different things and can't be compared."
+        )
     notes = []
     if keys := differing(("tokenizer_type", "tokenizer_path")):
         notes.append(
@@ -94,7 +96,7 @@ def loss_note(runs: Mapping[str, Run]) -> str:
     evaluated = sum(bool(run.history.evals) for run in runs.values()) > 1
     if evaluated and (keys := differing((*_EVAL_KEYS, *counted, *held_out))):
         notes.append(
-            f"These runs differ in {keys}: their evaluations are of other tokens, or of tokens with other text before "
+            f"These runs differ in {keys}: their evaluations use different tokens, or different text before "
             "them. To compare models, evaluate each with the same keys: python -m src.evaluate RUN."
         )
     return as_installed(" ".join(notes))
@@ -106,17 +108,17 @@ def _rows(columns: Sequence[Mapping[str, str]]) -> Table:
 
 
 def _settings(run: Run) -> dict[str, str]:
-    """Returns keys and facts; a key that config.yml, of an older version, lacks has its default of today."""
+    """Returns keys and environment entries; a key missing in an older version's config.yml has today's default."""
     keys = {name: key.default for name, key in KEYS.items()} | dict(run.config)
-    keys |= {"run_name": "", "base_output_directory": ""}  # which always differ
-    facts = {name: str(run.facts[name]) for name in _FACTS if name in run.facts}
-    return {name: clipped(dump(value), 200) for name, value in keys.items()} | facts
+    keys |= {"run_name": "", "base_output_directory": ""}  # always different
+    environment = {name: str(run.environment[name]) for name in _ENVIRONMENT if name in run.environment}
+    return {name: clipped(dump(value), 200) for name, value in keys.items()} | environment
 
 
 def _at_steps(curves: Sequence[Curve], ends: Sequence[int]) -> Table:
-    """Returns each curve's mean since the step before, at round steps.
+    """Averages each curve since the previous row, at round steps.
 
-    `ends` are the runs' last steps; the value of a run that ended before its row's step names its own.
+    `ends` are the runs' last steps; the value of a run that ended before its row's step names that run's last step.
     """
     columns = [[block for block in curve.blocks() if block.count] for curve in curves]
     rough = max(ends) / _MAX_ROWS
@@ -136,7 +138,7 @@ def _at_steps(curves: Sequence[Curve], ends: Sequence[int]) -> Table:
 
 
 def _at_evaluations(curves: Sequence[Curve]) -> Table:
-    """Returns each curve's values at the steps of its evaluations; of many, at those that the curves share."""
+    """Lists each curve's values at its evaluations; if there are many, at steps that all curves share."""
     columns = [{step: value for step, value in curve.points() if value is not None} for curve in curves]
     steps = sorted(set().union(*columns))
     if len(steps) > _MAX_ROWS:

@@ -1,4 +1,4 @@
-"""Keeps what a report shows of metrics.jsonl, thinned so that its size does not grow with the length of a run."""
+"""Collects a report's data from metrics.jsonl, downsampled so that its size does not grow with the run's length."""
 
 import math
 import statistics
@@ -10,23 +10,23 @@ from etils import epath
 
 from src.run.metrics import PER_LAYER, TRAIN_KEYS, Entry, read_entry
 
-Point = tuple[int, float | None]  # step and value; None where the value is not finite, which leaves a gap
+Point = tuple[int, float | None]  # step and value; None for a non-finite value, which leaves a gap
 
-_BLOCKS = 1000  # the fewest blocks of a curve that has been thinned
+_BLOCKS = 1000  # minimum blocks of a downsampled curve
 
-# Of the lines that `log_internals` adds, by their kind.
+# Titles of the lines that `log_internals` adds, by kind.
 TITLES = {
     "activation_rms": "Outputs of layers, root mean square",
     "weight_norm": "Norm of a layer's weights",
     "gradient_norm": "Norm of a layer's gradients, after averaging and before clipping",
     "update_norm": "Norm of a layer's updates",
 }
-_COLUMNS = 400  # of a heat map, at most
-Column = tuple[int, dict[str, dict[str, float | None]]]  # a step, and of each title the rows' figures
+_COLUMNS = 400  # maximum for a heat map
+Column = tuple[int, dict[str, dict[str, float | None]]]  # a step, and each title's values by row
 
 
 class Block(NamedTuple):
-    """Summarises neighbouring points: the lowest, highest and median; the sum and count of finite values."""
+    """Summarizes neighboring points: lowest, highest and median; sum and count of finite values."""
 
     low: Point
     high: Point
@@ -36,20 +36,20 @@ class Block(NamedTuple):
 
 
 class Curve:
-    """Holds the points of one curve, added in order, in bounded memory.
+    """The points of one curve, added in order, in bounded memory.
 
-    Up to 2 * _BLOCKS points are kept as they are. Longer curves are blocks of 2, 4, 8, ... neighbours; the median of a
-    block is the mean of its halves' medians.
+    Up to 2 * _BLOCKS points are stored unchanged. Longer curves are blocks of 2, 4, 8, ... neighbors; a block's median
+    is the mean of its halves' medians.
     """
 
     def __init__(self) -> None:
-        self.stride = 1  # points in a block
+        self.stride = 1  # points per block
         self.last: float | None = None  # the last finite value
         self._blocks: list[Block] = []
-        self._open: list[Point] = []  # points of the block that is not full yet
+        self._open: list[Point] = []  # points of the incomplete block
 
     def extend(self, points: Sequence[Point]) -> None:
-        """Adds the next points."""
+        """Appends the next points."""
         self.last = next((value for _, value in reversed(points) if value is not None), self.last)
         self._open += points
         while len(self._open) >= self.stride:
@@ -65,11 +65,11 @@ class Curve:
         return self._blocks + ([_block(self._open)] if self._open else [])
 
     def points(self) -> list[Point]:
-        """Returns the lowest and highest point of each block, in order; with a stride of 1 all points."""
+        """Returns each block's lowest and highest point, in order; with a stride of 1, all points."""
         return [point for block in self.blocks() for point in sorted({block.low, block.high}, key=lambda p: p[0])]
 
     def medians(self) -> list[Point]:
-        """Returns the median of each block."""
+        """Returns each block's median."""
         return [block.median for block in self.blocks()]
 
 
@@ -93,9 +93,9 @@ def _join(a: Block, b: Block) -> Block:
 
 
 def by_layer(entry: Entry) -> dict[str, dict[str, float | None]]:
-    """Returns each heat map's figures of a line by title and row: a layer's norm is that of all its variables together.
+    """Extracts heat-map values from a line, by title and row: a layer's norm is over all its variables.
 
-    A row is a layer. Where layers share weights, those have one norm: rows of norms are then named as the weights are.
+    A row is a layer. If layers share weights, these have one norm, and rows of norms are named like the weights.
     """
     squares: dict[str, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
     for key, values in entry.items():
@@ -103,15 +103,15 @@ def by_layer(entry: Entry) -> dict[str, dict[str, float | None]]:
         parts = name.removeprefix("lora.").split(".")
         if kind in TITLES and parts[0] == "segments":
             for repeat, value in enumerate(values):
-                place = int(parts[1]), repeat, int(parts[2])  # in the order of the layers: segment, repeat, position
-                squares[kind][place] += math.nan if value is None else value**2
+                position = int(parts[1]), repeat, int(parts[2])  # in layer order: segment, repeat, position
+                squares[kind][position] += math.nan if value is None else value**2
     activations = entry.get("activation_rms", [])
     layers = [f"layer {layer}" for layer in range(len(activations))]
     figures = {"activation_rms": dict(zip(layers, activations, strict=True))}
     for kind, of in squares.items():
-        places = sorted(of)
-        names = layers if len(of) == len(layers) else [f"segments.{s}.{p}, repeat {r}" for s, r, p in places]
-        figures[kind] = {name: math.sqrt(of[place]) for name, place in zip(names, places, strict=True)}
+        positions = sorted(of)
+        names = layers if len(of) == len(layers) else [f"segments.{s}.{p}, repeat {r}" for s, r, p in positions]
+        figures[kind] = {name: math.sqrt(of[position]) for name, position in zip(names, positions, strict=True)}
     return {TITLES[kind]: {name: _shown(value) for name, value in of.items()} for kind, of in figures.items()}
 
 
@@ -120,20 +120,20 @@ def _shown(value: float | None) -> float | None:
 
 
 class History:
-    """Holds the curves and totals of metrics.jsonl, in the memory of a few thousand steps however long the run."""
+    """Curves and totals of metrics.jsonl, in the memory of a few thousand steps, however long the run."""
 
     def __init__(self) -> None:
         self.train: dict[str, Curve] = defaultdict(Curve)  # by key
         self.evals: dict[str, Curve] = defaultdict(Curve)
-        self._columns, self._stride, self._internals = list[Column](), 1, 0  # every `stride`th of so many lines
-        self.last_train: Entry = {}  # the last line; empty before there is one
+        self._columns, self._stride, self._internals = list[Column](), 1, 0  # every `_stride`th of `_internals` lines
+        self.last_train: Entry = {}  # the last line; empty at first
         self.last_eval: Entry = {}
         self.tokens = self.seconds = 0.0  # totals over all steps
-        self.invalid_lines = 0  # which were not the metrics of a step
+        self.invalid_lines = 0  # lines that are not a step's metrics
         self._bytes_read = 0
 
     def read(self, metrics: epath.PathLike) -> None:
-        """Adds the lines of metrics.jsonl written since the last call, except for an incomplete last one."""
+        """Reads the lines of metrics.jsonl added since the last call, except for an incomplete last one."""
         with epath.Path(metrics).open("rb") as file:
             file.seek(self._bytes_read)
             while lines := file.readlines(2**20):
@@ -142,7 +142,7 @@ class History:
                 entries = [read_entry(line) for line in whole]
                 self.invalid_lines += entries.count(None)
                 self.add([entry for entry in entries if entry is not None])
-                if len(whole) < len(lines):  # reading on would take the rest of the incomplete line for a line
+                if len(whole) < len(lines):  # reading on would treat the rest of the incomplete line as a line
                     break
 
     def add(self, entries: Iterable[Entry]) -> None:
@@ -171,7 +171,7 @@ class History:
         self.tokens += sum(seconds * rate for seconds, rate in times)  # the batch size may have changed
 
     def heat_maps(self) -> list[dict[str, Any]]:
-        """Returns what charts.js draws: a title, steps, the rows' names, and a list of their figures for each step."""
+        """Returns heat maps for charts.js: a title, steps, row names, and a list of values per step."""
         latest = self._columns[-1][1] if self._columns else {}
         columns = [column for column in self._columns if column[1].keys() >= latest.keys()]
         steps = [step for step, _ in columns]

@@ -9,32 +9,32 @@ from src.extras.pages.page import page
 
 
 class LiveReport:
-    """Writes a running run's report.html in the background, in at most a fiftieth of the time; only on process 0."""
+    """Writes a running run's report.html in the background, using at most 2% of the time; only on process 0."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self.history = History()  # what the page shows, as of the last time it was written
+        self.history = History()  # the page's data, as of the last write
         self._folder = folder
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._writing: Future[None] | None = None
         self._not_before = 0.0
 
     def update(self) -> None:
-        """Starts to write the page, unless it is being written or was written recently."""
+        """Starts writing the page, unless a write is in progress or recent."""
         if time.monotonic() >= self._not_before and (self._writing is None or self._writing.done()):
             self._writing = self._thread.submit(self._write)
 
     def finish(self) -> str:
-        """Writes the page once more; returns its path, or why it could not be written, which fails no run."""
+        """Writes the page once more; returns its path, or why it failed, which does not fail the run."""
         report = self._folder.path / "report.html"
         try:
             self._thread.submit(self._write).result()
-        except Exception as error:  # of any store, or because files were changed meanwhile
+        except Exception as error:  # of any store, or because files changed in the meantime
             message = " ".join(str(error).split())
-            return f"not written, and all else is: {type(error).__name__}: {message} (python -m src.report tries again)"
+            return f"not written, unlike the rest: {type(error).__name__}: {message} (python -m src.report tries again)"
         return str(report)
 
     def close(self) -> None:
-        """Waits until a page that is being written is complete."""
+        """Waits until a write in progress is complete."""
         self._thread.shutdown()
 
     def _write(self) -> None:

@@ -1,8 +1,8 @@
 """Writes report.html: a run's curves, throughput, config and environment in one file that opens offline.
 
-`python -m src.report RUN_DIR` writes it for any run's folder, of a running run too; a run itself writes it after
-evaluations and checkpoints, and at its end. Of several runs it writes comparison.html. A page holds its numbers as
-JSON, which charts.js draws.
+`python -m src.report RUN_DIR` writes it for any run's folder, even while the run continues; a run itself writes it
+after evaluations and checkpoints, and at its end. For several runs, it writes comparison.html. A page contains its
+numbers as JSON, which charts.js plots.
 """
 
 import datetime
@@ -33,20 +33,20 @@ _FOLDER = Path(__file__).parent
 USAGE = """usage: python -m src.report RUN_DIR [OTHER_RUN_DIR ...]
 
 Writes RUN_DIR/report.html from the metrics.jsonl and config.yml there: curves, throughput, configuration. RUN_DIR is a
-run's folder, such as runs/NAME; one that is still running is shown as far as it has come. Of several runs it prints
-what they reached, what differs in their configurations, and their losses at the same steps, and writes this with their
+run's folder, such as runs/NAME; a running run is shown up to its latest step. For several runs it prints their
+results, differences in their configurations, and losses at the same steps, and writes these with their
 curves to RUN_DIR/comparison.html, in the first one's folder."""
-_MAX_COLUMNS = 6  # of more runs, each has a row of its own
+_MAX_COLUMNS = 6  # with more runs, tables have a row per run
 
 
 def main(argv: Sequence[str]) -> None:
-    """Writes a page, or prints the usage; raises UserError for what is no run's folder, or malformed."""
+    """Writes a page, or prints the usage; raises UserError for a folder without a run, or with a malformed file."""
     if {"-h", "--help"}.intersection(argv):
         show(USAGE)
         return
     if not argv or any(argument.startswith("-") for argument in argv):
-        raise UserError("one argument was expected, or several, runs' folders: python -m src.report runs/NAME")
-    argv = list(dict.fromkeys(str(any_path(path)) for path in argv))  # a run that is named twice is one
+        raise UserError("expected one or more runs' folders: python -m src.report runs/NAME")
+    argv = list(dict.fromkeys(str(any_path(path)) for path in argv))  # drop duplicates
     folder = epath.Path(argv[0])
     page_file = folder / ("report.html" if len(argv) == 1 else "comparison.html")
     from src.extras.pages.comparison import read_runs
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def comparison_text(runs: "Mapping[str, Run]") -> str:
-    """Returns the tables of several runs as lines."""
+    """Formats the tables of several runs as lines."""
     from src.extras.pages.comparison import loss_note, tables
 
     lines = []
@@ -77,7 +77,7 @@ def comparison_text(runs: "Mapping[str, Run]") -> str:
 
 
 def page(folder: epath.Path, history: History) -> str:
-    """Returns the page of the run in `folder`, from its metrics and its config.yml, environment.json and sample.txt.
+    """Renders the page of the run in `folder`, from its metrics and its config.yml, environment.json and sample.txt.
 
     Raises UserError if config.yml or environment.json is malformed; OSError if one of them can't be read.
     """
@@ -99,7 +99,7 @@ def page(folder: epath.Path, history: History) -> str:
         _card("The run", _table((name, str(value)) for name, value in read_environment(folder).items())),
         _card(
             "Configuration",
-            f"""<p class="status">What differs from base.yml</p>
+            f"""<p class="status">Differences from base.yml</p>
 {changed}
 <details><summary>All of config.yml</summary><pre>{html.escape(config_text)}</pre></details>""",
         ),
@@ -108,10 +108,10 @@ def page(folder: epath.Path, history: History) -> str:
 
 
 def comparison_page(runs: "Mapping[str, Run]") -> str:
-    """Returns the page of several runs: what they reached, what differs in their configurations, and their curves."""
+    """Renders the page of several runs: results, differences in their configurations, and curves."""
     from src.extras.pages.comparison import loss_note, tables
 
-    # A column for each run is headed by the color of its curves.
+    # Each run's column is headed by the color of its curves.
     head = "".join(f'<th><i data-run="{run}"></i>{html.escape(name)}</th>' for run, name in enumerate(runs))
     cards = [
         _card(html.escape(title), f'<div class="runs">{_table(rows, f"<tr><th></th>{head}</tr>")}</div>')
@@ -148,7 +148,7 @@ def _card(title: str, body: str) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _config(text: str) -> tuple[int, str, str]:
-    """Returns the steps of a config.yml, the unit of its loss, and a table of the keys that differ from base.yml."""
+    """Parses a config.yml: the number of steps, the unit of its loss, and a table of keys that differ from base.yml."""
     config = literal(parse_keys(text, "config.yml"))
     steps = config.get("steps")
     if type(steps) is not int or steps < 1:
@@ -165,7 +165,7 @@ def _config(text: str) -> tuple[int, str, str]:
 
 
 def loss_unit(keys: Mapping[str, Any]) -> str:
-    """Returns the unit of a run's losses; empty if a function of the user's own computes them."""
+    """Returns the unit of a run's losses; empty if a user function computes them."""
     return "" if keys.get("loss") else "nats per token"
 
 
@@ -178,12 +178,11 @@ def _table(rows: Iterable[Sequence[str]], head: str = "") -> str:
 
 
 def charts(histories: Mapping[str, History], unit: str = "") -> list[dict[str, Any]]:
-    """Returns the charts that charts.js draws: loss, perplexity, learning rate, gradient norm, experts, speed, others.
+    """Builds the charts for charts.js: loss, perplexity, learning rate, gradient norm, experts, speed, others.
 
-    `unit` is that of the losses.
-    A chart without a value is left out. `scale` is "settled" (without the first steps and the highest spikes), "zero"
-    (from zero), both, or "wide" (logarithmic where values differ much). A series has the number of its run and a kind:
-    "train", "eval", or "noisy" where a running median is to be drawn.
+    `unit` is the losses' unit. A chart without values is left out. `scale` is "settled" (without the first steps and
+    the highest spikes), "zero" (from zero), both, or "wide" (logarithmic if values vary widely). A series has its run's
+    number and a kind: "train", "eval", or "noisy", which is plotted with a running median.
     """
     result, several = [], len(histories) > 1
     measured = [
@@ -197,7 +196,7 @@ def charts(histories: Mapping[str, History], unit: str = "") -> list[dict[str, A
         ("Learning rate", "learning_rate", "zero", ""),
         ("Gradient norm", "grad_norm", "wide", ""),
         ("Busiest expert", "expert_load_max", "wide", "Its load over the mean, in the worst layer."),
-        ("Dropped choices", "tokens_dropped", "wide", "Of all choices, the mean over layers."),
+        ("Dropped choices", "tokens_dropped", "wide", "Fraction of all choices, mean over layers."),
         ("Load-balance loss", "load_balance_loss", "wide", "Sum over layers: 1 per layer when even."),
         ("Tokens per second", "tokens_per_second", "settled, zero", ""),
         *((key, key, "wide", "") for key in dict.fromkeys(measured) if key not in TRAIN_KEYS),

@@ -1,6 +1,6 @@
-"""The loss of Direct Preference Optimization (Rafailov et al. 2023, equation 7), which train_dpo.py minimises.
+"""The loss of Direct Preference Optimization (Rafailov et al. 2023, equation 7), which train_dpo.py minimizes.
 
-A row of a batch holds a pair, as `pairs.pair_batch` makes it. C: its two answers, chosen and rejected.
+A batch row contains a pair, as made by `pairs.pair_batch`. C: its two answers, chosen and rejected.
 """
 
 import functools
@@ -20,24 +20,24 @@ LOSS = "src.step.dpo:dpo_loss"  # the value of the key `loss`
 
 
 def dpo_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
-    """Sums the losses of pairs, in nats, and the metrics of `preferences`. Raises UserError for other batches."""
+    """Sums the pairs' losses, in nats, and the metrics of `preferences`. Raises UserError for other batches."""
     if "reference" not in batch:
-        raise UserError(f"loss={LOSS} is of preference pairs: go on with this run by python -m src.train_dpo")
+        raise UserError(f"loss={LOSS} needs preference pairs: continue this run with python -m src.train_dpo")
     log_probs_BC, reports = answer_log_probs(model, batch, plan)
     loss, metrics = preferences(log_probs_BC, batch, plan)
     return LossSums(loss, jnp.zeros(()), jnp.zeros(0), jnp.sum(batch["segment_ids"] > 0), reports, metrics)
 
 
 def preferences(log_probs_BC: jax.Array, batch: Batch, plan: StepPlan) -> tuple[jax.Array, dict[str, Any]]:
-    """Returns the sum of the pairs' losses, and metrics as sums with the number of pairs.
+    """Returns the sum of the pairs' losses, and metrics as (sum, number of pairs).
 
-    An answer's reward is `dpo_beta` times its log-probability over the reference's. With `dpo_label_smoothing` the loss
-    is that of conservative DPO (Mitchell 2023).
+    An answer's reward is `dpo_beta` times its log-probability ratio to the reference. With `dpo_label_smoothing`, the
+    loss is conservative DPO (Mitchell 2023).
     """
     reward_BC = plan.step.dpo_beta * (log_probs_BC - batch["reference"])
     margin_B, smoothing = reward_BC[:, 0] - reward_BC[:, 1], plan.step.dpo_label_smoothing
     loss_B = -(1 - smoothing) * jax.nn.log_sigmoid(margin_B) - smoothing * jax.nn.log_sigmoid(-margin_B)
-    is_pair_B = jnp.sum(batch["loss_mask"], axis=1)  # 0 for a row of padding
+    is_pair_B = jnp.sum(batch["loss_mask"], axis=1)  # 0 for a padding row
     of_pair = {"accuracy": margin_B > 0, "margin": margin_B}
     of_pair |= {"reward_chosen": reward_BC[:, 0], "reward_rejected": reward_BC[:, 1]}
     of_pair |= {"log_prob_chosen": log_probs_BC[:, 0], "log_prob_rejected": log_probs_BC[:, 1]}
@@ -47,9 +47,9 @@ def preferences(log_probs_BC: jax.Array, batch: Batch, plan: StepPlan) -> tuple[
 
 @jax.named_scope("answers")
 def answer_log_probs(model: Decoder, batch: Batch, plan: StepPlan) -> tuple[jax.Array, Tree]:
-    """Returns the log-probability [B, C] of each answer given its prompt, in nats, and the layers' reports.
+    """Computes the log-probability [B, C] of each answer given its prompt, in nats, and the layers' reports.
 
-    As in `cross_entropy`, the logits of one of `num_vocab_tiling` tiles of the sequence are held at a time.
+    As in `cross_entropy`, logits are computed for one of `num_vocab_tiling` tiles of the sequence at a time.
     """
     inputs = in_zigzag(batch, plan.layout)
     hidden_BTD, context, reports = hidden_states(model, inputs, plan)
@@ -61,7 +61,7 @@ def answer_log_probs(model: Decoder, batch: Batch, plan: StepPlan) -> tuple[jax.
 
 
 def measure(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
-    """Returns `log_probs` [B, C], and sums as `eval_step` gives them, in whose place it is compiled."""
+    """Computes `log_probs` [B, C], and sums like `eval_step`, which it replaces in evaluation."""
     log_probs_BC, _ = answer_log_probs(plan.decoder(weights), batch, plan)
     loss, metrics = preferences(log_probs_BC, batch, plan)
     pairs = jnp.sum(batch["loss_mask"])

@@ -1,4 +1,4 @@
-"""Reads .jsonl files of preference pairs, and makes rows of them: `python -m src.train_dpo`."""
+"""Reads .jsonl files of preference pairs, and builds batch rows from them: `python -m src.train_dpo`."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -14,45 +14,47 @@ from src.system.errors import UserError
 from src.system.json_text import well_formed
 
 _EXPECTED = (
-    'expected "prompt", "chosen" and "rejected", all three texts or all three lists of messages '
+    'expected "prompt", "chosen" and "rejected", all texts or all lists of messages '
     '[{"role": ..., "content": ...}, ...]; lists that begin with the prompt need no "prompt"'
 )
 Messages = tuple[Message, ...]
 
 
 class Pair(NamedTuple):
-    """Holds a line of a .jsonl file: a prompt and two answers to it."""
+    """A line of a .jsonl file: a prompt and two answers to it."""
 
     chosen: Conversation  # with the prompt before the answer
     rejected: Conversation
-    first: int  # the message with which the answers begin
+    first: int  # index of the message with which the answers begin
 
 
 class PairSource(ConversationSource):
     """Reads .jsonl files of preference pairs, as TRL writes them; its arguments are the first of `DocumentFiles`.
 
-    Opening checks all lines. Raises UserError where nothing is there, or a line is no pair.
+    Opening checks all lines. Raises UserError for missing files, or a line that is not a pair.
     """
 
     reader, expected = "src.train_dpo", _EXPECTED
 
     def parse_record(self, record: Any, file: str, start: int) -> Pair:
-        """Reads a line's JSON; raises ValueError where it is no pair."""
+        """Converts a line's JSON to a pair; raises ValueError if it is not one."""
         prompt, chosen, rejected, is_text = _read_pair(record)
         names = ("prompt", "chosen", "rejected")
         chats = [self._fields.read(record, prompt + answer, *names) for answer in (chosen, rejected)]
-        first = len(chats[0].messages) - len(chosen)  # a system message may come before the prompt
+        first = len(chats[0].messages) - len(chosen)  # a system message may precede the prompt
         if any(is_left_out(message) for chat in chats for message in chat.messages[first:]):
-            raise ValueError('an answer has "weight": 0 or "train": false, but all of it is compared: leave these out')
+            raise ValueError(
+                'an answer has "weight": 0 or "train": false, but whole answers are compared: remove these'
+            )
         return Pair(*(chat._replace(is_pair=is_text and first == 1, file=file, start=start) for chat in chats), first)
 
     def fingerprint(self) -> Fingerprint:
-        """Returns facts that are equal for files with the same pairs."""
+        """Describes the data; equal for files with the same pairs."""
         return super().fingerprint() | {"type": "pairs"}
 
 
 def _read_pair(record: Any) -> tuple[Messages, Messages, Messages, bool]:
-    """Returns the messages of the prompt, of both answers to it, and whether these were texts; raises ValueError."""
+    """Returns the messages of the prompt and of both answers, and whether these were texts; raises ValueError."""
     if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
         raise ValueError(_EXPECTED)
     texts = prompt, chosen, rejected = [record.get(name) for name in ("prompt", "chosen", "rejected")]
@@ -70,7 +72,7 @@ def _read_pair(record: Any) -> tuple[Messages, Messages, Messages, bool]:
 
 
 def _of_lists(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[Messages, ...]:
-    """Takes what both lists begin with for the prompt, unless that is a list too."""
+    """Splits off the messages that both lists begin with as the prompt, unless `prompt` is itself a list."""
     before, chosen, rejected = (
         tuple(read_message(message, number) for number, message in enumerate(messages, start=1))
         for messages in (prompt if isinstance(prompt, list) else [], chosen, rejected)
@@ -86,63 +88,66 @@ def _of_lists(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[Mess
 
 def _check(before: Messages, chosen: Messages, rejected: Messages) -> None:
     if chosen == rejected:
-        raise ValueError('"chosen" and "rejected" are the same: there is nothing to prefer. Leave the line out')
+        raise ValueError('"chosen" and "rejected" are the same: there is nothing to prefer. Remove the line')
     if not before:
-        raise ValueError(f'the prompts of "chosen" and "rejected" differ, or there is none: {_EXPECTED}')
+        raise ValueError(f'the prompts of "chosen" and "rejected" differ or are missing: {_EXPECTED}')
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer or not any(value and str(value).strip() for key, value in answer[0].items() if key != "role"):
             raise ValueError(f'"{name}" has no answer to the prompt, or an empty one')
         if (role := answer[0]["role"]) != "assistant":
             raise ValueError(
                 f'the answer of "{name}" begins with a message of the {role}, not of the assistant: the prompts of the '
-                f'pair differ, or the list repeats what stands in "prompt". {_EXPECTED}'
+                f'pair differ, or the list repeats "prompt". {_EXPECTED}'
             )
 
 
 class PairRows(RowSource):
-    """Gives each pair a row: the prompt with the chosen answer, then with the rejected one; what is answered counts."""
+    """Makes a row of each pair: the prompt with the chosen answer, then with the rejected one. Only answers count."""
 
     def __init__(self, inputs: InputSpec, source: Source) -> None:
         self._inputs, self._source, self.row_count, self.listings = inputs, source, len(source), source.listings
 
     def row(self, i: int) -> list[Document]:
-        """Returns both documents; raises UserError if they exceed a row, or the template makes several of an answer."""
+        """Returns both documents; raises UserError if they exceed a row, or if the template splits an answer."""
         (chosen, rejected, first), T = self._source[i], self._inputs.batch.max_target_length
         examples = [encode_conversation(self._inputs.tokenizer, each, True, first) for each in (chosen, rejected)]
         documents = [document for example in examples for document in example]
-        tokens, place = sum(len(document.ids) - 1 for document in documents), files.line_name
+        tokens, line = sum(len(document.ids) - 1 for document in documents), files.line_name(chosen.file, chosen.start)
         if len(documents) > 2:
             raise UserError(
-                f"{place(chosen.file, chosen.start)}: an answer has several turns of the assistant, of which the "
-                "tokenizer's chat template rewrites earlier ones: leave the line out"
+                f"{line}: an answer has several turns of the assistant, and the "
+                "tokenizer's chat template rewrites earlier ones: remove the line"
             )
         if tokens > T:
             raise UserError(
-                f"{place(chosen.file, chosen.start)}: the pair has {tokens:,} tokens, both answers each after the "
-                f"prompt, and a row has max_target_length={T:,}: raise it, or leave the line out. Nothing is cut"
+                f"{line}: the pair has {tokens:,} tokens (each answer with the "
+                f"prompt), more than max_target_length={T:,}: raise it, or remove the line. Pairs are not truncated"
             )
         return documents
 
     def fingerprint(self) -> Fingerprint:
-        """Returns the source's."""
+        """Returns the source's fingerprint."""
         return self._source.fingerprint()
 
 
 def pair_fields(length: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns what a row of `length` tokens of `pair_batch` has beside `BATCH_ARRAYS`."""
+    """Declares the arrays of `pair_batch` for rows of `length` tokens, in addition to `BATCH_ARRAYS`."""
     shapes = {"answer_mask": (length,), "reference": (2,)}
     return {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
 
 
 def pair_batch(rows: RowArrays, reference: Mapping[str, Sequence[float]] | None) -> RowArrays:
-    """Returns rows of pairs as their loss takes them, with the log-probabilities of `reference` by `pair_keys`.
+    """Adds the loss's inputs to rows of pairs, with log-probabilities from `reference`, which is keyed by `pair_keys`.
 
-    `answer_mask` is 1 where the target is of an answer, and `loss_mask`, by whose sum a step divides, at the first
-    token of each pair: a pair counts once. Raises UserError for a pair that `reference` lacks; None has zeros for all.
+    `answer_mask` is 1 for targets in an answer. `loss_mask`, whose sum divides the step's loss, is 1 at the first token
+    of each pair, so that a pair counts once. Raises UserError for a pair that `reference` lacks; None gives zeros for
+    all.
     """
     keys = pair_keys(rows)
     if reference is not None and (unknown := {*keys} - {"", *reference}):
-        raise UserError(f"{len(unknown)} pairs of a batch are not those this run began with: use another run_name")
+        raise UserError(
+            f"{len(unknown)} pairs of a batch were not in the data that this run began with: use another run_name"
+        )
     log_probs = [reference[key] if reference and key else (0, 0) for key in keys]
     first_BT = (np.arange(rows["tokens"].shape[1]) == 0) * (rows["segment_ids"] > 0)
     masks = {"answer_mask": rows["loss_mask"], "loss_mask": np.float32(first_BT)}
@@ -150,7 +155,7 @@ def pair_batch(rows: RowArrays, reference: Mapping[str, Sequence[float]] | None)
 
 
 def pair_keys(rows: RowArrays) -> list[str]:
-    """Returns a digest of each row's pair: all that its log-probabilities depend on but the model; "" for padding."""
+    """Returns a digest of each row's pair, covering its log-probabilities' inputs except the model; "" for padding."""
     filled = [segment_ids > 0 for segment_ids in rows["segment_ids"]]
     texts = np.stack([np.int32(rows[name]) for name in ("tokens", "targets", "segment_ids", "loss_mask")], axis=1)
     pairs = (text[:, at].tobytes() for text, at in zip(texts, filled, strict=True))

@@ -1,7 +1,7 @@
 """Trains a model on preference pairs: `python -m src.train_dpo CONFIG load_parameters_path=MODEL key=value`.
 
-A train file of its own, which begins with what `src/train.py` has, leaves out what DPO does not need and shares its
-loop. The loss is in `src/extras/preferences/dpo.py`, the rows of a batch are made in `src/extras/preferences/pairs.py`.
+A separate training script with the structure of `src/train.py`, without the parts that DPO does not need. The loss is
+in `src/extras/preferences/dpo.py`; `src/extras/preferences/pairs.py` builds the rows of a batch.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from src.data.host_arrays import gather_json
 from src.data.open import train_validation_split
 from src.data.tokenizer import make_tokenizer
 from src.data.types import EvalSet, InputSpec, TrainData
-from src.extras.generation.loaded_model import model_facts
+from src.extras.generation.loaded_model import model_fingerprint
 from src.extras.preferences.dpo import LOSS, measure
 from src.extras.preferences.pairs import PairRows, PairSource, pair_batch, pair_fields, pair_keys
 from src.extras.preferences.reference import saved_reference
@@ -36,10 +36,10 @@ USAGE = Usage(
     """Trains a model on preference pairs (DPO).
 
 python -m src.train_dpo CONFIG load_parameters_path=MODEL dataset_path=PAIRS.jsonl [key=value ...]
-python -m src.train_dpo RUN                       goes on with a run""",
+python -m src.train_dpo RUN                       resumes a run""",
     ("Finetuning: preferences",),
 )
-# Keys of src.train and its data that would make another run there: to leave them out would change what is meant.
+# Keys that change a src.train run and have no meaning here: ignoring them silently would be wrong.
 _NOT_HERE = (
     *("dataset_type", "datasets", "eval_datasets", "eval_mode", "eval_metrics", "batch_transform"),
     *("load_full_state_path", "load_weights_rules", "z_loss_multiplier", "mtp_num_layers", "quantization"),
@@ -48,36 +48,39 @@ _NOT_HERE = (
 
 
 def main(argv: Sequence[str] | ConfigDict) -> Result | None:
-    """Runs the command line `argv`; None if it only asked for help. Raises UserError, for a non-finite loss too."""
+    """Runs the command line `argv`; None if it only asked for help. Raises UserError, also for a non-finite loss."""
     config = configured(argv, USAGE)
     if config is None:
         return None
     unused = [f"{key}={dump(config[key])}" for key in _NOT_HERE if config[key] != KEYS[key].default]
     if unused := [*unused, *[f"loss={config.loss}"] * (config.loss not in ("", LOSS))]:
-        raise UserError(f"src.train_dpo has no use for {', '.join(unused)} (docs/dpo.md): leave out, or at its default")
+        raise UserError(
+            f"src.train_dpo does not support {', '.join(unused)} (docs/dpo.md): leave out, or use the default"
+        )
     for key, what in (("dataset_path", "a .jsonl file of pairs"), ("load_parameters_path", "which is the reference")):
         if not config[key]:
-            raise UserError(f"src.train_dpo needs {key}, {what}: answers are compared with a trained model's")
+            raise UserError(f"src.train_dpo needs {key}, {what}: the model is compared with a trained one")
     advice = advice_on_memory(config.per_device_batch_size, config.remat_policy)
     with stack_traces(config.diagnostics), advice, contextlib.ExitStack() as exits:
-        # packing: a row has a segment for each of a pair's answers, which kernels are to know
+        # packing: kernels must separate the pair's answers, which are two segments of a row.
         return train(config.replace(loss=LOSS, use_sft=False, packing=True), exits)
 
 
 def train(config: Config, exits: contextlib.ExitStack) -> Result:
-    """Trains by a checked config. What must be closed, however the run ends, is entered in `exits`."""
+    """Trains with a checked config. `exits` collects what to close, however the run ends."""
     # ---- Devices, model and step
     run = Run(config, exits, pair_fields(config.max_target_length))
     plan, built = run.plan, run.built
     if any(layer.dropout_rate or layer.capacity_factor != -1 for layer in (plan.spec, *plan.spec.layers)):
         raise UserError(
-            "dropout_rate and capacity_factor make a reward depend on chance, or on the pair's other answer: set "
+            "dropout_rate and capacity_factor would make a reward random, or dependent on the pair's other answer: set "
             "dropout_rate=0 and capacity_factor=-1"
         )
 
     # ---- Data
     tokenizer = make_tokenizer(config.data, config.vocab_size)
-    of_chats = config.replace(use_sft=True, packing=False, loss="")  # of conversations, a pair per row; its own loss
+    # The settings for reading: conversations, one pair per row.
+    of_chats = config.replace(use_sft=True, packing=False, loss="")
     inputs = InputSpec.of(of_chats, tokenizer, run_rules(config.run, config.checkpoint))
     files = {key: PairSource(config[key], key, inputs) for key in ("dataset_path", "eval_dataset_path") if config[key]}
     pairs, held_out = files["dataset_path"], files.get("eval_dataset_path")
@@ -85,20 +88,25 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         pairs, held_out = train_validation_split(pairs, config.eval_fraction)
     data = TrainData(("",), (PairRows(inputs, pairs),), (1.0,))
     eval_sets = [EvalSet("", PairRows(inputs, held_out), config.eval_steps)] if config.eval_interval > 0 else []
-    model = model_facts(config)
+    model = model_fingerprint(config)
 
     # ---- Where in the run it is
     run.open(inputs, data, eval_sets, reference=model["weights"])
-    order = f"by seed {config.data_shuffle_seed}, a pair a row"
+    order = f"by seed {config.data_shuffle_seed}, one pair per row"
     run.announce(loss=f"DPO, dpo_beta {config.dpo_beta:g}", order=order)
 
-    # ---- The reference, computed once; then what the folder has of a start that is not refused
+    # ---- The reference, computed once and saved in the folder
     eval_step = compile_eval_step(plan, measure)
     evaluator = functools.partial(Evaluator, config.evaluation, inputs, plan, eval_step)
     sources = [EvalSet(key, PairRows(inputs, file), -1) for key, file in files.items()]
-    facts = [model, tokenizer.fingerprint(), tokenizer.chat_template, [file.fingerprint() for file in files.values()]]
+    inputs_of_reference = [
+        model,
+        tokenizer.fingerprint(),
+        tokenizer.chat_template,
+        [file.fingerprint() for file in files.values()],
+    ]
     compute = functools.partial(log_probs, evaluator, sources, None if run.start.resumed else run.state.weights)
-    run.prepare = functools.partial(pair_batch, reference=saved_reference(run.folder, facts, compute))
+    run.prepare = functools.partial(pair_batch, reference=saved_reference(run.folder, inputs_of_reference, compute))
     run.evaluate_by(eval_step)
 
     # ---- Steps
@@ -112,21 +120,21 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 run.save()
             if run.evaluates():
                 run.evaluate()
-    return run.conclude(config.replace(use_sft=True, eval_interval=-1, sample_length=0))  # a model that one asks
+    return run.conclude(config.replace(use_sft=True, eval_interval=-1, sample_length=0))  # sample like a chat model
 
 
 def log_probs(
     evaluator: Callable[..., Evaluator], sources: Sequence[EvalSet], weights: Weights | None
 ) -> dict[str, list[float]]:
-    """Returns the log-probabilities of both answers of each pair by `pair_keys`; raises UserError without weights."""
+    """Computes the log-probabilities of each pair's answers, by `pair_keys`; raises UserError without weights."""
     if weights is None:
         raise UserError(
             "the reference's log-probabilities are not in the run's folder (reference-*.json) for these pairs, model "
-            "and precision: give those it began with (accept_changes does not help), or use another run_name"
+            "and precision: give the original ones (accept_changes does not help), or use another run_name"
         )
     log_probs: dict[str, list[float]] = {}
     for source in sources:
-        say([f"reference: log-probabilities of {source.source.row_count:,} pairs of {source.name}"])
+        say([f"reference: computing log-probabilities of {source.source.row_count:,} pairs in {source.name}"])
         keys: list[list[str]] = []
         each = evaluator(source, prepare=lambda rows, keys=keys: keys.append(pair_keys(rows)) or pair_batch(rows, None))
         for of_batch, sums in zip(keys, *each.sums(weights), strict=True):

@@ -1,12 +1,12 @@
-"""Reads documents in ArrayRecord files: `dataset_type=array_record`, and the files of TFDS.
+"""Reads documents from ArrayRecord files: `dataset_type=array_record`, and the files of TFDS.
 
-An ArrayRecord file is a Riegeli file of chunks, each of one record or a group of them; then a footer, itself a chunk,
-with a record of metadata and one for each chunk; then a block of 64 KiB that says where the footer begins. A reader
-of a file keeps the place of each chunk in memory, 8 bytes for each. The package reads local files, and those on gs://
-by a request for each record; a small set on gs:// is copied to this machine first.
+An ArrayRecord file is a Riegeli file of chunks, each with one record or a group of them; then a footer, itself a chunk,
+with a metadata record and one record per chunk; then a block of 64 KiB with the footer's position. A file's reader
+keeps each chunk's position in memory, 8 bytes per chunk. The package reads local files, and files on gs:// with one
+request per record; a small dataset on gs:// is copied to this machine first.
 
 The package's own ArrayRecordDataSource is not used: it keeps every file open, opens each to count its records, and
-reads one record by going through all chunks of its file (docs/log.md has figures).
+scans all chunks of a file to read one record (docs/log.md has figures).
 """
 
 import functools
@@ -30,18 +30,19 @@ from src.system.storage_errors import attempted
 
 _NAME = re.compile(r"array_?record", re.IGNORECASE)
 
-# Of Riegeli files: a header of 24 bytes interrupts whatever stands at each multiple of 64 KiB.
+# Riegeli files: a 24-byte header interrupts the data at each multiple of 64 KiB.
 _BLOCK, _BLOCK_HEADER, _CHUNK_HEADER = 1 << 16, 24, 40
-_FIRST_CHUNK = _BLOCK_HEADER + _CHUNK_HEADER  # after the file's own signature, which is a chunk without data
-# The postscript, a protocol buffer: field 1 is the footer's place, field 2 a number that marks ArrayRecord.
+_FIRST_CHUNK = _BLOCK_HEADER + _CHUNK_HEADER  # after the file's signature, which is a chunk without data
+# The postscript, a protocol buffer: field 1 is the footer's position, field 2 a number that marks ArrayRecord.
 _POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]*[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71", re.DOTALL)
 
-COPIED_BYTES = 1 << 28  # a remote set of at most this size is copied to this machine: else each record is a request
+# A remote dataset of at most this size is copied to this machine; otherwise each record is a request.
+COPIED_BYTES = 1 << 28
 _MAX_OPEN_FILES = 2048
 
 
 class RecordRange(NamedTuple):
-    """Names the records [first, first + count) of a file."""
+    """The records [first, first + count) of a file."""
 
     file: str
     first: int
@@ -49,12 +50,12 @@ class RecordRange(NamedTuple):
 
 
 class RecordSource(Source):
-    """Reads documents that are records of ArrayRecord files.
+    """Reads documents from the records of ArrayRecord files.
 
-    The first is read at once, so that data of another form are an error at the start. A file is opened when it is first
-    read from, by `open_file` (its name, and the path of it or its copy), and only some are open at a time.
-    `record_format` is that of `read_record`; `facts` go into the fingerprint. Raises UserError where the first record
-    can't be read.
+    The first record is read immediately, so that unsuitable data fails at startup. A file is opened on first use, with
+    `open_file` (its name, and the path of it or its copy), and only a limited number are open at a time.
+    `record_format` is as in `read_record`; `fingerprint` identifies the dataset. Raises UserError if the first
+    record can't be read.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class RecordSource(Source):
         parts: list[RecordRange],
         record_format: str,
         listing: files.Listing,
-        facts: Fingerprint,
+        fingerprint: Fingerprint,
         open_file: Callable[[str, str], Any],
     ) -> None:
         self._format, self._column = record_format, spec.dataset_column
@@ -76,7 +77,7 @@ class RecordSource(Source):
             self._copies, self.is_remote = remote_files.LocalCopies(), False
             copied = files.in_threads(self._copies.path, listing.paths, listing.sizes.values())
             places = dict(zip(listing.paths, copied, strict=True))
-        self._facts = {**facts, "records": len(self), "column": self._column}
+        self._fingerprint = {**fingerprint, "records": len(self), "column": self._column}
         self._reader = functools.lru_cache(_open_files_allowed())(lambda file: open_file(file, places.get(file, file)))
         self[0]
 
@@ -88,7 +89,7 @@ class RecordSource(Source):
         file, first, _ = self._parts[place]
         number = first + offset
         reader, damaged = self._reader(file), "can't be read, the file is damaged"
-        # A range is found at once; of a list of numbers the package goes through all the chunks of the file.
+        # A range is found directly; for a list of numbers the package scans all chunks of the file.
         (record,) = attempted(f"{file}, record {number}", lambda: reader.read(number, number + 1), damaged)
         try:
             return self._nulls(read_record(record, self._format, self._column))
@@ -97,63 +98,63 @@ class RecordSource(Source):
             raise UserError(f"{file}, record {number}: {error}{setting}") from error
 
     def fingerprint(self) -> Fingerprint:
-        return {**self._facts, **self.listings[0].fingerprint}
+        return {**self._fingerprint, **self.listings[0].fingerprint}
 
 
 class ArrayRecordSource(RecordSource):
-    """Reads the records of ArrayRecord files, in the order of names; of a folder those with array_record in theirs.
+    """Reads the records of ArrayRecord files by file name; in a folder, only files with array_record in their names.
 
-    Raises UserError where no ArrayRecord file is there, one of a numbered set is missing or damaged, none has a record,
-    or the first record is not what `array_record_format` and `dataset_column` say.
+    Raises UserError if ArrayRecord files are absent, one of a numbered set is missing or damaged, all are empty, or the
+    first record is not as `array_record_format` and `dataset_column` say.
     """
 
     def __init__(self, spec: DatasetSpec, rules: int = PRESENT_RULES) -> None:
         check_store(spec)
         listing = find_files.list_files(spec.dataset_path, spec.key("dataset_path"), rules)
-        setting, none = spec.setting("dataset_path"), "has no ArrayRecord file: none with array_record in its name"
+        setting, none = spec.setting("dataset_path"), "has no ArrayRecord file: no file with array_record in its name"
         if listing.is_whole and any(Path(name).name == "dataset_info.json" for name in listing.sizes):
             raise UserError(
-                f"{setting} has a TFDS dataset (dataset_info.json), maybe of several splits: dataset_type=tfds reads "
-                "it, and a glob such as FOLDER/*-train.array_record* names one split's files"
+                f"{setting} has a TFDS dataset (dataset_info.json), perhaps with several splits: dataset_type=tfds "
+                "reads it, and a glob such as FOLDER/*-train.array_record* selects one split's files"
             )
         listing = listing.only(_NAME.search)
         if not listing.sizes:
-            raise UserError(f"{setting} {none}. A glob names others")
+            raise UserError(f"{setting} {none}. Use a glob for other names")
         counts = files.in_threads(count_records, listing.paths, listing.sizes.values())
         if not sum(counts):
-            raise UserError(f"{setting}: the {len(counts)} ArrayRecord files there have no record")
+            raise UserError(f"{setting}: the {len(counts)} ArrayRecord files have no records")
         ranges = [RecordRange(file, 0, count) for file, count in zip(listing.paths, counts, strict=True)]
-        facts = {"type": "array_record", "format": spec.array_record_format}
-        super().__init__(spec, ranges, spec.array_record_format, listing, facts, open_reader)
+        fingerprint = {"type": "array_record", "format": spec.array_record_format}
+        super().__init__(spec, ranges, spec.array_record_format, listing, fingerprint, open_reader)
 
 
 def check_store(spec: DatasetSpec) -> None:
-    """Raises UserError for a path of another store than Cloud Storage, which the package array_record can't read."""
+    """Raises UserError for a store other than Cloud Storage, which the package array_record can't read."""
     if files.is_remote(spec.dataset_path) and not spec.dataset_path.startswith("gs://"):
         raise UserError(
             f"{spec.setting('dataset_path')}: ArrayRecord files are read from gs:// and from this machine's file "
-            "system. Mount the bucket or copy the files, and give the folder where they then are"
+            "system. Mount the bucket or copy the files, and give that folder"
         )
 
 
 def open_reader(file: str, place: str) -> Any:
-    """Opens a reader that several threads may use at a time."""
+    """Opens a reader that several threads may use concurrently."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     def opened() -> ArrayRecordReader:
         reader = ArrayRecordReader(place, "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15)
         if not reader.ok():
-            reader.close()  # which says what is wrong
+            reader.close()  # raises the reason
         return reader
 
-    return attempted(file, opened, "is no whole ArrayRecord file: restore it, or leave it out")
+    return attempted(file, opened, "is not a complete ArrayRecord file: restore it, or leave it out")
 
 
 def count_records(file: str, end: int) -> int:
-    """Counts the records of a file of `end` bytes; raises UserError for one that is not whole.
+    """Counts the records of a file of `end` bytes; raises UserError if it is incomplete.
 
-    In files to be read in any order each chunk has one record, and the header of the footer says how many there are.
-    Opening a reader would read the whole footer: 5 s for a hundred million records in a thousand files; this takes 0.1.
+    In files for random access each chunk has one record, and the footer's header has their number. Opening a reader
+    would read the whole footer: 5 s for a hundred million records in a thousand files; this takes 0.1 s.
     """
     is_whole = end > 0 and end % _BLOCK == 0
     postscript = _POSTSCRIPT.search(files.read(file, end - _BLOCK, end - _BLOCK + 256)) if is_whole else None
@@ -165,16 +166,16 @@ def count_records(file: str, end: int) -> int:
 
 
 def _chunk_records(file: str, at: int) -> int:
-    """Counts the records in the chunk that begins at a place in a file; 0: none begins there."""
+    """Counts the records in the chunk that begins at byte `at` of a file; 0 if none begins there."""
     header = files.read(file, at, at + _BLOCK_HEADER + _CHUNK_HEADER)
-    block = -at % _BLOCK  # where in it the header of a block would be
+    block = -at % _BLOCK  # offset of the next block header
     if block < _CHUNK_HEADER:
         header = header[:block] + header[block + _BLOCK_HEADER :]
     return int.from_bytes(header[25:32], "little") if header[24:25] == b"r" else 0
 
 
 def _open_files_allowed() -> int:
-    """Returns how many files a source may have open: a quarter of the process's limit, raised where possible."""
+    """Returns how many files a source may open: a quarter of the process's limit, which is raised if possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = 4 * _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, 4 * _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -183,5 +184,5 @@ def _open_files_allowed() -> int:
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> ArrayRecordSource:
-    """Opens files of ArrayRecord."""
+    """Opens ArrayRecord files."""
     return ArrayRecordSource(spec, inputs.rules)

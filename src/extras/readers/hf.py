@@ -1,4 +1,4 @@
-"""Streams a dataset by Hugging Face's package `datasets`: `dataset_type=hf`, of the hub or of a local folder."""
+"""Streams a dataset with Hugging Face's package `datasets`: `dataset_type=hf`, from the hub or a local folder."""
 
 import functools
 import os
@@ -18,10 +18,10 @@ from src.system.user_code import call
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> StreamSource:
-    """Opens this host's share of a split: each N-th file, or each N-th row where N hosts do not divide the files.
+    """Opens this host's share of a split: every N-th file, or every N-th row if N hosts do not divide the files.
 
-    `dataset_path` is a folder or a dataset of the hub, NAME, ORG/NAME or either with @REVISION, and `dataset_name` one
-    of its configurations. Raises UserError where there is no such dataset, revision, split or column.
+    `dataset_path` is a folder or a dataset on the hub, NAME, ORG/NAME or either with @REVISION, and `dataset_name` one
+    of its configurations. Raises UserError if there is no such dataset, revision, split or column.
     """
     import datasets
     from datasets.distributed import split_dataset_by_node
@@ -29,33 +29,33 @@ def open_source(spec: DatasetSpec, inputs: InputSpec) -> StreamSource:
 
     path, what, commit = os.path.expanduser(spec.dataset_path), spec.setting("dataset_path"), None
     listings: list[files.Listing] = []
-    facts: Fingerprint = {"type": "hf", "dataset": spec.dataset_path, "split": spec.split}
-    facts["column"] = spec.dataset_column
+    fingerprint: Fingerprint = {"type": "hf", "dataset": spec.dataset_path, "split": spec.split}
+    fingerprint["column"] = spec.dataset_column
     if os.path.isdir(path):
         listings = [find_files.list_files(path, spec.key("dataset_path"), inputs.rules)]
-        facts |= {"dataset": "", **listings[0].fingerprint}
+        fingerprint |= {"dataset": "", **listings[0].fingerprint}
     elif match := re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?", path):
         path, revision = match.groups()
         commit = call(what, lambda: HfApi().dataset_info(path, revision=revision).sha)
-        facts |= {"dataset": path, "commit": commit}  # else a run would go on with whatever the hub has by then
+        fingerprint |= {"dataset": path, "commit": commit}  # pinned: a resumed run must not use a later version
     builder = call(what, lambda: datasets.load_dataset_builder(path, spec.dataset_name or None, revision=commit))
     _check_inside(what, path, builder.config.data_files or {})
     whole = call(what, builder.as_streaming_dataset, spec.split)
-    facts |= {"configuration": spec.dataset_name, "shards": whole.num_shards}
+    fingerprint |= {"configuration": spec.dataset_name, "shards": whole.num_shards}
     read = functools.partial(document_of, what, spec.dataset_column, inputs.vocab_size, Nulls(what))
     share = split_dataset_by_node(whole, jax.process_index(), jax.process_count())
-    stream = StreamSource(what, share, read, facts, shuffles=True)
+    stream = StreamSource(what, share, read, fingerprint, shuffles=True)
     stream.listings = listings
     return stream
 
 
 def _check_inside(what: str, path: str, data_files: Mapping[str, Iterable[str]]) -> None:
-    """Raises UserError if the files of a folder, which its README.md may name, or of the hub are elsewhere."""
+    """Raises UserError if a dataset's files, which its README.md may name, are outside of its folder or the hub."""
     root = os.path.realpath(path)
-    if os.path.basename(os.path.dirname(root)) == "snapshots":  # of the hub's cache, with links to blobs beside it
+    if os.path.basename(os.path.dirname(root)) == "snapshots":  # in the hub's cache, files are links to ../../blobs
         root = os.path.dirname(os.path.dirname(root))
     inside = f"{root}/" if os.path.isdir(path) else "hf://datasets/"
     names = [name for of_split in data_files.values() for name in of_split]
     places = {name: name if "://" in name else os.path.realpath(name) for name in names}
     if outside := [name for name, place in places.items() if not place.startswith(inside)]:
-        raise UserError(f"{what}: its files are to be within it, and these are not: {first_few(outside)}")
+        raise UserError(f"{what}: its files must be within it, but these are not: {first_few(outside)}")

@@ -1,4 +1,4 @@
-"""Reads Parquet files, documents in one column, a row group at a time: `dataset_type=parquet`."""
+"""Reads Parquet files, with documents in one column, by row groups: `dataset_type=parquet`."""
 
 import collections
 import threading
@@ -23,10 +23,10 @@ _CACHE_BYTES = 512 << 20
 class ParquetSource(Source):
     """Reads the rows of Parquet files, in the order of the files' names: each a text, or a list of ids.
 
-    Opening reads the files' footers alone. A row group's column is decoded whole when one of its rows is read, and the
-    groups used last are kept: 512 MiB of them, or a single larger one. Threads that want the same one share one read.
-    `dataset_column` has strings, where null is an empty text, or lists of whole numbers; `a.b` is the field `b` of the
-    structs in column `a`. Raises UserError where no row is there, a file is damaged, or has no such column.
+    Opening only reads the files' footers. A row group's column is decoded whole when one of its rows is read, and the
+    last used groups are cached: 512 MiB of them, or a single larger one. Threads that need the same group share one
+    read. `dataset_column` has strings, in which null is an empty text, or lists of integers; `a.b` is the field `b` of
+    the structs in column `a`. Raises UserError if all files are empty, or if a file is damaged or lacks the column.
     """
 
     def __init__(self, spec: DatasetSpec, rules: int = PRESENT_RULES) -> None:
@@ -40,8 +40,8 @@ class ParquetSource(Source):
         self._sizes = np.array([count for counts in rows for count in counts], np.int64)
         self._rows = Index(self._sizes)
         if not len(self._rows):
-            raise UserError(f"{spec.setting('dataset_path')} has no row: expected Parquet files that have some")
-        # Columns of row groups, those used last at the end.
+            raise UserError(f"{spec.setting('dataset_path')} has no rows: expected Parquet files with rows")
+        # Columns of row groups, most recently used last.
         self._cached: collections.OrderedDict[int, pa.ChunkedArray] = collections.OrderedDict()
         self._cached_bytes = 0
         self._lock, self._reading = threading.Lock(), [threading.Lock() for _ in self._sizes]
@@ -61,15 +61,16 @@ class ParquetSource(Source):
             if value.values.null_count:
                 raise ValueError("there is a null among the ids")
             return as_ids(value.values)
-        except ValueError as error:  # UnicodeDecodeError is one
+        except ValueError as error:  # includes UnicodeDecodeError
             raise UserError(f"{self._name(group)}, row {row} of the group, {self._column}: {error}") from None
 
     def group_sizes(self) -> np.ndarray:
         return self._sizes
 
     def fingerprint(self) -> Fingerprint:
-        facts = {"type": "parquet", "documents": len(self), "column": self._column}
-        return {**self.listings[0].fingerprint, **facts, "order in a row group": "its own"}  # all had the same before
+        fingerprint = {"type": "parquet", "documents": len(self), "column": self._column}
+        # In earlier versions, all row groups shared one order.
+        return {**self.listings[0].fingerprint, **fingerprint, "order in a row group": "its own"}
 
     def _count_rows(self, file: str, size: int) -> list[int]:
         def read_footer() -> tuple[pa.Schema, list[int]]:
@@ -128,7 +129,7 @@ def _open(file: str, size: int) -> pq.ParquetFile:
 
 
 def _type(schema: pa.Schema, column: str) -> pa.DataType | None:
-    """Returns the type of a column, or of a field in a column of structs; None if there is none, or several."""
+    """Returns the type of a column, or of a field in a struct column; None if it is missing or ambiguous."""
     if schema.names.count(column) == 1:
         return schema.field(column).type
     kind: pa.Schema | pa.DataType = schema
@@ -141,7 +142,7 @@ def _type(schema: pa.Schema, column: str) -> pa.DataType | None:
 
 def _is_text(kind: pa.DataType) -> bool:
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    # A file with nothing but nulls may have them without a type.
+    # A file with only nulls may have a column of type null.
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)
 
 

@@ -1,7 +1,7 @@
-"""Reads a dataset that TFDS has prepared: `dataset_type=tfds`.
+"""Reads a dataset prepared by TFDS: `dataset_type=tfds`.
 
-TFDS knows which records of which files make a split, and the kinds of the features, without the code of the dataset's
-builder or TensorFlow. The records are read as those of other ArrayRecord files, and of each only the wanted feature.
+TFDS finds a split's records and the types of its features, without the code of the dataset's builder or TensorFlow. The
+records are read as from other ArrayRecord files, extracting only the wanted feature.
 """
 
 import functools
@@ -35,10 +35,10 @@ _VERSION = re.compile(r"\d+\.\d+\.\d+")
 class TfdsSource(RecordSource):
     """Reads a split of a prepared dataset, or slices of splits (train[:10%]), in TFDS's order.
 
-    `dataset_name` is NAME, NAME/CONFIG, or one of them with :VERSION; without one it is the newest there.
-    `dataset_path` is the data folder, in which NAME is; empty: TFDS's own. ArrayRecord files are read where they are
-    there, else TFRecord files. Raises UserError where there is no such dataset or split, neither of them, a file is
-    missing or damaged, or `dataset_column` is neither text nor ids.
+    `dataset_name` is NAME, NAME/CONFIG, or either with :VERSION; the default is the newest version. `dataset_path` is
+    the data folder that contains NAME; the default is TFDS's own. ArrayRecord files are preferred to TFRecord files.
+    Raises UserError if there is no such dataset or split, no file in either format, a missing or damaged file, or if
+    `dataset_column` is neither text nor ids.
     """
 
     def __init__(self, spec: DatasetSpec) -> None:
@@ -49,8 +49,8 @@ class TfdsSource(RecordSource):
         slices = _file_slices(spec, info)
         listing, open_file = _check_files(spec, info, slices)
         ranges = [RecordRange(each.filename, each.skip, each.take) for each in slices]
-        facts = {"type": "tfds", "dataset": info.full_name, "split": spec.split}
-        super().__init__(spec, ranges, "example", listing, facts, open_file)
+        fingerprint = {"type": "tfds", "dataset": info.full_name, "split": spec.split}
+        super().__init__(spec, ranges, "example", listing, fingerprint, open_file)
 
 
 def _find(spec: DatasetSpec) -> str:
@@ -83,7 +83,7 @@ def _read_info(spec: DatasetSpec, folder: str) -> "DatasetInfo":
             if each in formats:
                 info.set_file_format(each, override=True, override_if_initialized=True)
                 return info
-    except Exception as error:  # of many kinds: those of JSON, protocol buffers, files, and TFDS's own
+    except Exception as error:  # of many types: from JSON, protocol buffers, files, and TFDS itself
         raise UserError(f"{spec.setting('dataset_name')}: TFDS can't read {folder}: {error}") from error
     raise UserError(
         f"{spec.setting('dataset_name')} is stored as {', '.join(sorted(formats))} in {folder}, which can't be read in "
@@ -98,7 +98,7 @@ def _check_feature(spec: DatasetSpec, features: Any) -> None:
     if spec.dataset_column not in names:
         listed = first_few(sorted(names), near=spec.dataset_column)
         raise UserError(f"{setting}: {spec.dataset_name} has no such feature. Its features: {listed}")
-    # As it is read, and as it is stored: an image is stored as a string, and a compressed list too.
+    # As read and as stored: images and compressed lists are stored as strings too.
     trees = features.get_tensor_info(), features.get_serialized_info()
     read, stored = (_flat(tree)[spec.dataset_column] for tree in trees)
     if _kind(read) is None or _kind(read) != _kind(stored):
@@ -115,7 +115,7 @@ def _kind(tensor: "TensorInfo") -> str | None:
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the leaves of nested dicts by their names in a record, joined by /."""
+    """Flattens nested dicts to the leaves' names in a record, joined by /."""
     if not hasattr(tree, "items"):
         return {prefix[:-1]: tree}
     return {name: leaf for key, value in tree.items() for name, leaf in _flat(value, f"{prefix}{key}/").items()}
@@ -136,7 +136,7 @@ def _file_slices(spec: DatasetSpec, info: "DatasetInfo") -> "list[FileInstructio
 def _check_files(
     spec: DatasetSpec, info: "DatasetInfo", slices: "list[FileInstruction]"
 ) -> tuple[files.Listing, Callable[[str, str], Any]]:
-    """Lists a split's files, each there and with as many records as TFDS wrote into it; also returns what opens one."""
+    """Lists a split's files, checking that each has the records TFDS wrote; also returns a function to open one."""
     expected = {each.filename: each.examples_in_shard for each in slices}
     names, folder = list(expected), str(info.data_dir)
     if files.is_remote(folder):
@@ -157,11 +157,11 @@ def _check_files(
     for name, count in zip(names, counts, strict=True):
         if count != expected[name]:
             raise UserError(
-                f"{name} has {count:,} records, and {_INFO} beside it says {expected[name]:,}: restore the file"
+                f"{name} has {count:,} records, but {_INFO} next to it says {expected[name]:,}: restore the file"
             )
     return files.Listing(folder, dict(zip(map(os.path.basename, names), sizes, strict=True))), open_file
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> TfdsSource:
-    """Opens a data set of tensorflow_datasets."""
+    """Opens a TFDS dataset."""
     return TfdsSource(spec)

@@ -1,7 +1,8 @@
-"""Reads records of TFRecord files by their numbers, with an index that is made once and kept.
+"""Reads TFRecord files by record number, with an index that is built once and saved.
 
-A record is its length (8 bytes), a CRC of these (4), the data, and a CRC of them (4): nothing says where record i is
-but those before it. The index, int64 [records + 1], has where each begins; it lies in ~/.cache/mintext/tfrecord.
+A record is its length (8 bytes), a CRC of the length (4), the data, and a CRC of the data (4), so finding record i
+requires all earlier ones. The index, int64 [records + 1], has each record's start; it is saved in
+~/.cache/mintext/tfrecord.
 """
 
 import contextlib
@@ -20,33 +21,33 @@ _CHUNK_BYTES, _SAMPLE_BYTES = 1 << 23, 1 << 12
 
 
 class TfRecordReader:
-    """Reads the file of this name, which is at `place`; several threads may use it at a time."""
+    """Reads the file `name`, stored at `place`; several threads may use it concurrently."""
 
     def __init__(self, starts: Mapping[str, np.ndarray], name: str, place: str) -> None:
         self._file, self._starts = place, starts[name]
 
     def read(self, first: int, stop: int) -> list[bytes]:
-        """Returns the records [first, stop); raises UserError for one whose CRC is another."""
+        """Reads the records [first, stop); raises UserError if a CRC does not match."""
         return [self._record(*map(int, self._starts[number : number + 2])) for number in range(first, stop)]
 
     def _record(self, start: int, stop: int) -> bytes:
         record = files.read(self._file, start, stop)
         if not _is_header(record[:12], stop - start) or _crc(record[12:-4]) != record[-4:]:
             raise UserError(
-                f"{self._file}, byte {start}: the record's CRC is another, so the file is damaged, or other records "
+                f"{self._file}, byte {start}: the record's CRC does not match: the file is damaged, or other records "
                 f"were put there since it was indexed (then delete {_cache()})"
             )
         return record[12:-4]
 
 
 def indices(names: Sequence[str], sizes: Sequence[int]) -> list[np.ndarray]:
-    """Returns where each file's records begin, and its end; made by reading it whole where no index is kept.
+    """Returns each file's record starts, and its end, building the index from the whole file unless it is saved.
 
-    Raises UserError for a file that is cut or damaged.
+    Raises UserError for a truncated or damaged file.
     """
     index_files = files.in_threads(_index_file, names, sizes)
     if missing := sum(not path.exists() for path in index_files):
-        show(f"indexing {missing:,} TFRecord files, once: {index_files[0].parent} keeps it")
+        show(f"indexing {missing:,} TFRecord files once, saved in {index_files[0].parent}")
     return files.in_threads(_index, names, sizes, index_files)
 
 
@@ -61,7 +62,7 @@ def _cache() -> Path:
 
 
 def _index(file: str, size: int, index_file: Path) -> np.ndarray:
-    with contextlib.suppress(OSError, ValueError, EOFError):  # not there, no array, empty
+    with contextlib.suppress(OSError, ValueError, EOFError):  # missing, not an array, or empty
         return np.load(index_file, mmap_mode="r")
     starts, at, begin, chunk = [], 0, 0, b""
     while at < size:
@@ -72,10 +73,10 @@ def _index(file: str, size: int, index_file: Path) -> np.ndarray:
         at += 16 + int.from_bytes(header[:8], "little")
         if not _is_header(header, at - starts[-1]) or at > size:
             raise UserError(
-                f"{file} is no whole TFRecord file (record {len(starts) - 1}, byte {starts[-1]}): restore it"
+                f"{file} is not a complete TFRecord file (record {len(starts) - 1}, byte {starts[-1]}): restore it"
             )
     index = np.array([*starts, size], np.int64)
-    with contextlib.suppress(OSError):  # of a cache that can't be written
+    with contextlib.suppress(OSError):  # the cache may not be writable
         index_file.parent.mkdir(parents=True, exist_ok=True)
         with new_file(index_file) as file:
             np.save(file, index)
@@ -83,12 +84,12 @@ def _index(file: str, size: int, index_file: Path) -> np.ndarray:
 
 
 def _is_header(header: bytes, record_bytes: int) -> bool:
-    """Says whether 12 bytes are the length of a record of so many bytes, and its CRC."""
+    """Tests whether 12 bytes are the length of a record of `record_bytes` bytes, and its CRC."""
     return header[:8] == (record_bytes - 16).to_bytes(8, "little") and _crc(header[:8]) == header[8:]
 
 
 def _crc(data: bytes) -> bytes:
-    """Returns the masked CRC-32C of TensorFlow's record_writer.h."""
+    """Computes the masked CRC-32C of TensorFlow's record_writer.h."""
     import google_crc32c
 
     crc = google_crc32c.value(data)

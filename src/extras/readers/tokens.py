@@ -1,13 +1,14 @@
-"""Reads documents that were tokenized before the run, where they are stored: `dataset_type=tokens`.
+"""Reads documents that were tokenized before the run, without copying them: `dataset_type=tokens`.
 
 `python -m src.tokenize_dataset` writes such a folder (docs/data.md has its format). A document of n ids, two or more,
-has n - 1 pairs of an input and its target, so the first id of a shard's document d is its id number pair_starts[d] + d.
+has n - 1 pairs of an input and its target, so the first id of a shard's document d is the shard's id number
+pair_starts[d] + d.
 
-Local files are mapped into memory. Of a remote folder ids are read by ranges, and a shard's index is copied to this
-machine when the shard is first read from.
+Local files are memory-mapped. In a remote folder, ids are read by byte ranges, and a shard's index is copied to this
+machine when the shard is first used.
 
-Against damage, opening compares all sizes, and the digests of local shards of half a GiB together, spread over the
-folder. The digest of any other index is compared when it is first used; ids are checked as they are read.
+To detect damage, opening checks all sizes, and the digests of some local shards, half a GiB spread over the folder. Any
+other index's digest is checked on first use, and ids are checked as they are read.
 """
 
 import functools
@@ -24,7 +25,7 @@ from src.data.readers import files, find_files
 from src.data.readers.records import Index
 from src.data.types import Document, Fingerprint, InputSpec, Source
 from src.extras.readers import remote_files
-from src.system.errors import UserError, changed_keys, first_few
+from src.system.errors import UserError, first_few
 from src.system.json_text import parse_json
 from src.system.storage_errors import attempted
 
@@ -32,14 +33,14 @@ FORMAT = 2
 SUMMARY = "tokens.json"
 # By the shard's number: its ids, and where its documents begin.
 IDS_FILE, INDEX_FILE = "{:06d}.ids", "{:06d}.pair_starts.npy"
-UNFINISHED = "unfinished.json"  # in the place of tokens.json while shards are being written
+UNFINISHED = "unfinished.json"  # instead of tokens.json until all shards are written
 
-_MAPPED_FILES = 200  # each holds a file descriptor, of which a process often has no more than 1,024
-_VERIFIED_BYTES = 1 << 29  # of shards whose digests are compared at the opening
+_MAPPED_FILES = 200  # each uses a file descriptor, and processes are often limited to 1,024
+_VERIFIED_BYTES = 1 << 29  # total size of shards whose digests are checked on opening
 
 
-class ShardFacts(NamedTuple):
-    """Facts of a shard in tokens.json."""
+class ShardEntry(NamedTuple):
+    """A shard's entry in tokens.json."""
 
     documents: int
     ids: int
@@ -47,28 +48,28 @@ class ShardFacts(NamedTuple):
     sha256: str
     ids_bytes: int
     index_bytes: int
-    index_sha256: str = ""  # which folders of format 1 lack
+    index_sha256: str = ""  # missing in folders of format 1
 
     @property
     def pairs(self) -> int:
-        """Counts the targets: each document has one fewer than ids."""
+        """Number of targets: each document has one fewer than ids."""
         return self.ids - self.documents
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], of: str = "") -> list[str]:
-    """Lists how two fingerprints differ, fact by fact, each name preceded by `of`."""
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Lists how two fingerprints differ, entry by entry, each name preceded by `prefix`."""
     changes = []
     for name in changed_keys(old, new):
         before, after = old.get(name), new.get(name)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            changes += differences(before, after, f"{of}{name} ")
+            changes += differences(before, after, f"{prefix}{name} ")
         else:
-            changes.append(f"{of}{name} {before!r} there, {after!r} here")
+            changes.append(f"{prefix}{name} {before!r} there, {after!r} here")
     return changes
 
 
-def missing_files(shards: Mapping[int, ShardFacts], sizes: Mapping[str, int]) -> list[str]:
-    """Says which files of these shards, by number, are missing or not as long as in `sizes`, a sentence each."""
+def missing_files(shards: Mapping[int, ShardEntry], sizes: Mapping[str, int]) -> list[str]:
+    """Lists these shards' files, by number, that are missing or differ from their size in `sizes`, a sentence each."""
     problems = []
     for number, shard in shards.items():
         for name, size in ((IDS_FILE.format(number), shard.ids_bytes), (INDEX_FILE.format(number), shard.index_bytes)):
@@ -80,7 +81,7 @@ def missing_files(shards: Mapping[int, ShardFacts], sizes: Mapping[str, int]) ->
 
 
 class _TokenFolder:
-    """Numbers a folder's documents and pairs; raises UserError if its files are not those that tokens.json lists."""
+    """Indexes a folder's documents and pairs; raises UserError if its files don't match tokens.json."""
 
     def __init__(self, spec: DatasetSpec) -> None:
         self._setting = spec.setting("dataset_path")
@@ -88,7 +89,7 @@ class _TokenFolder:
         self._folder, self._sizes = listing.folder, listing.sizes
         if SUMMARY not in self._sizes:
             if UNFINISHED in self._sizes:
-                again = "type the command of src.tokenize_dataset that began it again, and it goes on"
+                again = "run the same src.tokenize_dataset command again to continue"
                 raise UserError(f"{self._setting} is not finished: {again}")
             contents = f"it has {first_few(self._sizes)}" if self._sizes else "it is empty"
             raise UserError(
@@ -96,20 +97,20 @@ class _TokenFolder:
                 "`python -m src.tokenize_dataset CONFIG tokenized_path=FOLDER` writes one from data of another type"
             )
         summary = files.read(self._path(SUMMARY), 0, self._sizes[SUMMARY])
-        facts = _parse(summary, f"{self._setting}: {SUMMARY}")
-        self._shards: list[ShardFacts] = facts["shards"]
+        entries = _parse(summary, f"{self._setting}: {SUMMARY}")
+        self._shards: list[ShardEntry] = entries["shards"]
         if problems := missing_files(dict(enumerate(self._shards)), self._sizes):
-            more = f", and {len(problems) - 1} more files are not as it says" if len(problems) > 1 else ""
+            more = f", and {len(problems) - 1} more files don't match it" if len(problems) > 1 else ""
             raise UserError(
-                f"{self._setting}: {problems[0]}, by its {SUMMARY}{more}. It was copied in part, or changed: copy it "
-                "again, or write it again into a new folder"
+                f"{self._setting}: {problems[0]}, by its {SUMMARY}{more}. The folder is incomplete or changed: copy "
+                "it again, or write it again into a new folder"
             )
         self._documents = Index([shard.documents for shard in self._shards])
         self._pairs = Index([shard.pairs for shard in self._shards])
         if not len(self._documents):
-            raise UserError(f"{self._setting} has no document")
-        self._dtype = np.dtype(facts["dtype"]).newbyteorder("<")
-        self._tokenizer: Mapping[str, Any] | None = facts["tokenizer"]
+            raise UserError(f"{self._setting} has no documents")
+        self._dtype = np.dtype(entries["dtype"]).newbyteorder("<")
+        self._tokenizer: Mapping[str, Any] | None = entries["tokenizer"]
         self._mapped = functools.lru_cache(maxsize=_MAPPED_FILES)(self._map)
         self._copies = remote_files.LocalCopies() if files.is_remote(self._folder) else None
         self._digest = hashlib.sha256(summary).hexdigest()[:16]
@@ -119,12 +120,12 @@ class _TokenFolder:
             self._verify()
 
     def check(self, vocab_size: int, tokenizer: Mapping[str, Any] | None) -> None:
-        """Raises UserError where the ids don't suit a run with this vocab_size and its tokenizer's fingerprint."""
+        """Raises UserError if the ids don't suit a run with this vocab_size and its tokenizer's fingerprint."""
         largest_id = max(shard.largest_id for shard in self._shards)
         if largest_id >= vocab_size:
             raise UserError(
-                f"{self._setting} has ids up to {largest_id}, and vocab_size={vocab_size} has none from "
-                f"{vocab_size} on: set vocab_size={largest_id + 1} or more"
+                f"{self._setting} has ids up to {largest_id}, but with vocab_size={vocab_size} ids end before "
+                f"{vocab_size}: set vocab_size={largest_id + 1} or more"
             )
         if tokenizer and self._tokenizer and (changes := differences(self._tokenizer, tokenizer)):
             raise UserError(
@@ -134,12 +135,12 @@ class _TokenFolder:
 
     def fingerprint(self) -> Fingerprint:
         tokens = sum(shard.ids for shard in self._shards)
-        # tokens.json has digests of each shard's files.
-        facts = {"type": "tokens", "documents": len(self._documents), "tokens": tokens, "digest": self._digest}
-        return facts | {"contents": self.listings[0].fingerprint["contents"]}
+        # tokens.json includes digests of each shard's files.
+        fingerprint = {"type": "tokens", "documents": len(self._documents), "tokens": tokens, "digest": self._digest}
+        return fingerprint | {"contents": self.listings[0].fingerprint["contents"]}
 
     def _verify(self) -> None:
-        """Compares the digests of some shards, and looks through their indexes, before anything is read."""
+        """Checks some shards' digests and indexes before anything is read."""
         budget = _VERIFIED_BYTES
         for number in np.argsort(order.mix64(np.arange(len(self._shards), dtype=np.uint64))).tolist():
             shard, digest = self._shards[number], hashlib.sha256()
@@ -165,7 +166,7 @@ class _TokenFolder:
         if len(data) < end - begin:
             raise self._damaged(name, f"it has become shorter than {SUMMARY} has it")
         ids = np.frombuffer(data, self._dtype).astype(np.int32)
-        if ids.max(initial=0) > largest_id or ids.min(initial=0) < 0:  # of 2**31 and more
+        if ids.max(initial=0) > largest_id or ids.min(initial=0) < 0:  # 2**31 or more overflows
             raise self._damaged(name, f"it has ids beyond {largest_id}, its largest")
         return ids
 
@@ -173,25 +174,25 @@ class _TokenFolder:
         return UserError(f"{self._path(name)} is damaged: {how}. Copy it again, or write the tokens again")
 
     def _index(self, shard: int) -> np.ndarray:
-        """Returns int64 [documents + 1]: the pairs of a shard before each of its documents, and in all."""
-        name, facts = INDEX_FILE.format(shard), self._shards[shard]
-        count = facts.documents + 1
-        # The array ends the file. numpy reads what is before it with `ast`, which in Python 3.11 fails now and then
-        # where threads are at it together (SystemError, python/cpython issue 106905).
+        """Returns int64 [documents + 1]: the number of a shard's pairs before each document, and in total."""
+        name, entry = INDEX_FILE.format(shard), self._shards[shard]
+        count = entry.documents + 1
+        # The array is at the end of the file. Skip numpy's header parsing by `ast`, which in Python 3.11 fails
+        # occasionally when several threads do it (SystemError, python/cpython issue 106905).
         data = self._mapped(name)
-        if facts.index_sha256 and shard not in self._verified_indexes:
-            if hashlib.sha256(data).hexdigest() != facts.index_sha256:
+        if entry.index_sha256 and shard not in self._verified_indexes:
+            if hashlib.sha256(data).hexdigest() != entry.index_sha256:
                 raise self._damaged(name, f"its sha256 is not the one in {SUMMARY}")
             self._verified_indexes.add(shard)
         index = data[-8 * count :].view("<i8")
-        if (index[0], index[-1]) != (0, facts.pairs):
-            raise self._damaged(name, f"by {SUMMARY} it is int64 [{count}] from 0 to {facts.pairs}")
+        if (index[0], index[-1]) != (0, entry.pairs):
+            raise self._damaged(name, f"by {SUMMARY} it is int64 [{count}] from 0 to {entry.pairs}")
         return index
 
     def _map(self, name: str) -> np.ndarray:
         file = self._path(name)
         place = self._copies.path(file, self._sizes[name]) if self._copies else file
-        # The bare array: each slice of a memmap would be one again, at ten times the price.
+        # A plain array: each slice of a memmap would be a memmap again, at ten times the cost.
         return attempted(file, lambda: np.memmap(place, np.uint8, "r").view(np.ndarray))
 
     def _path(self, name: str) -> str:
@@ -199,7 +200,7 @@ class _TokenFolder:
 
 
 class TokenRows(_TokenFolder):
-    """Cuts the pairs of all documents at T: row i has the pairs [i T, (i + 1) T), so that no position is needed."""
+    """Cuts all documents' pairs every T: row i has the pairs [i T, (i + 1) T), so it needs no packing position."""
 
     def __init__(self, spec: DatasetSpec, length: int) -> None:
         super().__init__(spec)
@@ -207,7 +208,7 @@ class TokenRows(_TokenFolder):
         self.row_count = -(-len(self._pairs) // length)
 
     def row(self, i: int) -> list[Document]:
-        """Returns whole documents, except that the first and the last one may be a part of theirs."""
+        """Returns a row's documents, of which the first and the last may be incomplete."""
         documents: list[Document] = []
         first, end = i * self._length, min((i + 1) * self._length, len(self._pairs))
         while first < end:
@@ -226,7 +227,7 @@ class TokenRows(_TokenFolder):
 
 
 class TokenDocuments(_TokenFolder, Source):
-    """Reads the documents one by one, for rows of one document each."""
+    """Reads documents one by one, for rows with one document each."""
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -242,23 +243,23 @@ class TokenDocuments(_TokenFolder, Source):
 
 def _parse(summary: bytes, name: str) -> dict[str, Any]:
     try:
-        facts = parse_json(summary)
-        if (version := facts["format"]) not in range(1, FORMAT + 1):
+        entries = parse_json(summary)
+        if (version := entries["format"]) not in range(1, FORMAT + 1):
             raise UserError(f"{name} is of format {version!r}; 1 to {FORMAT} are read here: write the tokens again")
-        facts["shards"] = [ShardFacts(**shard) for shard in facts["shards"]]
-        if facts["dtype"] not in ("uint16", "uint32") or not isinstance(facts["tokenizer"], dict | None):
-            raise ValueError(f"dtype {facts['dtype']!r}, tokenizer {facts['tokenizer']!r}")
-        if any([type(fact) for fact in shard] != [int, int, int, str, int, int, str] for shard in facts["shards"]):
-            raise ValueError("a shard's facts are not whole numbers and a digest")
+        entries["shards"] = [ShardEntry(**shard) for shard in entries["shards"]]
+        if entries["dtype"] not in ("uint16", "uint32") or not isinstance(entries["tokenizer"], dict | None):
+            raise ValueError(f"dtype {entries['dtype']!r}, tokenizer {entries['tokenizer']!r}")
+        if any([type(value) for value in shard] != [int, int, int, str, int, int, str] for shard in entries["shards"]):
+            raise ValueError("a shard's entry is not integers and digests")
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{name} is damaged ({type(error).__name__}: {error}): copy it again, or write the tokens again"
         ) from None
-    return facts
+    return entries
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> "TokenRows | TokenDocuments":
-    """Opens a folder of token ids: as rows if documents are packed, and as documents if not."""
+    """Opens a folder of token ids: as rows if documents are packed, else as documents."""
     source = TokenRows(spec, inputs.batch.max_target_length) if inputs.batch.packing else TokenDocuments(spec)
     source.check(inputs.vocab_size, inputs.tokenizer.fingerprint() if inputs.tokenizer else None)
     return source

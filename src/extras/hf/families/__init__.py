@@ -1,4 +1,4 @@
-"""Lists the families in the order in which an export tries them."""
+"""Lists the families, in the order in which an export tries them."""
 
 from src.extras.hf.families.deepseek import DEEPSEEK2, DEEPSEEK3
 from src.extras.hf.families.gemma import GEMMA, GEMMA2, GEMMA3

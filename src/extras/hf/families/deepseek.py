@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: multi-head latent attention, shared and routed experts, in V3 extra prediction layers."""
+"""DeepSeek V2 and V3: multi-head latent attention, shared and routed experts; V3 adds multi-token prediction layers."""
 
 from collections.abc import Mapping
 from operator import attrgetter, itemgetter
@@ -20,7 +20,7 @@ from src.extras.hf.family import (
 )
 from src.extras.hf.tensor_map import TensorMap
 
-# transformers leaves the norms of the latents at this, whatever rms_norm_eps says.
+# transformers always uses this for the latent norms, ignoring rms_norm_eps.
 LATENT_EPSILON = 1e-6
 
 
@@ -126,8 +126,8 @@ DEEPSEEK2 = Family(
     keys={"attention_type": "mla", "rope_interleave": True},
     constants={"scoring_func": "softmax", "moe_layer_freq": 1},
     only={"scoring_func": "softmax", "mlp_bias": False, **ONLY},
-    # The published code normalises the chosen scores where norm_topk_prob says so; transformers doesn't. It rotates
-    # neighbours always.
+    # DeepSeek's code normalizes the chosen scores if norm_topk_prob is set; transformers doesn't. transformers always
+    # rotates neighboring dims.
     inert=("norm_topk_prob", "rope_interleave", "qk_head_dim"),
     aliases={"num_experts": "n_routed_experts"},
     skipped=(tensors.ROTARY_TABLES,),
@@ -139,7 +139,7 @@ DEEPSEEK3 = Family(
     fields=(
         *FIELDS,
         *V3_EXPERT_FIELDS,
-        # transformers rotates so many.
+        # transformers rotates this many dims.
         FieldGroup(("head_dim",), lambda hf, keys: require(hf, head_dim=keys["qk_rope_head_dim"]), _write_head_dim),
         Field("rope_interleave", "rope_interleave", absent=False),
     ),

@@ -1,7 +1,7 @@
-"""Gemma 1 to 3: tied output, embeddings scaled by the root of their width, norms whose stored scale is less by one.
+"""Gemma 1 to 3: tied output, embeddings scaled by the square root of their width, norms that store their scale minus 1.
 
-Gemma 2 has windows in every other layer, norms before and after, and both soft caps; Gemma 3's text models have five
-layers with windows to one without, each kind with its own positions, and norms of each head.
+Gemma 2 has windows in every other layer, norms before and after, and both soft caps. Gemma 3's text models have five
+windowed layers per global one, each kind with its own positions, and norms of each head.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from src.extras.hf import common_tensors as tensors
 from src.extras.hf.family import UNSET, Family, Field, FieldGroup, Json, Keys, Layers, count_entry, entry
 
 DEFAULTS = {"head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
-# The published files name the exact GELU; Gemma was trained with the approximate one, which is what transformers
-# computes for either name.
+# The published files name the exact GELU, but Gemma was trained with the approximate one, which transformers uses for
+# either name.
 ACTIVATIONS = {**fields.GATED, "gelu": fields.GATED["gelu_new"]}
 
 GEMMA = Family(
@@ -27,18 +27,18 @@ GEMMA = Family(
     keys={"normalization_scale_offset": 1.0, "scale_embedding": True},
     constants={"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"},
     only={"use_bidirectional_attention": False},
-    inert=("hidden_activation",),  # transformers computes hidden_act, whatever this says
+    inert=("hidden_activation",),  # transformers uses hidden_act, ignoring this
     skipped=(tensors.ROTARY_TABLES,),
 )
 
 SCALAR = "query_pre_attn_scalar"
-LATER = (  # from the second version on
+LATER = (  # since version 2
     *(*fields.SIZES, *fields.HEADS, fields.ATTENTION_BIAS),
     Field("final_logit_softcapping", "final_logits_soft_cap", UNSET),
     Field("hidden_activation", "mlp_activations", fields.GATED["gelu_new"], fields.GATED),
     Field("sliding_window", "sliding_window_size"),
 )
-# The second version's and the third's; transformers asks for a whole number.
+# For versions 2 and 3; transformers requires an integer.
 FIELDS = (
     *LATER,
     Field(SCALAR, SCALAR, UNSET, written=lambda layer: int(layer.query_pre_attn_scalar or layer.head_dim)),
@@ -58,7 +58,7 @@ GEMMA2 = Family(
     keys=KEYS,
     constants=CONSTANTS,
     only={"use_bidirectional_attention": False},
-    inert=("hidden_act",),  # transformers computes hidden_activation
+    inert=("hidden_act",),  # transformers uses hidden_activation
     whole_heads=True,
 )
 
@@ -83,14 +83,14 @@ GEMMA3 = Family(
     tensors=(*GEMMA2.tensors, *tensors.HEAD_NORMS),
     defaults={
         **LATER_DEFAULTS,
-        # Multi-modal folders leave the sizes out of their text part.
+        # Multi-modal folders omit these sizes in their text part.
         **{"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
         "num_attention_heads": 8,
     },
     keys={**KEYS, "qk_norm": "head"},
     constants={**CONSTANTS, "attn_logit_softcapping": None},
-    # transformers reads the cap of the scores and computes none.
+    # transformers reads the soft cap of the scores but does not apply it.
     only={"attn_logit_softcapping": None, "use_bidirectional_attention": False, "partial_rotary_factor": 1.0},
-    inert=("hidden_act", "_sliding_window_pattern"),  # transformers computes hidden_activation and the name without _
+    inert=("hidden_act", "_sliding_window_pattern"),  # transformers uses hidden_activation, and the name without _
     whole_heads=True,
 )

@@ -1,6 +1,6 @@
-"""Gemma 4's dense text models: heads of other sizes where attention is full, whose values are their keys' projection.
+"""Gemma 4's dense text models: full-attention layers have another head size, and use the key projection for values.
 
-Of a folder for images the text model is read: text attends to what comes before it there too.
+In a folder for images only the text model is read; its text attention is causal there too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from src.extras.hf.family import (
 from src.extras.hf.tensor_map import TensorMap
 from src.system.errors import UserError
 
-SIZES = {"head_dim": "head_dim", "num_key_value_heads": "base_num_kv_heads"}  # that layers may have of their own
+SIZES = {"head_dim": "head_dim", "num_key_value_heads": "base_num_kv_heads"}  # entries that may differ by layer
 ROPE = {
     fields.WINDOWED: {"rope_type": "default", "rope_theta": 1e4},
     fields.GLOBAL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
@@ -36,23 +36,24 @@ LAYER_ENTRIES = (
 
 
 def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
-    require(hf, hidden_size_per_layer_input=0)  # where it is absent, transformers has another
+    require(hf, hidden_size_per_layer_input=0)  # transformers defaults to another value
     if hf.get("use_bidirectional_attention") != "vision":
         require(hf, use_bidirectional_attention=None)
     default = [fields.GLOBAL if i % 6 == 5 else fields.WINDOWED for i in range(keys["base_num_decoder_layers"])]
-    kinds = [*entry(hf, "layer_types", default)[:-1], fields.GLOBAL]  # the last one, whatever config.json says
+    # transformers forces full attention in the last layer.
+    kinds = [*entry(hf, "layer_types", default)[:-1], fields.GLOBAL]
     fields.read_layer_types({"layer_types": kinds}, default, *ROPE)
-    # transformers takes a rope_scaling, an empty one too, in place of rope_parameters.
+    # In transformers, rope_scaling replaces rope_parameters, even if it is empty.
     by_kind = entry(hf, "rope_parameters", ROPE) if hf.get("rope_scaling") is None else {}
     require_known(by_kind, ROPE)
     if missing := sorted(ROPE.keys() - by_kind.keys()):
         raise UserError(f"config.json has no rope_parameters of {', '.join(missing)}")
     of_kind = {kind: {"rope_parameters": entry(by_kind, kind, {})} for kind in ROPE}
-    facts = {kind: fields.read_rope(of_kind[kind], keys, kinds=("default", "proportional")) for kind in ROPE}
-    facts[fields.WINDOWED]["attention_type"] = "local_sliding"
-    facts[fields.GLOBAL]["share_kv_projections"] = entry(hf, "attention_k_eq_v", False)
+    kind_keys = {kind: fields.read_rope(of_kind[kind], keys, kinds=("default", "proportional")) for kind in ROPE}
+    kind_keys[fields.WINDOWED]["attention_type"] = "local_sliding"
+    kind_keys[fields.GLOBAL]["share_kv_projections"] = entry(hf, "attention_k_eq_v", False)
     sizes = _sizes(hf, kinds)
-    return fields.layer_pattern([{**facts[kind], **each} for kind, each in zip(kinds, sizes, strict=True)])
+    return fields.layer_pattern([{**kind_keys[kind], **each} for kind, each in zip(kinds, sizes, strict=True)])
 
 
 def _sizes(hf: Mapping[str, Any], kinds: Sequence[str]) -> list[Keys]:
@@ -60,7 +61,7 @@ def _sizes(hf: Mapping[str, Any], kinds: Sequence[str]) -> list[Keys]:
     if entry(hf, "attention_k_eq_v", False) and hf.get("num_global_key_value_heads") is not None:
         full["num_key_value_heads"] = count_entry(hf, "num_global_key_value_heads", 1)
     layers = {str(i): full if kind == fields.GLOBAL else {} for i, kind in enumerate(kinds)}
-    if "per_layer_config" in hf:  # transformers writes it in place of the two above, and then reads it alone
+    if "per_layer_config" in hf:  # transformers writes it instead of the two above, and then ignores them
         by_layer = {number.lstrip("0") or "0": sizes for number, sizes in entry(hf, "per_layer_config", {}).items()}
         require_known(by_layer, layers)
         layers = {number: entry(by_layer, number, {}) for number in layers}
@@ -99,7 +100,7 @@ GEMMA4 = Family(
     },
     constants=CONSTANTS,
     only={"num_kv_shared_layers": 0, "enable_moe_block": False},
-    inert=(  # of layers that `only` refuses
+    inert=(  # for layers that `only` refuses
         *("use_double_wide_mlp", "num_experts", "top_k_experts", "moe_intermediate_size"),
         "vocab_size_per_layer_input",
     ),

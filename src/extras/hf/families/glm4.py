@@ -1,4 +1,4 @@
-"""GLM-4: neighbours rotate, in half of each head; 0414: norms on both sides; 4.5: halves, and DeepSeek V3's experts."""
+"""GLM-4: rotates neighbors, in half of each head; 0414: norms on both sides; 4.5: halves, and DeepSeek V3's experts."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from src.extras.hf.tensor_map import TensorMap
 
 FIELDS = (
     *(*fields.DECODER, fields.rope(partial=0.5), fields.ATTENTION_BIAS),
-    FieldGroup((), lambda hf, keys: require(hf, head_dim=keys["head_dim"])),  # transformers has none for a null
+    FieldGroup((), lambda hf, keys: require(hf, head_dim=keys["head_dim"])),  # transformers has no default for null
 )
 
 GLM = Family(

@@ -1,4 +1,4 @@
-"""GPT-2, whose shape GPT-3's dense models have too."""
+"""GPT-2, which has the same architecture as GPT-3's dense models."""
 
 from src.extras.hf import common_fields as fields
 from src.extras.hf.family import Family, Field, FieldGroup

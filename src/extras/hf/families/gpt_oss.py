@@ -8,7 +8,7 @@ from src.extras.hf import common_tensors as tensors
 from src.extras.hf.family import Family, Field, FieldGroup, Json, Keys, Layers
 from src.extras.hf.tensor_map import TensorMap
 
-# transformers' positions where config.json has none, or a null.
+# transformers' default, for a missing entry or null.
 YARN = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "original_max_position_embeddings": 4096,
@@ -57,6 +57,6 @@ GPT_OSS = Family(
     },
     constants={"swiglu_alpha": 1.702},
     only={"swiglu_alpha": 1.702, "hidden_act": "silu"},
-    inert=("initial_context_length", "experts_per_token"),  # what the published files say a second time
+    inert=("initial_context_length", "experts_per_token"),  # duplicate entries in the published files
     aliases={"num_experts": "num_local_experts"},
 )

@@ -1,4 +1,4 @@
-"""Llama 1 to 3, whose names most other families have taken over, and three that are one but for a few entries."""
+"""Llama 1 to 3, whose names most families reuse, and Granite, SmolLM3 and Phi 3, which differ slightly."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +23,8 @@ LLAMA = Family(
 def _read_multiplier(hf: Mapping[str, Any], keys: Keys) -> Keys:
     if (multiplier := entry(hf, "attention_multiplier", 1.0)) <= 0:
         raise UserError(f"config.json has attention_multiplier {multiplier}: expected a positive number")
-    return {"query_pre_attn_scalar": float(f"{multiplier**-2:.12g}")}  # so that 0.1 is 100 here, and that 0.1 again
+    # Rounded so that 0.1 becomes 100 and converts back to 0.1.
+    return {"query_pre_attn_scalar": float(f"{multiplier**-2:.12g}")}
 
 
 GRANITE = replace(  # Granite 3's dense models
@@ -67,11 +68,12 @@ SMOLLM3 = replace(
 )
 
 QKV = tensors.LAYER + "self_attn.qkv_proj.weight"
-PHI3 = Family(  # Phi 3 and 4, whose files join queries, keys and values; Phi 4 mini rotates a part of each head
+PHI3 = Family(  # Phi 3 and 4, whose files fuse queries, keys and values; Phi 4 mini rotates only part of each head
     model_type="phi3",
     fields=(
         *fields.DECODER,
-        fields.rope(partial=1.0, kinds=("default", "longrope")),  # to transformers, others are longrope or an error
+        # transformers treats other types as longrope, or fails.
+        fields.rope(partial=1.0, kinds=("default", "longrope")),
         FieldGroup(("sliding_window",), fields.read_window, fields.write_window),
     ),
     tensors=(

@@ -1,4 +1,4 @@
-"""Llama 4's text models: chunked attention with every fourth layer global and without positions, and experts."""
+"""Llama 4's text models: chunked attention, but global attention without positions in every fourth layer; experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from src.extras.hf.family import UNSET, Family, Field, FieldGroup, Json, Keys, L
 from src.extras.hf.tensor_map import TensorMap
 
 CHUNKED = "chunked_attention"
-# Of layers without positions.
+# For layers without positions.
 TEMPERATURE = (
     Field("attn_scale", "attn_temperature_scale", UNSET),
     Field("floor_scale", "attn_temperature_floor", UNSET),

@@ -1,4 +1,4 @@
-"""Mistral, a Llama with a sliding window in the first version's layers, and Mixtral, with experts in every layer."""
+"""Mistral, a Llama with a sliding window in version 1, and Mixtral, with experts in every layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
     window = fields.read_window(hf, keys)
     if "layer_types" not in hf:
         return window
-    # With them transformers takes the folder for one of Ministral, whose layers differ.
+    # With layer_types, transformers treats the folder as Ministral, whose layers differ.
     windowed = window.pop("attention_type", None)
     global_every = keys["base_num_decoder_layers"] + 1 if windowed else 1
     return {**window, **fields.read_windowed_layers(hf, keys, global_every)}

@@ -1,4 +1,4 @@
-"""OLMo 2: norms after attention and feed-forward, and of all heads at once; OLMo 3: windows in three of four layers."""
+"""OLMo 2: norms after attention and feed-forward, QK norm over all heads together; OLMo 3: windows in 3 of 4 layers."""
 
 from dataclasses import replace
 
@@ -38,7 +38,9 @@ OLMO3 = replace(
         *(*fields.DECODER, fields.ATTENTION_BIAS, Field("sliding_window", "sliding_window_size")),
         FieldGroup(
             ("rope_parameters", "rope_scaling", "rope_theta", "layer_types"),
-            lambda hf, keys: fields.read_kinds(hf, keys, 4, entry(hf, "rope_theta", 5e5), 5e5),  # of full attention
+            lambda hf, keys: fields.read_kinds(
+                hf, keys, 4, entry(hf, "rope_theta", 5e5), 5e5
+            ),  # theta of full attention
             _write_layers,
         ),
     ),

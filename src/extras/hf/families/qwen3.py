@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5, a Llama with biases on queries, keys and values; 3, with norms of each head, and experts; 3-Next."""
+"""Qwen 2 and 2.5, a Llama with biases on queries, keys and values; Qwen 3, with norms of each head; experts; 3-Next."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,7 +37,7 @@ QWEN2 = replace(
 
 
 def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
-    require(hf, head_dim=keys["head_dim"])  # transformers makes no such model for a null
+    require(hf, head_dim=keys["head_dim"])  # transformers has no default for null
     dense, step = entry(hf, "mlp_only_layers", []), count_entry(hf, "decoder_sparse_step", 1)
     layers = range(keys["base_num_decoder_layers"])
     return fields.layer_pattern([{"num_experts": 1} if i in dense or (i + 1) % step else {} for i in layers])
@@ -90,8 +90,8 @@ QWEN3_MOE = Family(
         **{"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_experts": 128},
     },
     keys=QWEN3.keys,
-    inert=("max_window_layers",),  # every layer would have a window
-    aliases={"num_local_experts": "num_experts"},  # which transformers 5 writes
+    inert=("max_window_layers",),  # with windows, every layer would have one
+    aliases={"num_local_experts": "num_experts"},  # transformers 5 writes this name
 )
 
 ATTENTION, DELTA = tensors.LAYER + "self_attn.", tensors.LAYER + "linear_attn."

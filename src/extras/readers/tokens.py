@@ -25,7 +25,7 @@ from src.data.readers import files, find_files
 from src.data.readers.records import Index
 from src.data.types import Document, Fingerprint, InputSpec, Source
 from src.extras.readers import remote_files
-from src.system.errors import UserError, first_few
+from src.system.errors import UserError, changed_keys, first_few
 from src.system.json_text import parse_json
 from src.system.storage_errors import attempted
 

@@ -43,8 +43,8 @@ class Evaluator:
 
     def sums(self, *models: Weights) -> list[list[dict[str, Any]]]:
         """Returns the sums of each batch, as `eval_step` computes them: a list for each of the models' weights."""
-        place, batches = (self._sharding, self.rows, self._global_batch), map(self._prepare, self.batches)
-        arrays = (to_global(batch, *place) for batch in batches)
+        batches = map(self._prepare, self.batches)
+        arrays = (to_global(batch, self._sharding, self.rows, self._global_batch) for batch in batches)
         of_batches = [[self._eval_step(weights, batch) for weights in models] for batch in arrays]
         return [list(sums) for sums in zip(*jax.device_get(of_batches), strict=True)]
 

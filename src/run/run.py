@@ -115,8 +115,16 @@ class Run:
         self._exits.callback(self._checkpointer.close)
         changes = compare_configs(config, folder)
         accepted = (*config.accept_changes, *[EVALUATION] * (not config.target_eval_loss))
-        place = self._checkpointer, self._fingerprint, inputs.tokenizer
-        start = starting_state(config.checkpoint, config.data, accepted, self.plan, self.built.state, *place)
+        start = starting_state(
+            config.checkpoint,
+            config.data,
+            accepted,
+            self.plan,
+            self.built.state,
+            self._checkpointer,
+            self._fingerprint,
+            inputs.tokenizer,
+        )
         self.start, self.state, self.done = start, start.state, int(start.state.step)
         if self.done > config.steps or (self.done == config.steps and not start.resumed):
             begun = "the run" if start.resumed else "the checkpoint of load_full_state_path"
@@ -139,8 +147,16 @@ class Run:
         """Prints the header, in which some names have other values than `run_header` gives them."""
         self._header = []
         if self._is_writer:
-            data = self.inputs, self.data, self.eval_sets
-            header = run_header(self.config, self.built, *data, self.folder, self.done, environment())
+            header = run_header(
+                self.config,
+                self.built,
+                self.inputs,
+                self.data,
+                self.eval_sets,
+                self.folder,
+                first_step=self.done,
+                software=environment(),
+            )
             self._header = [(name, replaced.get(name, value)) for name, value in header]
         if not self.config.quiet:
             print_header(self._header)
@@ -148,24 +164,55 @@ class Run:
 
     def evaluate_by(self, eval_step: jax.stages.Wrapped) -> None:
         """Has each evaluation set evaluated by `eval_step`."""
-        settings, positions = (self.config.evaluation, self.inputs, self.plan, eval_step), self.start.eval_position
+        positions = self.start.eval_position
         self.evaluators = [
-            Evaluator(*settings, each, positions.get(each.name), self.prepare) for each in self.eval_sets
+            Evaluator(
+                self.config.evaluation,
+                self.inputs,
+                self.plan,
+                eval_step,
+                data=each,
+                position=positions.get(each.name),
+                prepare=self.prepare,
+            )
+            for each in self.eval_sets
         ]
 
     def __enter__(self) -> Self:
         config, start, built, self._has_begun = self.config, self.start, self.built, True
         streams = self.schedule.streams()[self.rows]
-        places, self._rows_taken, rows_before, saved = start.position
-        position = self._rows_taken, None if places is None else places[streams], rows_before, saved
-        sizes = self.schedule, self.done
-        batches = train_batches(self.inputs, self.data, streams, built.rows, *position, *sizes)
+        position = start.position
+        self._rows_taken = position.rows_taken
+        batches = train_batches(
+            self.inputs,
+            self.data,
+            streams,
+            built.rows,
+            rows_taken=position.rows_taken,
+            position=None if position.streams is None else position.streams[streams],
+            rows_before=position.rows_before,
+            saved=position.saved,
+            schedule=self.schedule,
+            first_step=self.done,
+        )
         self._exits.callback(batches.close)  # not before the report, as it waits for rows that are being made
         self._batches = batches
         self.recorder = self._open_log()
         sources = [each.source for each in self.evaluators]
-        known = self._checkpointer, start, self.recorder, self._fingerprint, self.inputs.tokenizer, self.data, sources
-        self._saver = Saver(config.checkpoint, config.evaluation, self.folder, built, self.rows, *known)
+        self._saver = Saver(
+            config.checkpoint,
+            config.evaluation,
+            self.folder,
+            built,
+            self.rows,
+            self._checkpointer,
+            start,
+            self.recorder,
+            self._fingerprint,
+            self.inputs.tokenizer,
+            self.data,
+            eval_sources=sources,
+        )
         self._narrow = None
         if any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(self.state.weights.trainable)):
             from src.step.narrow_weights import NarrowWeights

@@ -126,10 +126,10 @@ class BlockProduct:
             if order[-1] in self.weight:
                 what, help_ = "of a weight's dim", "that size, or name the weight in quantization_exclude"
             else:
-                what, help_ = "tokens of a row", "max_target_length or ici_context_parallelism"
+                what, help_ = "tokens of a sequence", "max_target_length or ici_context_parallelism"
             raise UserError(
-                f"quantization=mxfp8 rounds {BLOCK} values together: {whole.shape[-1]} {what} on a device are no "
-                f"multiple of that. Change {help_}."
+                f"quantization=mxfp8 rounds {BLOCK} values together: {whole.shape[-1]} {what} on a device are not "
+                f"a multiple of that. Change {help_}."
             )
         return encode(whole, self.on_cpu)
 

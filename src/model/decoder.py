@@ -89,7 +89,7 @@ class Decoder(nnx.Module):
     def mtp_hidden_states(
         self, hidden_BTD: Array, mtp_tokens: Sequence[Array], context: ForwardContext, execution: Execution
     ) -> tuple[list[Array], Tree]:
-        """Runs the multi-token prediction layers on the hidden states [B, T, D] of `__call__` (see `run_mtp_layers`)."""
+        """Runs the multi-token prediction layers on `__call__`'s hidden states [B, T, D] (see `run_mtp_layers`)."""
         if not self.spec.mtp_num_layers:
             return [], {"mtp": {}}
         from src.model.mtp import run_mtp_layers

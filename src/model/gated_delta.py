@@ -1,7 +1,7 @@
 """Linear attention by the gated delta rule (Gated DeltaNet, arXiv:2412.06464, section 3.4), as in Qwen3-Next.
 
-Letters, besides src/model/spec.py's: K key heads, each with G value heads, H size of queries and keys, P of values, X
-numbers of a key head's query, key and values, Z = G P of its values, C tokens that the convolution sees.
+Letters in addition to those in src/model/spec.py: K key heads, each with G value heads, H size of queries and keys, P
+of values, X numbers of a key head's query, key and values, Z = G P of its values, C tokens that the convolution sees.
 """
 
 import jax
@@ -72,8 +72,8 @@ class GatedDelta(nnx.Module):
         layout, (B, T, _) = context.layout, x_BTD.shape
         if layout.shards("length") > 1:
             raise UserError(
-                f"devices share rows ({layout.sharded_by('length')}), and attention_type=gated_delta hands a state "
-                "from token to token: set ici_context_parallelism=1 and dcn_context_parallelism=1"
+                f"devices share sequences ({layout.sharded_by('length')}), but attention_type=gated_delta passes a "
+                "state from token to token: set ici_context_parallelism=1 and dcn_context_parallelism=1"
             )
         qkv_BTKX = layout.constrain(matmul(x_BTD, self.qkv[...], "BTD,DKX->BTKX"), *HEADS)
         qkv_BTKX = checkpoint_name(qkv_BTKX, "value_proj")
@@ -130,14 +130,14 @@ class GatedDelta(nnx.Module):
 
 
 def _sizes(spec: LayerSpec) -> tuple[int, int, int, int]:
-    """K, G, X and Z."""
+    """Sizes K, G, X and Z of a layer."""
     K, G = spec.gdn_num_key_heads, spec.gdn_num_value_heads // spec.gdn_num_key_heads
     Z = G * spec.gdn_value_head_dim
     return K, G, 2 * spec.gdn_key_head_dim + Z, Z
 
 
 def _documents(segment_ids_BT: Array) -> Array:
-    """Numbers a sequence's documents from 1; padding belongs to the document before it, and leaves its state unchanged."""
+    """Numbers a sequence's documents from 1; padding joins the document before it, and leaves its state unchanged."""
     before_BT = jnp.pad(segment_ids_BT[:, :-1], ((0, 0), (1, 0)))
     return jnp.cumsum((segment_ids_BT != before_BT) & (segment_ids_BT > 0), axis=1)
 

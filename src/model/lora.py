@@ -49,9 +49,9 @@ class Adapted:
 
 
 def declare(keys: Trainable, declarations: Tree) -> Callable[[Rngs], Tree]:
-    """Prepares a function that makes adapters for these declarations; raises UserError if a pattern matches no weight."""
+    """Prepares a function that makes adapters for these declarations; raises UserError if a pattern fits no weight."""
     patterns, paths = tuple(map(str, keys.lora_parameters)), multiplied(declarations)
-    require_matches("lora_parameters", patterns, paths, "that is multiplied by:")
+    require_matches("lora_parameters", patterns, paths, "used in matmuls:")
     axes, fan_ins = by_path(field(declarations, "out_sharding")), by_path(field(declarations, "fan_in"))
     sizes = by_path(values(declarations))
 

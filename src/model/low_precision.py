@@ -128,7 +128,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Product:
-    """Matmul of a coded array with one that is rounded for it.
+    """Matmul of a coded array with an array that it rounds first.
 
     A device rounds its part, multiplies it by its part of the coded array, and applies the scales before sums over
     devices: the sums then move the activations' dtype instead of 32 bits, and no device waits for another's largest

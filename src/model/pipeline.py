@@ -79,8 +79,8 @@ def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> Schedule:
         raise UserError(f"{stages} pipeline stages need logical_axis_rules.layers=[{STAGE}]")
     if group.shared:
         raise UserError(
-            f"the segment with the most layers shares its weights, of which {stages} pipeline stages cannot have a "
-            "part each: set ici_pipeline_parallelism=1 and dcn_pipeline_parallelism=1"
+            f"the segment with the most layers shares its weights, which {stages} pipeline stages cannot split: "
+            "set ici_pipeline_parallelism=1 and dcn_pipeline_parallelism=1"
         )
     if repeats == -1:
         repeats = max(group.repeats // stages, 1)
@@ -93,8 +93,8 @@ def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> Schedule:
         )
     if repeats > 1 and micro_batches != -1 and micro_batches % stages:
         raise UserError(
-            f"num_pipeline_microbatches={micro_batches} must be a multiple of the {stages} pipeline stages where "
-            f"num_pipeline_repeats={repeats}: micro-batches come back to the first stage in groups of as many"
+            f"num_pipeline_microbatches={micro_batches} must be a multiple of the {stages} pipeline stages if "
+            f"num_pipeline_repeats={repeats}: micro-batches return to the first stage in groups of that size"
         )
     return Schedule(stages, repeats, stages if micro_batches == -1 else micro_batches)
 

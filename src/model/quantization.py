@@ -122,7 +122,7 @@ def _chosen(
 ) -> Quantization:
     paths, patterns = multiplied(declarations), tuple(map(str, exclude))
     typed = [name for name in patterns if name not in EXCLUDED]
-    require_matches("quantization_exclude", typed, paths, "that is multiplied by:")
+    require_matches("quantization_exclude", typed, paths, "used in matmuls:")
     axes, fan_ins = (params.by_path(params.field(declarations, name)) for name in ("out_sharding", "fan_in"))
     wide = [path for path in paths if params.matches(path, patterns)]
     places = {}
@@ -132,11 +132,11 @@ def _chosen(
         places[path] = Place(tuple(bounded), axes[path][layers:])
         if "expert" in axes[path] and words != "quantization=int8":  # Triton on GPUs computes fp8 matmuls in float16
             raise UserError(
-                f"{words} has no products of experts, which quantization=int8 has: keep theirs with "
+                f"{words} has no matmuls for experts, which quantization=int8 has: exclude them with "
                 f"quantization_exclude=[{','.join(patterns)},feed_forward.wi,feed_forward.wo]"
             )
     if not places:
-        raise UserError(f"{words} finds no weight that quantization_exclude leaves: shorten that list")
+        raise UserError(f"quantization_exclude leaves no weight for {words}: shorten that list")
     if fan_ins.get(("embedding",)):  # tied
         wide.append(("embedding",))
     shapes = params.by_path(params.values(declarations))
@@ -145,7 +145,7 @@ def _chosen(
         stacked = (zip(axes[path], shapes[path].shape, strict=True) for path in paths)
         return sum(math.prod(size for axis, size in dims if axis in LAYERS) for dims in stacked)
 
-    description = f"{kind} in {count(places):,} products with weights, forward and backward"
+    description = f"{kind} in {count(places):,} weight matmuls, forward and backward"
     if wide:
         description += f"; {count(wide):,} not ({first_few(dict.fromkeys(path[-1] for path in wide))})"
     return Quantization(kind, bounds, places, description)
@@ -159,6 +159,6 @@ def _check_devices(kind: str, device: jax.Device) -> None:
     if (kind == "fp8" and capability >= 8.9) or (kind == "mxfp8" and 10 <= capability < 11):
         return
     raise UserError(
-        f"quantization={kind}: MinText makes no such products on a {device.device_kind}. It does on: "
+        f"quantization={kind}: MinText has no such matmuls for a {device.device_kind}. It has them for: "
         f"{', '.join(kinds_with(kind))}; a CPU computes the same numbers, slowly. Or leave quantization empty."
     )

@@ -15,11 +15,11 @@ Path = tuple[Any, ...]
 
 
 def require_matches(key: str, patterns: Sequence[str], paths: Collection[Path], those: str) -> None:
-    """Raises UserError for a pattern of `key` that matches none of the weights at these paths; `those` describes them."""
+    """Raises UserError for a pattern of `key` that matches none of these weights; `those` describes them."""
     for pattern in patterns:
         if not any(params.matches(path, [pattern]) for path in paths):
             names = sorted({params.dotted(path[3:] if path[0] == "segments" else path) for path in paths})
-            raise UserError(f"{key}: {pattern} fits no weight {those} {first_few(names, near=pattern)}")
+            raise UserError(f"{key}: {pattern} matches no weight {those} {first_few(names, near=pattern)}")
 
 
 def multiplied(declarations: params.Tree) -> list[Path]:

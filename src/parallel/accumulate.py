@@ -27,7 +27,7 @@ class Accumulation:
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
-        """The replica axes over which this module reduces gradients once (manual reduction), instead of the compiler."""
+        """The replica axes over which gradients are reduced here once (manual reduction), not by the compiler."""
         # Without a loop the compiler reduces each gradient only once; in a loop it would do so in every iteration.
         return self.replica_axes if self.micro_batches > 1 or self.pipelined else ()
 

@@ -110,7 +110,7 @@ class Layout:
     def shard_map(
         self, function: Callable, in_specs: Any, out_specs: Any, over: Collection[str] | None = None
     ) -> Callable:
-        """Maps `function` over device shards along the mesh axes `over`; None: all that no outer `shard_map` maps over."""
+        """Maps `function` over device shards along the mesh axes `over`; None: all that no outer `shard_map` covers."""
         if over is None:
             over = {*self.mesh.axis_names}.difference(jax.sharding.get_abstract_mesh().manual_axes)
         # Other axes work as usual: inside, `constrain` and another `shard_map` handle them.
@@ -176,7 +176,7 @@ def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[st
         rules = dict.fromkeys(f"logical_axis_rules.{axis}=[]" for axis in problems.values())
         raise UserError(
             f"Weights do not divide over the mesh: {'; '.join(problems)}. Change these sizes, or {any_of(keys)}, "
-            f"or leave such a dim whole on each device: {', '.join(rules)}."
+            f"or do not shard these dims: {', '.join(rules)}."
         )
     return shardings
 

@@ -20,8 +20,9 @@ def zigzag_order(length: int, layout: Layout) -> np.ndarray:
     n = layout.shards("length")
     if length % zigzag_parts(n):
         raise UserError(
-            f"max_target_length={length} does not divide into {2 * n} parts, two for each device that shares a row "
-            f"({layout.sharded_by('length')}): use a multiple of {2 * n}, or another " + sharing_keys(layout, "length")
+            f"max_target_length={length} does not divide into {2 * n} parts, two for each device that shares a "
+            f"sequence ({layout.sharded_by('length')}): use a multiple of {2 * n}, or another "
+            + sharing_keys(layout, "length")
         )
     if n == 1:
         return np.arange(length)

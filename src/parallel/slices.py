@@ -53,22 +53,22 @@ def mesh_sizes(kind: str, section: Mesh, devices: int, groups: int) -> list[int]
         product += f" = {known_size}" if len(larger) > 1 else ""
         problem = f"{product} does not divide {total} {what}: {any_of(divisors(total))} do{'es' * (total == 1)}."
     else:
-        advice = f"Set one of the sizes to -1 (what is left), or sizes whose product is {total}."
-        problem = f"{product} against {total} {what}. {advice}"
+        advice = f"Set one of the sizes to -1 (the rest), or sizes whose product is {total}."
+        problem = f"{product} for {total} {what}. {advice}"
     if kind == "dcn" and groups == 1:
         problem += (
             " Larger dcn sizes need a job on more slices or hosts, which JAX did not find (docs/launch.md), or with "
             "compile_topology, compile_topology_num_slices."
         )
     if kind == "ici" and groups > 1 and known_size > devices:
-        problem += f" Between the {groups} slices or hosts sizes are dcn_*_parallelism."
+        problem += f" Sizes between the {groups} slices or hosts are dcn_*_parallelism."
     if kind == "ici" and devices == 1:
-        problem += " To try a mesh on a CPU, set JAX_NUM_CPU_DEVICES=8 in the environment: so many virtual devices."
+        problem += " To try a mesh on a CPU, set JAX_NUM_CPU_DEVICES=8 in the environment for 8 virtual devices."
     raise UserError(f"The mesh does not multiply out: {problem}")
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """Lists all divisors of `number`, ascending."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 

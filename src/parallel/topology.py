@@ -173,7 +173,7 @@ def parse_topology(name: str, slices: int) -> Topology:
         hint = of_gpu[0] if of_gpu else did_you_mean(name, [*_GPU_HOSTS, *families])
         raise UserError(
             f"compile_topology={name} is unknown.{hint} Expected a TPU slice "
-            f"({', '.join(f'{each}-N' for each in _GENERATIONS)}, or its chips, as v5p:4x4x8), a host of "
+            f"({', '.join(f'{each}-N' for each in _GENERATIONS)}, or its chips, such as v5p:4x4x8), a host of "
             f"{_GPUS_PER_HOST} GPUs ({gpus}) or cpu-N."
         )
     generation = _GENERATIONS[family]
@@ -246,9 +246,7 @@ def memory_of(device_kind: str) -> int | None:
 def compute_capability(device: Any) -> float:
     """Compute capability of an NVIDIA GPU, present or compiled for, such as 9.0; 0 for other devices."""
     capability = str(getattr(device, "compute_capability", ""))
-    return (
-        float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0
-    )  # AMD GPUs have a name instead, such as gfx942
+    return float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0  # AMD uses names, such as gfx942
 
 
 def kinds_with(dtype: str) -> list[str]:

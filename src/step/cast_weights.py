@@ -1,4 +1,4 @@
-"""Casts layers' matrices to the matmul dtype before the loop over layers, so that gradients are stacked in that dtype."""
+"""Casts layers' matrices to the matmul dtype before the loop over layers, so that it stacks gradients in that dtype."""
 
 import jax.numpy as jnp
 
@@ -7,7 +7,7 @@ from src.step.plan import StepPlan
 
 
 def cast_matrices(trainable: Tree, plan: StepPlan) -> Tree:
-    """Casts layers' trainable matrices that enter matmuls in `dtype` once per step to `dtype`.
+    """Casts to `dtype` the layers' trainable matrices that are used in matmuls of `dtype` once per step.
 
     A matmul casts its weight in any case, and XLA's TPU compiler casts all layers' weights before the loop (others do
     not, and would hold the copies for this). The loop then also stacks their gradients in `dtype`, in which matmuls

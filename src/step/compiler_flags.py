@@ -59,7 +59,7 @@ PRESETS: dict[str, dict[str, str]] = {
     "TPU v6 lite": {"xla_tpu_scoped_vmem_limit_kib": "98304"},
 }
 
-BY_ITSELF = "it is retired, and XLA does so by itself"
+BY_ITSELF = "it is retired, because XLA now does this by default"
 # JAX adds this flag to LIBTPU_INIT_ARGS if it finds TPUs: the user did not set it, and other machines lack it.
 _JAX_TPU_FLAG = "--xla_tpu_use_enhanced_launch_barrier"
 
@@ -81,7 +81,7 @@ def parse_flags(text: str) -> dict[str, str]:
     for part in text.split():
         if not (match := re.fullmatch(r"--(\w+)(?:=(.*))?", part)) or ",--" in part:
             raise UserError(
-                f"compile_xla_flags: {part} is no flag; expected --name=value, with spaces between flags, or auto"
+                f"compile_xla_flags: {part} is not a flag; expected --name=value, with spaces between flags, or auto"
             )
         flags[match[1]] = "true" if match[2] is None else match[2]
     return flags
@@ -100,7 +100,7 @@ def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, st
     else:
         flags = parse_flags(text)
     flags = always(device.platform) | flags
-    # XLA's parser of options, unlike its parser of flags, accepts truth values only with a capital letter.
+    # XLA's parser of options, unlike its parser of flags, only accepts truth values that are capitalised.
     options = {name: value.title() if value in ("true", "false") else value for name, value in flags.items()}
     if options and _error(options, device):
         package, errors = "libtpu" if device.platform == "tpu" else "jaxlib", []
@@ -112,7 +112,7 @@ def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, st
                 say([f"compile_xla_flags: {name}={value} is left out: {BY_ITSELF}"])
                 del options[name]
             else:
-                errors.append(f"{name} is no option of {_answer(package, name, value)}")
+                errors.append(f"{name} is not an option of {_answer(package, name, value)}")
         if errors:
             raise UserError("\n".join(f"compile_xla_flags: {error}" for error in errors))
     return options
@@ -125,7 +125,7 @@ def _error(options: Mapping[str, str], device: jax.Device) -> str:
         jax.jit(lambda x: x, compiler_options=dict(options)).lower(scalar).compile()
     except jax.errors.JaxRuntimeError as error:
         message = str(error).removeprefix("INVALID_ARGUMENT: ").splitlines()[0]
-        # Any other error is not about options: no one-device program compiles for two slices that are absent.
+        # Any other error is not about options: no single-device program compiles for two slices that are absent.
         if message.startswith(("No such compile option", "While setting option", "Failed to parse")):
             return message.rstrip(": ")  # some end before the reason
     return ""
@@ -136,7 +136,7 @@ def _answer(package: str, name: str, value: str) -> str:
     known = f"{package} {version(package)}."
     if (instead := hints().retired_flag(name, value)) is None:
         return known
-    return f"{known} It is retired: {instead} is in its place." if instead else f"{known} Take it out: {BY_ITSELF}."
+    return f"{known} It is retired: {instead} replaces it." if instead else f"{known} Remove it: {BY_ITSELF}."
 
 
 def environment_flags() -> dict[str, str]:
@@ -174,7 +174,9 @@ def check_environment(uses_tpu: bool) -> None:
                 print(f"{variable} in the environment: {typed} is left out: {BY_ITSELF}", flush=True)
                 os.environ[variable] = " ".join(word for word in os.environ[variable].split() if word != typed)
             else:
-                messages.append(f"{variable} in the environment: {flag} is no flag of {_answer(package, name, value)}")
+                messages.append(
+                    f"{variable} in the environment: {flag} is not a flag of {_answer(package, name, value)}"
+                )
         if not match:
             messages.append(f"{variable} in the environment: {line}")
     if messages:

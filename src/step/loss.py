@@ -66,8 +66,8 @@ def objective(
 ) -> tuple[jax.Array, tuple[Metrics, Tree]]:
     """Computes a micro-batch's share of the loss to minimise; also its share of each reported loss, and router buffers.
 
-    Shares of all micro-batches add up to means, because `counts` covers the whole batch. `trainable`, the argument to
-    differentiate by, replaces that part of `weights`.
+    Shares of all micro-batches add up to means, because `counts` covers the whole batch. Gradients are taken with
+    respect to `trainable`, which replaces that part of `weights`.
     """
     model = plan.decoder(dataclasses.replace(weights, trainable=trainable))
     sums = loss(model, batch, plan)
@@ -102,7 +102,7 @@ def count_tokens(batch: Batch, plan: StepPlan) -> TokenCounts:
 
 
 def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Array, ForwardContext, Tree]:
-    """Computes the hidden states [B, T, D] of a batch that is `in_zigzag`, with their context and the layers' reports."""
+    """Computes the hidden states [B, T, D] of a batch that is `in_zigzag`, their context, and the layers' reports."""
     positions_BT, segment_ids_BT, keys_BTW = (inputs.get(name) for name in ("positions", "segment_ids", "dropout_keys"))
     settings = (plan.layout, plan.kernel, plan.packed, keys_BTW)
     execution = plan.execution

@@ -32,8 +32,8 @@ def learning_rate_scales(keys: Step, spec: ModelSpec, declarations: Tree) -> dic
         written = {axis for dim, axis in enumerate(axes[path]) if dim not in fan_ins[path]}
         if path[-1] not in READOUTS and not written & WIDTHS:
             raise UserError(
-                f"mup_base_emb_dim: {params.dotted(path)} writes to dims that do not go with the model's width, and no "
-                "learning rate by width is known for it: leave mup_base_emb_dim out"
+                f"mup_base_emb_dim: {params.dotted(path)} writes to dims that do not scale with the model's width, and "
+                "no learning rate by width is known for it: leave mup_base_emb_dim out"
             )
     return dict.fromkeys(axes, 1.0) | dict.fromkeys(multiplied(declarations), 1 / m)
 

@@ -36,8 +36,8 @@ def assign_rules(keys: Step, trained: Tree, by_width: Mapping[Path, float] | Non
         taken = [path for path in rules if not rules[path].match and matches(path, [rule.match])]
         if not taken:
             raise UserError(
-                f"optimizer_rules: every weight that {rule.match} fits is taken by a rule before it, as the first that "
-                "fits counts: put it before them, or leave it out"
+                f"optimizer_rules: earlier rules take every weight that {rule.match} matches, because the first rule "
+                "that matches a weight applies: move this rule before them, or remove it"
             )
         rules |= dict.fromkeys(taken, rule)
     return nested({path: replace(rule, by_width=(by_width or {}).get(path, 1.0)) for path, rule in rules.items()})

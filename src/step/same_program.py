@@ -29,18 +29,19 @@ def check_same_program(built: TracedStep, steps: int) -> None:
         processes = ", ".join(map(str, np.flatnonzero(differ.any(axis=1))))
         what = " and ".join(text for text, differs in zip(texts, differ.any(axis=0), strict=True) if differs)
         raise UserError(
-            f"process {processes} would train otherwise than process 0: {what} differ. Keys, code and packages are the "
-            "same, so look at the environment of the processes (XLA_FLAGS, JAX_*), at other packages, and at functions "
-            "of your own"
+            f"process {processes} would train differently from process 0: {what} differ. Keys, code and packages are "
+            "the same, so look at the environment of the processes (XLA_FLAGS, JAX_*), at other packages, and at your "
+            "own functions"
         )
 
 
 def program_text(traced: jax.stages.Traced, kernel_text: Callable[[bytes], str] = lambda bytecode: "") -> str:
     """Writes the traced step as text that is the same in every process, and for devices that are absent.
 
-    Neither text is complete. StableHLO has shardings, donation and constants, but for kernels that XLA asks Python to
-    partition (cuDNN's attention) only a Python object's address: their settings, such as the scale, are in the jaxpr.
-    `kernel_text` writes a Pallas kernel, whose serialised form names its source files.
+    The text combines StableHLO and the jaxpr, because neither is complete. StableHLO has shardings, donation and
+    constants, but for kernels that XLA asks Python to partition (cuDNN's attention) only a Python object's address:
+    their settings, such as the scale, are in the jaxpr. `kernel_text` writes a Pallas kernel, whose serialised form
+    names its source files.
     """
     lowered = traced.lower().as_text()
     lowered = re.sub(r'(@CustomSPMDPartitioning\(.*?backend_config = )"\d+"', r"\1", lowered)

@@ -54,7 +54,7 @@ class TrainState:
 def init_state(plan: StepPlan, weights: Weights | None = None) -> TrainState:
     """State before the first step, with these weights; None: the initial ones."""
     weights = weights or plan.init_weights()
-    opt = plan.optimizer(hparams_at(plan.step, 1, 0)).init(weights.trainable)  # it depends on none of these values
+    opt = plan.optimizer(hparams_at(plan.step, 1, 0)).init(weights.trainable)  # the values do not affect it
     spikes: Tree = {}
     if plan.step.skip_step_on_spikes:
         from src.step.spikes import empty_window
@@ -96,7 +96,7 @@ def abstract_batch(plan: StepPlan, rows: int, length: int, key: str = "per_devic
         sharing, keys = plan.layout.sharded_by("norm_length"), sharing_keys(plan.layout, "norm_length")
         raise UserError(
             f"max_target_length={length} is not divisible by num_vocab_tiling={tiles} times the number of devices that "
-            f"share a row between blocks ({sharing}): use a multiple of {tiles * shards}, or another {keys}"
+            f"share a sequence between blocks ({sharing}): use a multiple of {tiles * shards}, or another {keys}"
         )
     row = {name: jax.ShapeDtypeStruct((length,), dtype) for name, dtype in BATCH_ARRAYS.items()} | dict(plan.fields)
     placed = batch_sharding(plan.layout, plan.fields)

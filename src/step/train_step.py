@@ -128,7 +128,7 @@ def with_dropout_keys(batch: Batch, step: jax.Array, plan: StepPlan) -> Batch:
 def loss_gradient(
     inputs: tuple[Weights, TokenCounts], batch: Batch, plan: StepPlan, loss: LossFunction
 ) -> tuple[Tree, Any]:
-    """Gradient of a micro-batch's objective by the trainable weights, and the values that `objective` reports."""
+    """Gradient of a micro-batch's objective with respect to trainable weights, and `objective`'s reported values."""
     weights, counts = inputs
     of_trainable = functools.partial(objective, weights=weights, counts=counts, batch=batch, plan=plan, loss=loss)
     trainable = cast_matrices(weights.trainable, plan) if loss is next_token_loss else weights.trainable

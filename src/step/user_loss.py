@@ -18,7 +18,7 @@ def loss_function(name: str) -> LossFunction:
 
 
 def _checked(function: LossFunction, model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
-    """Calls a user's loss while a step is traced. Raises UserError if it does not return sums that a step can add up."""
+    """Calls a user's loss while a step is traced. Raises UserError unless it returns sums that a step can add up."""
     sums = call("loss", function, model, batch, plan)
     if not isinstance(sums, LossSums):
         found = "an array" if isinstance(sums, jax.Array) else f"a value of type {class_name(sums)}"
@@ -41,7 +41,7 @@ def _checked(function: LossFunction, model: Decoder, batch: Batch, plan: StepPla
     needed = plan.spec.has_experts or plan.step.log_internals
     if not isinstance(sums.router, dict) or (needed and "segments" not in sums.router):
         raise UserError(
-            f"loss={plan.step.loss} returned LossSums with router={sums.router}: expected the layers' reports, which "
-            "hidden_states returns third"
+            f"loss={plan.step.loss} returned LossSums with router={sums.router}: expected the layers' reports, "
+            "the third result of hidden_states"
         )
     return sums

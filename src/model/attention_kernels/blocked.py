@@ -4,8 +4,8 @@ Each tile of queries visits the tiles of keys one by one, and its softmax is res
 and Gimelshein 2018, arXiv:1805.02867). The backward pass recomputes a tile's scores from the saved logarithm of the
 softmax normaliser (FlashAttention-2, Dao 2023, arXiv:2307.08691). Fully masked pairs of tiles are skipped.
 
-Letters, besides src/model/spec.py's: i tiles of t queries, j tiles of s keys, G query heads that read one head of keys,
-R = G t, V size of values, n devices that share a sequence, P pairs of tiles.
+Letters in addition to those in src/model/spec.py: i tiles of t queries, j tiles of s keys, G query heads that read one
+head of keys, R = G t, V size of values, n devices that share a sequence, P pairs of tiles.
 """
 
 from collections.abc import Callable

@@ -72,7 +72,7 @@ class _Mask(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Pieces:
-    """Attention on one device. A piece has b rows of t queries and s keys: one of its blocks, or a join of two blocks."""
+    """Attention on one device. A piece has b rows of t queries and s keys: one of its blocks, or two joined blocks."""
 
     scale: float
     window: int

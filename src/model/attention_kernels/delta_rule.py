@@ -4,9 +4,9 @@ A value head has a state S [H, P]. A token decays it, and then moves the value s
 
 S = exp(g) S; S = S + k beta (v - k S); out = q S
 
-Letters, besides src/model/spec.py's: K key heads, each with G value heads, H size of queries and keys, P of values, C
-tokens of a chunk, n chunks. All arrays are float32, but TPUs and GPUs round the inputs of matmuls as `matmul_precision`
-says, except in the inverse, where each round would add to the errors of earlier ones.
+Letters in addition to those in src/model/spec.py: K key heads, each with G value heads, H size of queries and keys, P
+of values, C tokens of a chunk, n chunks. All arrays are float32, but TPUs and GPUs round the inputs of matmuls as
+`matmul_precision` says, except in the inverse, where each round would add to the errors of earlier ones.
 """
 
 import jax

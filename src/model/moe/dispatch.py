@@ -84,7 +84,7 @@ def _fill_buffers(tokens: Rows, choice_R: Array, row_M: Array, k: int) -> Rows:
 
 @dataclass(frozen=True)
 class Windows:
-    """Sends rows to a group's experts and back in windows of `room` rows; `rows_PE` has each device's rows per expert."""
+    """Sends rows to a group's experts and back in windows of `room` rows; `rows_PE`: each device's rows per expert."""
 
     feed: Callable[[Rows, Any, Array], Array]
     room: int
@@ -158,7 +158,7 @@ def exchange_plans(
 
 
 def _linear(transpose: Callable, static: tuple[int, ...]) -> Callable[[Callable], Callable]:
-    """Gives f(x, indices, inverse, *static), linear in x, the derivative transpose(., inverse, indices, *static)."""
+    """Makes transpose(., inverse, indices, *static) the derivative of f(x, indices, inverse, *static), linear in x."""
 
     def decorate(function: Callable) -> Callable:
         differentiable = functools.wraps(function)(jax.custom_vjp(function, nondiff_argnums=static))

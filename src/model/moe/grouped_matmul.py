@@ -39,8 +39,8 @@ class GroupedCodes:
 def encoded(weight: Quantized, dtype: Any) -> GroupedCodes:
     """Quantizes a weight, whose gradient has `dtype`."""
     products, limit = weight.products, jnp.iinfo(jnp.int8).max
-    # Make scales exact in bfloat16: the backward pass looks up a scale for every entry, an array as large as the
-    # gradient.
+    # Round scales up to exact bfloat16 values: the backward pass looks up a scale for every entry, in an array as large
+    # as the gradient.
     bound = limit * (weight.bound / limit * (1 + 2**-8)).astype(jnp.bfloat16).astype(jnp.float32)
     coded = encode(jax.lax.stop_gradient(weight.weight), bound, products.format.forward, products.on_cpu)
     return GroupedCodes(weight.weight.astype(dtype), coded, products)
@@ -134,7 +134,7 @@ def _grouped_codes(
 ) -> Array:
     """Multiplies rows by the weight of their group in int8, like `grouped_matmul`.
 
-    Each row has a scale, and each output channel of a group. The weight gradient rounds a channel with one scale for
+    Each row, and each output channel of a group, has a scale. The weight gradient rounds a channel with one scale for
     all groups' rows.
     """
     on_cpu, how = platform == "cpu", {"platform": platform, "interpret": interpret}

@@ -249,8 +249,8 @@ def check_mesh(spec: ModelSpec, layout: Layout) -> None:
     shards, by = layout.shards("expert"), layout.sharded_by("expert")
     if shards > 1 and not spec.has_experts:
         raise UserError(
-            f"the mesh shards experts over {by}, and this model has none (num_experts=1): set ici_expert_parallelism=1 "
-            "and dcn_expert_parallelism=1; fsdp, context and tensor shard other weights"
+            f"the mesh shards experts over {by}, but this model has no experts (num_experts=1): set "
+            "ici_expert_parallelism=1 and dcn_expert_parallelism=1; fsdp, context and tensor shard other weights"
         )
     for layer in spec.layers:
         if layer.num_experts > 1 and layer.num_experts % shards:

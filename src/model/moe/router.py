@@ -46,7 +46,12 @@ def _in_best_groups(choice_BTE: Array, spec: LayerSpec) -> Array:
 def report(
     logits_BTE: Array, scores_BTE: Array, experts_BTk: Array, kept_BTk: Array, non_padding_BT: Array, layout: Layout
 ) -> Report:
-    """Sums over each device's non-padding tokens, [devices, ...]; `totals` adds them up, so no layer waits for others."""
+    """Sums over each device's non-padding tokens, [devices, ...]; `totals` adds them up, so no layer waits for that.
+
+    `expert_load` [E]: the share of a token's choices that each expert got. `expert_share` [E]: each expert's share of
+    the token's scores. `router_z` [1]: the squared logsumexp of its logits. `tokens_dropped` [1]: the share of choices
+    without a slot.
+    """
 
     def sums(*arrays: Array) -> Report:
         logits_BTE, scores_BTE, experts_BTk, kept_BTk, non_padding_BT = arrays

@@ -138,7 +138,7 @@ def test_other_gpus_of_the_generation_make_them_too():
 @pytest.mark.parametrize(
     ("length", "width", "message"),
     [
-        (32, 48, r"together: 48 of a weight's dim on a device are no multiple .* quantization_exclude"),
+        (32, 48, r"together: 48 of a weight's dim on a device are not a multiple .* quantization_exclude"),
         (40, 64, r"together: 40 tokens of a sequence on a device .* Change max_target_length or ici_context"),
     ],
 )

@@ -212,7 +212,7 @@ def test_options_that_the_pages_show_are_taken():
     ("flags", "said"),
     [
         ("--xla_gpu_async_collectives=true", "--xla_gpu_async_collectives=true is not a flag of jaxlib"),
-        ("--xla_gpu_enable_async_collectives=false", "--xla_gpu_disable_async_collectives=ALLCOLLECTIVES is in its"),
+        ("--xla_gpu_enable_async_collectives=false", "--xla_gpu_disable_async_collectives=ALLCOLLECTIVES replaces it"),
         ("--xla_cpu_enable_fast_mth --xla_dump_to=x --xla_no_such=1", "--xla_cpu_enable_fast_mth is not a flag of"),
         ("--xla_dump_to=x --xla_a=1 --xla_no_such=1", "--xla_no_such=1 is not a flag of"),
         ("--xla_cpu_enable_fast_math=yes", "value yes for flag xla_cpu_enable_fast_math"),

@@ -98,7 +98,7 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
     mesh or its pipeline stages, the attention kernel or 8-bit matmuls do not run on its devices, or a pattern of
     `trainable_parameters`, `lora_parameters`, `optimizer_rules` or `quantization_exclude` matches no weight.
     """
-    if spec.has_experts:
+    if spec.has_experts or layout.shards("expert") > 1:
         from src.model.moe.layer import check_mesh
 
         check_mesh(spec, layout)

@@ -21,7 +21,7 @@ from src.system.imports import optional
 
 
 def main(argv: Sequence[str] | ConfigDict) -> Result | None:
-    """Runs the command line `argv`; None if it only asked for help. Raises UserError, for a non-finite loss too."""
+    """Runs the command line `argv`; None if it only asked for help. Raises UserError, also for a non-finite loss."""
     config = configured(argv)
     if config is None:
         return None
@@ -31,20 +31,20 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
 
 
 def train(config: Config, exits: contextlib.ExitStack) -> Result:
-    """Trains by a checked config. What must be closed, however the run ends, is entered in `exits`."""
+    """Trains with a checked config. Resources to close, however the run ends, are entered in `exits`."""
     # ---- Devices, model and step
     run = Run(config, exits)
     built = run.built
     train_step = built.train
     if config.compiled_trainstep_file or config.pgle or config.pgle_profile:
-        from src.extras.aot import pgle, program  # import private modules of JAX, which another JAX may have elsewhere
+        from src.extras.aot import pgle, program  # import private JAX modules, which other versions may move
 
         program_header = program.header(built, config.model, config.step, config.batch, config.mesh)
         train_step = pgle.chosen_step(config.aot, built, program_header, run.folder.path, exits)
     elif run.plan.quantization.kind or run.schedule.ramp:
         from src.extras.aot import eight_bits
 
-        train_step = eight_bits.compiled(built)  # of a ramp the full batch, which has to fit, before the smaller ones
+        train_step = eight_bits.compiled(built)  # of a ramp, the full batch, which must fit, before the smaller ones
 
     # ---- Data
     tokenizer = make_tokenizer(config.data, config.vocab_size, "decode_metrics" * bool(config.decode_metrics))
@@ -69,7 +69,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     with run:
         for step in run.steps():
             batch = run.next_batch()
-            is_full = run.schedule.size(step) == built.rows  # else in the ramp of the batch size
+            is_full = run.schedule.size(step) == built.rows  # false during a ramp of the batch size
             step_fn = train_step if is_full else built.train
             hparams = hparams_at(config.step, config.steps, step)
             state, metrics = step_fn(run.state, run.to_devices(batch), hparams)

@@ -91,5 +91,5 @@ def test_another_step_in_one_process_is_refused_by_all(changed, words, monkeypat
         if not words:
             check_same_program(built, config.steps)
             continue
-        with pytest.raises(UserError, match=rf"process 1 would train otherwise than process 0: {words}"):
+        with pytest.raises(UserError, match=rf"process 1 would train differently from process 0: {words}"):
             check_same_program(built, config.steps)

@@ -126,7 +126,7 @@ def test_a_gpu_host_has_a_verdict_though_its_compiler_gives_none(tmp_path, monke
 def test_flags_that_would_end_libtpu_are_answered(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_no_such=1")
     said = train_compile("compile_topology=v5e-4", *SMALL, code=2)
-    assert "LIBTPU_INIT_ARGS in the environment: xla_no_such is no flag of libtpu" in said
+    assert "LIBTPU_INIT_ARGS in the environment: xla_no_such is not a flag of libtpu" in said
 
 
 def test_another_memory_than_the_devices_main_one_is_no_question_of_size():

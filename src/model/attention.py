@@ -1,7 +1,8 @@
 """Grouped-query attention: projections, positions, and the call of a kernel.
 
-All kernels compute the same: a token attends to the tokens of its own segment up to and including itself, within the
-layer's window, with weights softmax(scale q k). Scores may be capped, and a sink may take a part of the weight.
+All kernels compute the same function: a token attends to the tokens of its own segment up to and including itself,
+within the layer's window, with weights softmax(scale q k). Scores may be capped, and a sink may take part of the
+weight.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from src.parallel.sequence import replicate_rows
 
 
 class Attention(nnx.Module):
-    """Causal self-attention within a segment, N query heads reading K key/value heads (Ainslie et al. 2023)."""
+    """Causal self-attention within a segment: N query heads read K key/value heads (Ainslie et al. 2023)."""
 
     def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: Rngs) -> None:
         self.spec, self.scores = spec, self.costs(spec).scores
@@ -58,12 +59,12 @@ class Attention(nnx.Module):
 
     @staticmethod
     def costs(spec: LayerSpec) -> Costs:
-        """Counts what attention makes beside its weights' products."""
+        """Counts attention's activations and scores."""
         heads = (spec.num_query_heads, spec.num_kv_heads)
         spared_by = {"query": ("query_proj",), "key": ("key_proj",), "value": ("value_proj",), "out": ("out_proj",)}
-        if spec.share_kv_projections:  # what is kept of its product are both outputs, each after steps of its own
+        if spec.share_kv_projections:  # one matmul, saved as key and as value
             spared_by["key"] += spared_by.pop("value")
-        # The norms' derivatives need their inputs, and what is kept are their outputs.
+        # The derivatives of norms need their inputs, but remat policies save their outputs.
         normed = {"query", "key"} if spec.qk_norm != "none" else set()
         normed |= {"key" if spec.share_kv_projections else "value"} if spec.value_norm else set()
         spared_by = {name: arrays for name, arrays in spared_by.items() if name not in normed}
@@ -80,7 +81,7 @@ class Attention(nnx.Module):
         return dict.fromkeys(("key", "value"), CacheArray(shape, ("batch", "kv_heads", None, "head_dim")))
 
     def __call__(self, x_BTD: Array, context: ForwardContext, cache: Cache | None) -> tuple[Array, Cache | None]:
-        """Maps [B, T, D] to [B, T, D]; returns the cache with these tokens too, which is None in training."""
+        """Maps [B, T, D] to [B, T, D]; also returns the updated cache (None in training)."""
         constrain = context.layout.constrain
         q_BTNH = matmul(x_BTD, self.query[...], "BTD,DNH->BTNH")
         k_BTKH = matmul(x_BTD, self.key[...], "BTD,DKH->BTKH")
@@ -130,7 +131,7 @@ class Attention(nnx.Module):
         if spec.qk_norm == "l2":
             epsilon = spec.normalization_layer_epsilon
             q_BTNH, k_BTKH = root_mean_square(q_BTNH, epsilon), root_mean_square(k_BTKH, epsilon)
-        if spec.query_dim_scale:  # praxis's PerDimScale: 1 where the weight is 0
+        if spec.query_dim_scale:  # as praxis's PerDimScale: the scale is 1 if the weight is 0
             scale_H = jax.nn.softplus(self.query_dim_scale[...].astype(jnp.float32)) / math.log(2)
             q_BTNH = (q_BTNH * scale_H).astype(q_BTNH.dtype)
         if spec.attn_temperature_scale:
@@ -144,16 +145,16 @@ class Attention(nnx.Module):
 def attend(
     q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, spec: ScoreSpec, sinks_N: Array | None, context: ForwardContext
 ) -> Array:
-    """Computes attention by `context.kernel`: q [B, T, N, H] on k, v [B, n S, K, H] to [B, T, N, H].
+    """Runs the attention kernel `context.kernel`: q [B, T, N, H] on k, v [B, n S, K, H] to [B, T, N, H].
 
-    Keys and values come from `replicate_rows`: all S = T tokens for each of the n devices that share a row.
+    Keys and values come from `replicate_rows`: all S = T tokens for each of the n devices that share a sequence.
     """
     if spec.chunk:
-        # Blocks of positions are separate as segments are, so each segment's blocks become segments.
+        # Blocks of positions are separated just like segments, so make each block of a segment a segment.
         blocks = -(-q_BTNH.shape[1] // spec.chunk) + 1
         segment_ids = context.segment_ids_BT * blocks + context.positions_BT // spec.chunk
         context = dataclasses.replace(context, segment_ids_BT=segment_ids, packed=True)
-    if context.kernel == "flash":  # imported where it runs: Pallas takes a second
+    if context.kernel == "flash":  # imported on use: Pallas takes a second
         from src.model.attention_kernels.splash import splash as kernel
     elif context.kernel == "cudnn_flash":
         from src.model.attention_kernels.cudnn import cudnn as kernel
@@ -166,10 +167,11 @@ def attend(
 
 
 def repeat_kv(x_BTKH: Array, num_query_heads: int, layout: Layout) -> Array:
-    """Replicates the rows of keys or values [B, T, K, H], with the heads that each device's queries read."""
-    # With grouped heads these are small, and gathering them takes less time than the queries' scores do.
+    """Replicates keys or values [B, T, K, H] along the sequence, with the heads that each device's queries read."""
+    # With grouped heads, keys and values are small, and gathering them takes less time than computing the queries'
+    # scores.
     if layout.axes("kv_heads") != layout.axes("heads"):
-        # So many neighbouring queries of a device read the same head.
+        # `together` neighbouring queries of a device read the same head.
         group = num_query_heads // x_BTKH.shape[2]
         together = math.gcd(group, num_query_heads // layout.shards("heads"))
         x_BTKH = jnp.repeat(x_BTKH, group // together, axis=2)

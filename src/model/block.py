@@ -17,11 +17,11 @@ from src.model.spec import LayerSpec, ModelSpec
 
 
 class Block(nnx.Module):
-    """One layer: a mixer of tokens, then a feed-forward layer or experts, each normalised before, after or both."""
+    """One layer: a token mixer, then a feed-forward layer or experts, each with a norm before, after or both."""
 
     def __init__(self, spec: LayerSpec, model: ModelSpec, rngs: Rngs) -> None:
         D, dtype = model.emb_dim, model.weight_dtype
-        # 2 L branches add up in the residual stream: each starts smaller (Radford et al. 2019, section 2.3).
+        # 2 L branches add up in the residual stream, so each starts smaller (Radford et al. 2019, section 2.3).
         out_scale = 1.0 / math.sqrt(2 * len(model.layers))
         before, after = (spec.normalization_placement in (place, "both") for place in ("before", "after"))
         self.dropout_rate, self.multiplier = spec.dropout_rate, spec.residual_multiplier
@@ -38,7 +38,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: Array, context: ForwardContext, cache: Cache | None, layer: Array
     ) -> tuple[Array, Cache | None, Tree]:
-        """Maps [B, T, D] to [B, T, D] as block number `layer` of the model; returns the cache and a report too."""
+        """Maps [B, T, D] to [B, T, D] as block number `layer` of the model; also returns the cache and a report."""
         context = replace(context, layer=layer)
         x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
         with jax.named_scope("attention"):

@@ -1,8 +1,8 @@
-"""Products of weights in MXFP8, forward and backward: float8 with a scale for each 32 values that are summed.
+"""Matmuls with weights in MXFP8, forward and backward: float8 with one scale per 32 values of the summed dim.
 
-The operands are E4M3, gradients too, and a scale is a power of two that holds its block's largest magnitude ("OCP
-Microscaling Formats" 1.0, section 5; Mishra et al. 2025, arXiv:2506.08027, which rounds it up). A block lies along what
-a product sums over, so a layer's three products each round both of their operands.
+All operands are E4M3, including gradients, and a scale is a power of two that covers its block's largest magnitude
+("OCP Microscaling Formats" 1.0, section 5; Mishra et al. 2025, arXiv:2506.08027, which rounds it up). Blocks run along
+the summed dim, so each of a layer's three matmuls rounds both of its operands itself.
 """
 
 import math
@@ -24,15 +24,15 @@ _LARGEST = float(jnp.finfo(CODES).max)
 
 
 def encode(x: Array, on_cpu: bool) -> Coded:
-    """Rounds x [..., S] in blocks of 32 along S; the scales are [..., S / 32], as E8M0.
+    """Rounds x [..., S] in blocks of 32 along S; the scales are [..., S / 32], in E8M0.
 
-    `on_cpu`: what the codes stand for, in float32, and no scales but ones.
+    `on_cpu`: returns the dequantized values in float32, with scales of one.
     """
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
-    least = 2.0**-126  # whose reciprocal is a float32
+    least = 2.0**-126  # its reciprocal is a float32
     bound = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / _LARGEST, least)
     bits = jax.lax.bitcast_convert_type(bound, jnp.uint32)
-    exponents = jnp.minimum((bits + 0x7FFFFF) >> 23, 255)  # rounded up; 255 is no number, and neither is the product
+    exponents = jnp.minimum((bits + 0x7FFFFF) >> 23, 255)  # rounded up; 255 encodes NaN, which the matmul propagates
     scales = jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)
     codes = to_float8(blocks * (1 / scales), CODES, on_cpu)
     if on_cpu:
@@ -43,19 +43,19 @@ def encode(x: Array, on_cpu: bool) -> Coded:
 
 @dataclass(frozen=True, eq=False)
 class BlockProducts:
-    """Makes the products of a step in MXFP8."""
+    """Computes a step's matmuls in MXFP8."""
 
     layout: Layout
 
     @property
     def on_cpu(self) -> bool:
-        """Returns whether they are made in float32 of what the codes stand for: CPUs have none of 8 bits."""
+        """True if matmuls run in float32 on dequantized values: CPUs lack 8-bit matmuls."""
         return self.layout.platform == "cpu"
 
     def multiply(self, x: Array, weight: Array, bound: None, axes: tuple[str | None, ...], einsum: str) -> Array:
-        """Multiplies as `einsum` says by a weight with these logical axes. Other dims of x are rows and tokens.
+        """Multiplies by a weight with these logical axes, as `einsum` says. Other dims of x are batch and sequence.
 
-        Raises UserError if a device's part of a dim along which blocks lie is no multiple of 32.
+        Raises UserError if blocks divide a dim, and a device's part of it is not a multiple of 32.
         """
         x_dims, w_dims, out_dims = einsum.replace("->", ",").split(",")
         parts, stored = shards(self.layout, einsum, axes)
@@ -81,19 +81,19 @@ class BlockProducts:
 
 @dataclass(frozen=True)
 class BlockProduct:
-    """A product on one device, of its parts of two arrays: each is rounded, and gathered as codes if it must be."""
+    """A matmul of one device's parts of two arrays: each is rounded, and gathered in 8 bits if needed."""
 
     on_cpu: bool
-    left: str  # dims of the operands, and of the product
+    left: str  # dims of the operands and of the output
     right: str
     out: str
-    left_at: Shards  # where the left operand lies
-    parts: Shards  # and both of them while they are multiplied
+    left_at: Shards  # sharding of the left operand
+    parts: Shards  # sharding of both operands during the matmul
     out_at: Shards
-    weight: str  # the dims that are a weight's, and not of rows and tokens
+    weight: str  # the dims that belong to a weight, not to batch or sequence
 
     def __call__(self, left: Array, right: Array) -> Array:
-        """Returns the device's part of the product in the right operand's dtype."""
+        """Computes the device's part of the output, in the right operand's dtype."""
         summed = "".join(dim for dim in self.right if dim not in self.out)
         rows, columns = ("".join(dim for dim in dims if dim not in summed) for dims in (self.right, self.left))
         by_row = self._coded(right, self.right, rows + summed, self.parts)
@@ -111,7 +111,7 @@ class BlockProduct:
         return sum_over_devices(out, self.out, summed, self.parts, self.out_at, self.on_cpu)
 
     def _coded(self, x: Array, dims: str, order: str, at: Shards) -> Coded:
-        """Rounds x along the last of `order`, which are its dims then, and gathers it from where it lies."""
+        """Transposes x to the dims `order`, rounds it along the last one, and gathers it from its sharding."""
         x = jnp.einsum(f"{dims}->{order}", x)
         elsewhere = [at[dim][len(self.parts[dim]) :] for dim in order]
 
@@ -122,14 +122,14 @@ class BlockProduct:
 
         if x.shape[-1] % BLOCK == 0:
             return Coded(*map(gathered, encode(x, self.on_cpu)))
-        if (whole := gathered(x)).shape[-1] % BLOCK:  # a device's part has no whole blocks; nor have they all together
+        if (whole := gathered(x)).shape[-1] % BLOCK:  # neither the device's part nor the gathered dim has whole blocks
             if order[-1] in self.weight:
                 what, help_ = "of a weight's dim", "that size, or name the weight in quantization_exclude"
             else:
-                what, help_ = "tokens of a row", "max_target_length or ici_context_parallelism"
+                what, help_ = "tokens of a sequence", "max_target_length or ici_context_parallelism"
             raise UserError(
-                f"quantization=mxfp8 rounds {BLOCK} values together: {whole.shape[-1]} {what} on a device are no "
-                f"multiple of that. Change {help_}."
+                f"quantization=mxfp8 rounds {BLOCK} values together: {whole.shape[-1]} {what} on a device are not "
+                f"a multiple of that. Change {help_}."
             )
         return encode(whole, self.on_cpu)
 

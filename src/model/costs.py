@@ -1,4 +1,4 @@
-"""Costs: what a layer tells those who count operations, memory and time. Each layer's module has a `costs(spec)`."""
+"""Costs: what a layer reports for counting operations, memory and time. Each layer's module has a `costs(spec)`."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,13 +7,13 @@ from src.model.attention_kernels.scores import ScoreSpec
 
 
 class Costs(NamedTuple):
-    """Counts what a mixer (such as attention) or feed-forward layer costs beside its weights, which are declared."""
+    """Costs of a mixer (such as attention) or feed-forward layer, other than its weights, which are declared."""
 
-    width: int  # numbers per token in its activations that are sharded by heads or hidden units
-    sharded: Mapping[str, tuple[int, ...]]  # logical axis -> sizes of the activations' dims that it shards
-    # Weight -> the named arrays that spare its product in the backward pass, if a remat policy keeps all of them.
+    width: int  # activation numbers per token that are sharded by heads or hidden units
+    sharded: Mapping[str, tuple[int, ...]]  # logical axis -> sizes of the activation dims that it shards
+    # Weight -> the named arrays that make it unnecessary to recompute its matmul, if a remat policy saves all of them.
     spared_by: Mapping[str, tuple[str, ...]] = {}
-    last: str = ""  # the weight whose product is the layer's output
-    scores: ScoreSpec | None = None  # of attention's kernel
-    products: float = 0.0  # operations per token forward, beside those with weights and of `scores`
+    last: str = ""  # the weight of the layer's last matmul
+    scores: ScoreSpec | None = None  # of the attention kernel
+    products: float = 0.0  # operations per token in the forward pass, except matmuls with weights and `scores`
     active: float = 1.0  # share of the experts that a token goes through

@@ -1,4 +1,4 @@
-"""The decoder: an embedding, groups of repeated layers, a final norm; hidden states out, logits on request."""
+"""The decoder: an embedding, groups of repeated layers, a final norm. Returns hidden states; logits are separate."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,26 +22,27 @@ from src.parallel.mesh import Layout
 
 
 class OutputPart(NamedTuple):
-    """The output projection to a part of the vocabulary; of all parts the arrays have a leading dim."""
+    """Output projection to a part of the vocabulary; with all parts stacked, arrays have a leading dim."""
 
     kernel_DV: Array
     bias_V: Array
-    ids_V: Array  # of the tokens
+    ids_V: Array  # token ids
 
 
 class Decoder(nnx.Module):
-    """The whole model of a `ModelSpec`."""
+    """The whole model that a `ModelSpec` describes."""
 
     def __init__(self, spec: ModelSpec, rngs: Rngs) -> None:
         self.spec = spec
         V, D, dtype = spec.padded_vocab_size, spec.emb_dim, spec.weight_dtype
-        # As an input its values are of size 1, as a norm's output is; tied, it is also a projection that sums over D.
+        # As an input, embeddings start at size 1, like a norm's output; if tied, the table is also a projection that
+        # sums over D.
         fan_in = (1,) if spec.logits_via_embedding else ()
         self.embedding = weight(rngs, (V, D), ("vocab", "embed"), dtype, fan_in=fan_in)
         if spec.position_type == "learned":
             shape = (spec.trainable_position_size, D)
             self.position_embedding = weight(rngs, shape, ("position", "embed"), dtype, fan_in=(1,))
-        # The blocks of the layer groups, which checkpoints call segments.
+        # The blocks of the layer groups; checkpoints use the name segments.
         self.segments = nnx.List([_group_blocks(spec, index, rngs) for index in range(len(spec.layer_groups))])
         self.final_norm = Norm(spec, (D,), dtype, rngs)
         if not spec.logits_via_embedding:
@@ -59,8 +60,8 @@ class Decoder(nnx.Module):
     ) -> tuple[Array, Any, Tree]:
         """Maps token ids [B, T] to hidden states [B, T, D] after the final norm.
 
-        Returns also the caches (of `empty_caches`; no arrays in training) with these tokens in them, and the layers'
-        reports, nested as weights are.
+        Also returns the updated caches (from `empty_caches`; no arrays in training), and the layers' reports in the
+        nesting of the weights.
         """
         with jax.named_scope("embedding"):
             x_BTD = self._embed(tokens_BT, context)
@@ -69,7 +70,7 @@ class Decoder(nnx.Module):
                 x_BTD += look_up(table_SD, context.positions_BT, context.layout, "position")
             elif self.spec.position_type == "sinusoidal":
                 x_BTD += sinusoidal(context.positions_BT, self.spec.emb_dim).astype(x_BTD.dtype)
-            site = 2 * (len(self.spec.layers) + self.spec.mtp_num_layers)  # after those of all blocks
+            site = 2 * (len(self.spec.layers) + self.spec.mtp_num_layers)  # after the sites of all blocks
             x_BTD = context.dropout(x_BTD, self.spec.dropout_rate, site)
             x_BTD = context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
         reports, new_caches, first_layer = {}, [], 0
@@ -88,7 +89,7 @@ class Decoder(nnx.Module):
     def mtp_hidden_states(
         self, hidden_BTD: Array, mtp_tokens: Sequence[Array], context: ForwardContext, execution: Execution
     ) -> tuple[list[Array], Tree]:
-        """Runs the multi-token prediction layers on `__call__`'s hidden states [B, T, D] (`run_mtp_layers`)."""
+        """Runs the multi-token prediction layers on `__call__`'s hidden states [B, T, D] (see `run_mtp_layers`)."""
         if not self.spec.mtp_num_layers:
             return [], {"mtp": {}}
         from src.model.mtp import run_mtp_layers
@@ -98,9 +99,9 @@ class Decoder(nnx.Module):
 
     @jax.named_scope("output_projection")
     def logits(self, hidden_BTD: Array, context: ForwardContext, part: OutputPart | None = None) -> Array:
-        """Maps hidden states [B, T, D] to float32 logits [B, T, V]; those past the vocabulary's end are about -1e38.
+        """Maps hidden states [B, T, D] to float32 logits [B, T, V]; entries past the vocabulary's end are about -1e38.
 
-        With `part`, one of `output_parts`, V are its tokens.
+        With `part`, one of `output_parts`, V is that part's tokens.
         """
         tied = self.spec.logits_via_embedding and part is None
         kernel = part.kernel_DV if part else (self.embedding if tied else self.output)[...]
@@ -115,17 +116,17 @@ class Decoder(nnx.Module):
         if cap := self.spec.final_logits_soft_cap:
             logits_BTV = cap * jnp.tanh(logits_BTV / cap)
         if self.spec.padded_vocab_size == self.spec.vocab_size:
-            return logits_BTV  # XLA for CPUs would write them a second time for a mask that is always true
+            return logits_BTV  # XLA's CPU compiler would copy the logits to apply a mask that is always true
         ids_V = part.ids_V if part else jnp.arange(self.spec.padded_vocab_size)
         return jnp.where(ids_V < self.spec.vocab_size, logits_BTV, MASKED)
 
     def output_parts(self, count: int, layout: Layout) -> OutputPart | None:
-        """Cuts the output projection along V into parts; returns None if devices share V or it does not divide."""
+        """Cuts the output projection along V into parts; None if devices share V or it does not divide."""
         V, tied = self.spec.padded_vocab_size, self.spec.logits_via_embedding
         kernel = (self.embedding if tied else self.output)[...]
-        if layout.shards("vocab") > 1 or V % count or not isinstance(kernel, Array):  # but one with an adapter
+        if layout.shards("vocab") > 1 or V % count or not isinstance(kernel, Array):  # not an array: it has an adapter
             return None
-        # D comes first: a TPU would lay out anew what it gathers along the last dim.
+        # D comes first: a TPU would change the layout of an array that it gathers along the last dim.
         kernel_DV = kernel.T if tied else kernel
         bias_V = jnp.zeros(V) if self.output_bias is None else self.output_bias[...]
         parts = (jnp.moveaxis(x.reshape(*x.shape[:-1], count, -1), -2, 0) for x in (kernel_DV, bias_V, jnp.arange(V)))

@@ -10,8 +10,8 @@ from src.model.spec import LayerSpec
 def rope(x_BTNH: Array, positions_BT: Array, spec: LayerSpec) -> Array:
     """Rotates pairs of a head's first `partial_rotary_factor` by position (Su et al. 2021, section 3.4.2), in float32.
 
-    Pair i is (i, i + dim / 2), as in Llama's Hugging Face checkpoints, or (2i, 2i + 1) with `rope_interleave`. Where
-    positions are proportional, pairs are of the whole head, and those past that fraction turn by 0.
+    Pair i is (i, i + dim / 2), as in Llama's Hugging Face checkpoints, or (2i, 2i + 1) with `rope_interleave`. With
+    rope_type=proportional, pairs span the whole head, and those past that fraction turn by 0.
     """
     dim = int(x_BTNH.shape[-1] * (1.0 if spec.rope_type == "proportional" else spec.partial_rotary_factor))
     pair = np.arange(dim // 2, dtype=np.float32)
@@ -23,11 +23,12 @@ def rope(x_BTNH: Array, positions_BT: Array, spec: LayerSpec) -> Array:
     angle_BT1P = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies
     sin, cos = size * jnp.sin(angle_BT1P), size * jnp.cos(angle_BT1P)
     rotated, rest = jnp.split(x_BTNH, [dim], axis=-1)
-    # Halves are split and concatenated, not stacked: on a TPU, XLA would lay out a dim of size 2 anew, in float32.
+    # Halves are split and concatenated, not stacked: on a TPU, XLA would copy a dim of size 2 to another layout, in
+    # float32.
     interleaved = spec.rope_interleave
     pairs = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else jnp.split(rotated, 2, axis=-1)
     first, second = (half.astype(jnp.float32) for half in pairs)
-    # Cast before they are joined, so that the backward pass takes the halves of a gradient that is not in float32 yet.
+    # Cast before joining, so that the backward pass splits the gradient before it is converted to float32.
     turned = [half.astype(x_BTNH.dtype) for half in (first * cos - second * sin, second * cos + first * sin)]
     if interleaved:
         turned = [jnp.stack(turned, -1).reshape(rotated.shape)]
@@ -35,7 +36,7 @@ def rope(x_BTNH: Array, positions_BT: Array, spec: LayerSpec) -> Array:
 
 
 def sinusoidal(positions_BT: Array, emb_dim: int) -> Array:
-    """Returns fixed positions, float32 [B, T, D] (Vaswani et al. 2017, section 3.5).
+    """Fixed position encodings, float32 [B, T, D] (Vaswani et al. 2017, section 3.5).
 
     Sines are in the first half of D, cosines in the second; wavelengths run from 2 pi to 10,000 times that.
     """

@@ -1,4 +1,4 @@
-"""How a step runs: layers scanned or not, in pipeline stages; what is kept for the backward pass; for which devices."""
+"""How a step runs: scanned or unrolled layers, pipeline stages, rematerialisation, and choices by platform."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,24 +15,24 @@ from src.system.errors import UserError
 if TYPE_CHECKING:
     from src.model.pipeline import Schedule
 
-MAX_UNROLLED = 16  # layers: to compile each by itself takes a CPU longer the more there are
+MAX_UNROLLED = 16  # layers: each is compiled separately, which takes a CPU longer the more there are
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How layer groups and the update run: nothing here changes a result."""
+    """How layer groups and the update run; none of these settings changes a result."""
 
     scan_layers: bool = True
     remat_policy: str = "none"
     remat_custom: dict[str, str] = field(default_factory=dict)  # array -> device or offload
     schedule: "Schedule | None" = None  # of pipeline stages
-    has_experts: bool = False  # whose whole weights, once gathered, no policy keeps
-    early_gradients: bool = False  # on TPUs: `ForwardContext.gradients_together`, `cast_matrices`
-    update_in_branch: bool = False  # taken when all gradients are there, and whether it is made is known
+    has_experts: bool = False  # no policy saves the gathered weights of experts
+    early_gradients: bool = False  # on TPUs: for `ForwardContext.gradients_together` and `cast_matrices`
+    update_in_branch: bool = False  # run in a branch once all gradients exist and it is known whether to update
 
     @property
     def kept(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns the names of the arrays that a policy other than none keeps on the device, and in host memory."""
+        """Names of the arrays that a policy other than none saves on the device, and in host memory."""
         if self.remat_policy != "custom":
             return REMAT_POLICIES[self.remat_policy]
         places = self.remat_custom.items()
@@ -40,19 +40,19 @@ class Execution:
 
     @property
     def mlp_in_halves(self) -> bool:
-        """Whether a wide feed-forward layer runs in halves: where gradients are early and a policy keeps none of it."""
+        """Run a wide feed-forward layer in halves if gradients are early and the policy saves no hidden units."""
         return self.early_gradients and self.remat_policy != "none" and "mlpwi" not in sum(self.kept, ())
 
     def remat(self, block: Callable, repeats: int) -> Callable:
-        """Wraps a block of a pattern that runs `repeats` times, to keep for the backward pass what the policy names."""
+        """Wraps a block of a pattern that runs `repeats` times, to save what the policy names for the backward pass."""
         if self.remat_policy == "none" and not self.has_experts:
             return block
-        # A loop's body is compiled by itself, so common subexpressions cannot undo the recomputation there; a loop of
-        # one round is none to XLA.
+        # A loop's body is compiled separately, so common-subexpression elimination cannot undo recomputation there; XLA
+        # removes a loop of one iteration.
         return jax.checkpoint(block, policy=self._policy(), prevent_cse=not (self.scan_layers and repeats > 1))
 
     def remat_turn(self, run_turn: Callable) -> Callable:
-        """Wraps a pipeline stage's turn, to keep what its blocks keep, but (unless remat_policy=none) no weights."""
+        """Wraps a pipeline stage's turn to save what its blocks save but (unless remat_policy=none) no weights."""
         if self.remat_policy == "none":
             return run_turn
         return jax.checkpoint(run_turn, policy=self._policy("decoder_layer_input"), prevent_cse=False)
@@ -73,7 +73,7 @@ class Execution:
 
 
 def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> "Schedule | None":
-    """Returns the schedule of pipeline stages, None for one stage; raises UserError if keys and mesh do not fit."""
+    """Makes the schedule of pipeline stages, None for one stage; raises UserError if keys and mesh do not fit."""
     if layout.mesh.shape[STAGE] > 1:
         from src.model import pipeline
 
@@ -87,7 +87,7 @@ def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> "Schedule | No
 
 
 def check_rows(rows: int, layout: Layout, execution: Execution, key: str) -> None:
-    """Raises UserError as `pipeline.check_rows` if there are several stages."""
+    """Applies `pipeline.check_rows` if there are several stages."""
     if execution.schedule:
         from src.model import pipeline
 
@@ -95,18 +95,18 @@ def check_rows(rows: int, layout: Layout, execution: Execution, key: str) -> Non
 
 
 def make_execution(step: Step, spec: ModelSpec, layout: Layout, schedule: "Schedule | None") -> Execution:
-    """Returns how layers run by the keys of a step.
+    """Chooses how layers run, from the keys of a step.
 
-    `scan_layers=auto` unrolls them on a single CPU, where a loop would copy what its rounds keep for the backward pass.
-    Several CPU devices show what accelerators would do, and scan.
+    `scan_layers=auto` unrolls layers on a single CPU, because a loop would copy the arrays it saves for the backward
+    pass. Several CPU devices stand for accelerators, and scan.
     """
     scans = step.scan_layers.lower() == "true"
     if step.scan_layers == "auto":
         scans = layout.platform != "cpu" or layout.mesh.size > 1 or len(spec.layers) > MAX_UNROLLED
-    # XLA for TPUs would leave a gradient that only the optimizer needs to the end of the step, and keep through the
-    # backward pass what it is made of.
+    # XLA's TPU compiler would delay a gradient that only the optimizer needs to the end of the step, and hold its
+    # inputs in memory throughout the backward pass.
     early = layout.platform == "tpu"
-    # Elsewhere XLA would have an offloaded state on the device all through the step; and for CPUs, which make each new
-    # array by a loop of its own, it copies the old moments before it writes the new ones.
+    # On other platforms XLA would hold an offloaded state on the device throughout the step; and its CPU compiler,
+    # which makes each new array in a separate loop, copies the old moments before it writes the new ones.
     branch = step.optimizer_memory_host_offload or layout.platform == "cpu"
     return Execution(scans, step.remat_policy, dict(step.remat_custom), schedule, spec.has_experts, early, branch)

@@ -27,8 +27,9 @@ ACTIVATIONS = {
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
-# Hidden units per embedding number from which a layer runs in halves on TPUs, as it is the peak of a step there:
-# 1.4% of the 16B's time for 17% of its memory. For Llama 3, which has 3.5, it is 3% for nothing: the loss is the peak.
+# Ratio of hidden units to embedding size from which a layer runs in halves on TPUs, because it is the memory peak of a
+# step there: for the 16B, 1.4% of the time saves 17% of the memory. Llama 3, with 3.5, would take 3% longer for
+# nothing: its peak is the loss.
 WIDE = 6
 
 
@@ -49,7 +50,7 @@ class FeedForward(nnx.Module):
 
     @staticmethod
     def costs(spec: LayerSpec, mlp_dim: int = 0) -> Costs:
-        """Counts what the layer makes beside its weights' products."""
+        """Counts the layer's activations."""
         mlp_dim = mlp_dim or spec.mlp_dim
         width = (len(spec.mlp_activations) + 1) * mlp_dim  # the factors and their product
         return Costs(width, {"mlp": (mlp_dim,)}, {"wi": ("mlpwi",), "wo": ("mlpwo",)}, last="wo")
@@ -57,12 +58,12 @@ class FeedForward(nnx.Module):
     def __call__(
         self, x_BTD: Array, context: ForwardContext, gate_BT1: Array | None = None
     ) -> tuple[Array, dict[str, Array]]:
-        """Maps [B, T, D] to [B, T, D], times each token's gate if there is one; reports nothing."""
+        """Maps [B, T, D] to [B, T, D], times each token's gate if there is one; its report is empty."""
         wi, wo, bias = self.wi[...], self.wo[...], self.wi_bias[...] if self.spec.mlp_bias else None
         half = len(wo) // 2 if isinstance(wo, Array) else 0
         wide = 2 * half >= WIDE * self.spec.emb_dim and half % 128 == 0 and context.layout.shards("mlp") == 1
         if context.mlp_in_halves and wide and isinstance(wi, Array):
-            # Half of the hidden units at a time, forward and backward, so that arrays of the other half need no memory.
+            # Half of the hidden units at a time, forward and backward, so that the other half's arrays need no memory.
             run = jax.checkpoint(functools.partial(self._project, context=context))
             out_BTD = run(x_BTD, gate_BT1, wi[..., :half], wo[:half], None if bias is None else bias[:, :half])
             x_BTD, out_BTD = context.gradients_together(x_BTD, out_BTD)
@@ -79,8 +80,8 @@ class FeedForward(nnx.Module):
     ) -> Array:
         indices = range(len(self.spec.mlp_activations))
         if context.early_gradients and isinstance(wi, Array):
-            # Weights' gradients are there before attention's backward pass begins, or factors' would be held through
-            # it. Factors are arrays of their own, whose gradients no product computes again (docs/log.md).
+            # Compute the weight gradients before attention's backward pass begins, or the factors would be held through
+            # it. Factors are separate arrays, so that their gradients need no recomputed matmul (docs/log.md).
             x_BTD, *kernels = context.gradients_together(x_BTD, *(wi[:, index] for index in indices))
             factors = context.gradients_together(*(matmul(x_BTD, kernel, "BTD,DF->BTF") for kernel in kernels))
         else:
@@ -90,13 +91,13 @@ class FeedForward(nnx.Module):
             factors = [factor + bias_AF[index].astype(x_BTD.dtype) for index, factor in enumerate(factors)]
         factors = [context.layout.constrain(factor, "batch", "length", "mlp") for factor in factors]
         hidden_BTF = activated(factors, self.spec)
-        if gate_BT1 is not None:  # here, as experts are weighted: its gradient does not need the last product
+        if gate_BT1 is not None:  # here, as for experts: its gradient then needs no output of the last matmul
             hidden_BTF *= gate_BT1
         return matmul(hidden_BTF, wo, "BTF,FD->BTD")
 
 
 def activated(factors: Sequence[Array], spec: LayerSpec) -> Array:
-    """Multiplies the activated factors, [..., F] each; a remat policy keeps them by the name mlpwi."""
+    """Multiplies the activated factors, [..., F] each; remat policies call them mlpwi."""
     factors = [checkpoint_name(factor, "mlpwi") for factor in factors]
     if limit := spec.mlp_activations_limit:  # the gate, the first factor, is clipped from above only
         gate, *linear = factors

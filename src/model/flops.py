@@ -1,4 +1,4 @@
-"""Counts parameters and floating-point operations, from weights' declarations and layers' costs."""
+"""Counts parameters and floating-point operations, from the weights' declarations and the layers' costs."""
 
 import collections
 import functools
@@ -18,16 +18,16 @@ from src.model.spec import LayerSpec, ModelSpec
 
 
 class FlopsPerToken(NamedTuple):
-    """Operations of matrix products in one training step."""
+    """Operations of matmuls in one training step."""
 
-    causal: float  # attention counts the keys that queries attend to: half of the square, a window or a block
+    causal: float  # attention counts the keys that queries see: half of the square, a window or a block
     palm: float  # attention counts all keys, as in PaLM (Chowdhery et al. 2022, appendix B)
-    layers: float = 0.0  # of both, the products with layers' weights
+    layers: float = 0.0  # included in both: matmuls with layers' weights
 
 
 @functools.cache  # declaring a hundred layers takes a second
 def count_params(spec: ModelSpec) -> int:
-    """Returns the model's parameters, a router's correction bias included, without the vocabulary's padding."""
+    """Counts the model's parameters, including a router's correction bias, without vocabulary padding."""
     _, declarations = abstract(functools.partial(Decoder, spec))
     physical = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(values(declarations)))
     tables = 1 if spec.logits_via_embedding else 2
@@ -35,7 +35,7 @@ def count_params(spec: ModelSpec) -> int:
 
 
 def count_active_params(spec: ModelSpec) -> int:
-    """Returns the parameters that a token goes through: of each layer's experts only those it is sent to."""
+    """Counts the parameters that a token goes through: in each layer, only the experts that it is sent to."""
     idle = 0
     for layer, count in all_layers(spec).items():
         idle += count * sum(round(weight.size - weight.used) for weight in block_weights(layer, spec))
@@ -43,7 +43,7 @@ def count_active_params(spec: ModelSpec) -> int:
 
 
 def all_layers(spec: ModelSpec) -> collections.Counter[LayerSpec]:
-    """Counts how often each layer occurs, multi-token prediction layers included."""
+    """Counts how often each layer occurs, including multi-token prediction layers."""
     return collections.Counter([*spec.layers, *(spec.layers[-1:] * spec.mtp_num_layers)])
 
 
@@ -52,12 +52,12 @@ class BlockWeight(NamedTuple):
 
     path: tuple[str, ...]  # in the block
     size: int  # elements
-    used: float  # elements that a token goes through: of experts, those it is sent to
-    summed: int  # of its entries, those that a product sums over
-    taken: float  # numbers of a token that its product takes, for each expert that the token is sent to
-    input: tuple[str | None, ...]  # the logical axes of those; none: there is no product
-    ends_block: bool  # its product is only added to the residual stream
-    spared_by: tuple[str, ...]  # the arrays that spare its product in the backward pass; none: it is not spared
+    used: float  # elements that a token uses; experts count only if the token is sent to them
+    summed: int  # size of the dims that a matmul sums over
+    taken: float  # numbers that a token's matmul reads, over all experts that the token is sent to
+    input: tuple[str | None, ...]  # logical axes of the summed dims; none: not used in a matmul
+    ends_block: bool  # its output is only added to the residual stream
+    spared_by: tuple[str, ...]  # arrays that, if saved, avoid recomputing its matmul; none: always recomputed
 
 
 def block_weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
@@ -68,7 +68,7 @@ def block_weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
     for path, leaf in by_path(values(declarations)).items():
         size, part, name = math.prod(leaf.shape), costs.get(path[0]), path[-1]
         used = part.active * size if "expert" in axes[path] else 1.0 * size
-        added = layer.normalization_placement == "before"  # to the residual stream, as it is
+        added = layer.normalization_placement == "before"  # its output goes directly to the residual stream
         ends_block = path[0] == "feed_forward" and name == part.last and added
         spared_by = part.spared_by.get(name, ()) if part else ()
         summed = math.prod(leaf.shape[dim] for dim in fan_in[path])
@@ -78,27 +78,28 @@ def block_weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
 
 
 def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
-    """Counts the matrix products of a training step per token, forward and backward, in rows of `length` tokens.
+    """Counts the matmuls of a training step per token, forward and backward, for sequences of `length` tokens.
 
-    A product with a weight of n elements takes 2 n operations forward and twice that backward: 6 n. Attention's two
-    products take 2 N H S each for a query that attends to S keys; S is `length` in PaLM's count, and under a causal
-    mask the mean, half of `length` without window or chunk. Packing's shorter segments are not taken off.
-    Other products stand in a layer's `costs`. Multi-token prediction layers count with their own projection and logits.
+    A matmul with a weight of n elements takes 2 n operations forward and twice that backward: 6 n. Attention's two
+    matmuls take 2 N H S each for a query that attends to S keys; S is `length` in PaLM's count, and the mean under a
+    causal mask otherwise, half of `length` without window or chunk. Shorter segments from packing are not subtracted.
+    Other operations come from a layer's `costs`. Multi-token prediction layers count with their own projection and
+    logits.
     """
     elements = _head_elements(spec) + spec.mtp_num_layers * 2 * spec.emb_dim**2
     return _flops(3, elements, sum(used for _, used in _layer_products(spec)), spec, length)
 
 
 def layer_share(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> float:
-    """Returns the share of the products with layers' weights that are with those of these paths in their block."""
+    """Share of the layers' weight matmuls that use the weights with these paths in their block."""
     products = list(_layer_products(spec))
     return sum(used for path, used in products if path in paths) / sum(used for _, used in products)
 
 
 def product_widths(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> tuple[float, float]:
-    """Counts a token's numbers that the products with layers' weights of these paths take, and that they make.
+    """Counts the numbers per token that the layers' matmuls with these weights read, and that they write.
 
-    What several of a block's part take counts once: of attention's query, key and value.
+    An input that several weights of a block's part share, such as attention's query, key and value, counts once.
     """
     inputs = outputs = 0.0
     for layer, count in all_layers(spec).items():
@@ -109,17 +110,17 @@ def product_widths(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> tuple
 
 
 def _layer_products(spec: ModelSpec) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yields the paths of layers' weights that are multiplied, with the elements that a token meets."""
+    """Yields the paths of layers' weights used in matmuls, with the number of elements that a token uses."""
     for layer, count in all_layers(spec).items():
         yield from ((each.path, count * each.used) for each in block_weights(layer, spec) if each.input)
 
 
 def recomputed_flops(spec: ModelSpec, length: int, execution: Execution, vocab_tiles: int) -> FlopsPerToken:
-    """Counts the matrix products per token that the backward pass computes again, beside `flops_per_token`.
+    """Counts the matmuls per token that the backward pass recomputes, in addition to `flops_per_token`.
 
-    A block computes again what its derivatives need and its policy does not keep, and with more than one tile of the
-    loss the logits too. Attention's two products always are, in every kernel, since nothing within them has a name to
-    be kept by; a kernel that computes scores again by itself is not counted.
+    A block recomputes the arrays that its derivatives need and its policy does not save; with more than one tile of the
+    loss, the logits are recomputed too. Every kernel recomputes attention's two matmuls, since no array within them has
+    a name to be saved by; scores that a kernel recomputes internally are not counted.
     """
     elements = _head_elements(spec) if vocab_tiles > 1 else 0
     if execution.remat_policy == "none":
@@ -140,11 +141,11 @@ def _head_elements(spec: ModelSpec) -> int:
 
 
 def _flops(passes: int, elements: float, in_layers: float, spec: ModelSpec, length: int) -> FlopsPerToken:
-    """Returns the operations of `passes` products with so many weights' elements, and with every layer's keys."""
+    """Operations of `passes` matmuls with weights of this many elements, and of attention to every layer's keys."""
     causal = palm = 2.0 * passes * (elements + in_layers)
     for layer, count in all_layers(spec).items():
         if scores := layer_costs(layer)["attention"].scores:
-            # Both products, scores and weighted values, of one query and one key.
+            # Both matmuls, scores and weighted values, of one query and one key.
             per_key = passes * count * 2.0 * scores.num_heads * (scores.head_dim + scores.value_dim)
             causal += per_key * mean_keys(scores, length)
             palm += per_key * length
@@ -154,7 +155,7 @@ def _flops(passes: int, elements: float, in_layers: float, spec: ModelSpec, leng
 
 
 def mean_keys(scores: ScoreSpec, length: int) -> float:
-    """Returns how many keys a query attends to on average in a row of one segment."""
+    """Mean number of keys that a query sees in a sequence of one segment."""
 
     def total(block: int) -> int:
         """Sums the keys over the queries of one block."""

@@ -13,30 +13,30 @@ from src.parallel.mesh import Layout
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """The rows' positions and segments, and how to compute: arrays and settings shared by all blocks."""
+    """Positions and segments of the sequences, and how to compute: arrays and settings shared by all blocks."""
 
     positions_BT: Array  # from 0 in each segment
-    segment_ids_BT: Array  # from 1 in each row; 0 is padding; tokens attend within their own segment only
+    segment_ids_BT: Array  # from 1 in each sequence; 0 is padding; tokens attend only within their segment
     layout: Layout
-    kernel: str  # of src/model/attention_kernels
-    packed: bool  # False: rows hold one segment, then padding, and a causal kernel needs no segments
-    dropout_keys_BTW: Array | None = None  # of each token, as key data; None: no dropout
-    decoding: bool = False  # each row is one token, whose past is in the cache
-    log_internals: bool = False  # blocks report the size of what they return
-    layer: Array | int = 0  # number of the block that runs, counted through the model
+    kernel: str  # name of one of src/model/attention_kernels
+    packed: bool  # False: sequences hold one segment, then padding, and a causal kernel needs no segments
+    dropout_keys_BTW: Array | None = None  # one per token, as key data; None: no dropout
+    decoding: bool = False  # each sequence is one token, and earlier tokens are in the cache
+    log_internals: bool = False  # blocks report the size of their outputs
+    layer: Array | int = 0  # index in the model of the block that runs
     early_gradients: bool = False  # `Execution.early_gradients`
     mlp_in_halves: bool = False  # `Execution.mlp_in_halves`
 
-    # Between blocks more devices may share T than within: those that share heads and hidden units there (sequence
-    # parallelism). Stating both placements makes one all-gather serve all projections forward, and one reduce-scatter
-    # the sum of their gradients backward.
+    # T may be sharded over more devices between blocks than within them: also over those that share heads and hidden
+    # units within (sequence parallelism). Constraining to both shardings makes XLA use one all-gather for all
+    # projections forward, and one reduce-scatter for the sum of their gradients backward.
 
     def all_gather_sequence(self, x_BTD: Array) -> Array:
-        """Gathers T before a block's projections, from its placement between blocks to that within."""
+        """Gathers T before a block's projections, from its sharding between blocks to the one within."""
         return self._reshard(x_BTD, "norm_length", "length")
 
     def reduce_scatter_sequence(self, x_BTD: Array) -> Array:
-        """Sums and shards T after a block's last projection, from its placement within blocks to that between."""
+        """Sums and shards T after a block's last projection, from its sharding within blocks to the one between."""
         return self._reshard(x_BTD, "length", "norm_length")
 
     def _reshard(self, x_BTD: Array, *axes: str) -> Array:
@@ -45,22 +45,18 @@ class ForwardContext:
         return x_BTD
 
     def gradients_together(self, *arrays: Tree) -> tuple[Tree, ...]:
-        """Returns `arrays`, pytrees; with `early_gradients` all their gradients are there before any is used."""
+        """Barrier for `arrays`, pytrees: with `early_gradients`, computes all their gradients before using any."""
         return _gradients_together(*arrays) if self.early_gradients else arrays
 
     def activations(self, x_BTD: Array) -> Tree:
-        """Reports a block's output: its sum of squares over the tokens that are no padding, [1, 1] as routers' sums."""
+        """Reports the sum of squares of a block's output over non-padding tokens, [1, 1] like the routers' sums."""
         if not self.log_internals:
             return {}
         squares_BT = jnp.sum(jnp.square(jax.lax.stop_gradient(x_BTD).astype(jnp.float32)), axis=-1)
         return {"activations": jnp.sum(squares_BT * (self.segment_ids_BT > 0))[None, None]}
 
     def dropout(self, x_BTD: Array, rate: float, site: Array | int) -> Array:
-        """Applies inverted dropout (Srivastava et al. 2014, section 10) to [B, T, D] by the tokens' keys, if any.
-
-        Masks follow the tokens: they are the same on every mesh and for every order of rows. `site` numbers the place
-        in the model, so that each has its own mask.
-        """
+        """Applies inverted dropout (Srivastava et al. 2014, section 10) to [B, T, D] by the tokens' keys, if any."""
         if self.dropout_keys_BTW is None or rate == 0.0:
             return x_BTD
 

@@ -1,7 +1,7 @@
 """Linear attention by the gated delta rule (Gated DeltaNet, arXiv:2412.06464, section 3.4), as in Qwen3-Next.
 
-Beside the letters of src/model/spec.py: K key heads, each with G value heads, H size of queries and keys, P of values,
-X numbers of a key head's query, key and values, Z = G P of its values, C tokens that the convolution sees.
+Letters in addition to those in src/model/spec.py: K key heads, each with G value heads, H size of queries and keys, P
+of values, X numbers of a key head's query, key and values, Z = G P of its values, C tokens that the convolution sees.
 """
 
 import jax
@@ -24,9 +24,9 @@ HEADS = ("batch", "length", "heads", None)
 
 
 class GatedDelta(nnx.Module):
-    """Mixes tokens by a state [H, P] for each value head, which each token decays and corrects where its key points.
+    """Mixes tokens through a state [H, P] per value head, which each token decays and corrects at its key.
 
-    The cache does not grow with the text: it holds the states, and the tokens that the convolution sees again.
+    The cache does not grow with the text: it holds the states, and the last tokens, which the convolution needs.
     """
 
     def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: Rngs) -> None:
@@ -37,9 +37,9 @@ class GatedDelta(nnx.Module):
         self.gate = weight(rngs, (emb_dim, K, Z), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
         self.write_gate = weight(rngs, (emb_dim, K, G), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
         self.decay_gate = weight(rngs, (emb_dim, K, G), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
-        # Of all heads' queries, then keys, then values. No product of matrices: 8 bits and adapters leave it out.
+        # One kernel for all heads: queries, then keys, then values. It is not a matmul, so 8 bits and adapters skip it.
         self.conv = weight(rngs, (K * X, 1, C), (None, None, None), dtype, scale=C**-0.5)
-        # Rates spread evenly over (0, 16), as those of the published code are on average.
+        # Rates spread evenly over (0, 16), matching the average of the published code.
         rates = np.log(16 * (np.arange(K * G) + 0.5) / (K * G)).reshape(K, G)
         self.log_rate = weight(rngs, (K, G), ("heads", None), constant=rates, **constant)
         self.decay_bias = weight(rngs, (K, G), ("heads", None), constant=1.0, **constant)
@@ -48,12 +48,12 @@ class GatedDelta(nnx.Module):
 
     @staticmethod
     def costs(spec: LayerSpec) -> Costs:
-        """Counts what the layer makes beside its weights' products; the rule as it is token by token."""
+        """Counts the layer's activations, and the operations of the rule applied token by token."""
         K, _, X, Z = _sizes(spec)
         spared_by = {"qkv": ("value_proj",), "gate": ("query_proj",), "out": ("out_proj",)}
-        # Decay, reading, writing and the output go through the state; no chunk's products with itself.
+        # Decay, reading, writing and the output go through the state; matmuls within a chunk are not counted.
         products = 8.0 * K * Z * spec.gdn_key_head_dim + 2.0 * spec.gdn_conv_kernel_dim * K * X
-        width = K * (2 * X + 2 * Z)  # before the convolution and after; the gate, and what it multiplies
+        width = K * (2 * X + 2 * Z)  # before and after the convolution; the gate, and the array that it multiplies
         return Costs(width, {"heads": (K,)}, spared_by, last="out", products=products)
 
     @staticmethod
@@ -68,12 +68,12 @@ class GatedDelta(nnx.Module):
         }
 
     def __call__(self, x_BTD: Array, context: ForwardContext, cache: Cache | None) -> tuple[Array, Cache | None]:
-        """Maps [B, T, D] to [B, T, D]; returns the cache with these tokens too, which is None in training."""
+        """Maps [B, T, D] to [B, T, D]; also returns the updated cache (None in training)."""
         layout, (B, T, _) = context.layout, x_BTD.shape
         if layout.shards("length") > 1:
             raise UserError(
-                f"devices share rows ({layout.sharded_by('length')}), and attention_type=gated_delta hands a state "
-                "from token to token: set ici_context_parallelism=1 and dcn_context_parallelism=1"
+                f"devices share sequences ({layout.sharded_by('length')}), but attention_type=gated_delta passes a "
+                "state from token to token: set ici_context_parallelism=1 and dcn_context_parallelism=1"
             )
         qkv_BTKX = layout.constrain(matmul(x_BTD, self.qkv[...], "BTD,DKX->BTKX"), *HEADS)
         qkv_BTKX = checkpoint_name(qkv_BTKX, "value_proj")
@@ -90,7 +90,7 @@ class GatedDelta(nnx.Module):
             out_BTKGP = out_BKGP[:, None]
         else:
             out_BTKGP, state = in_chunks(q_BTKH, k_BTKH, v_BTKGP, *gates_BTKG, documents_BT, old["state"])
-        if cache is not None:  # rows are padded on the right
+        if cache is not None:  # texts are padded on the right
             last_Bt = jnp.sum(context.segment_ids_BT > 0, axis=1, keepdims=True) + jnp.arange(old["tail"].shape[1])
             tail = jnp.take_along_axis(past_BtKX, last_Bt[:, :, None, None], axis=1)
             cache = {"state": state, "tail": tail.astype(old["tail"].dtype)}
@@ -102,12 +102,12 @@ class GatedDelta(nnx.Module):
         return checkpoint_name(out_BTD, "out_proj"), cache
 
     def _convolve(self, past_BtKX: Array, documents_BT: Array) -> tuple[Array, Array, Array]:
-        """Sums each number over the last C tokens of its document, with weights; returns q, k and v in float32."""
+        """Applies the causal convolution over the last C tokens of each document; returns q, k and v in float32."""
         (K, G, _, _), H, T = _sizes(self.spec), self.spec.gdn_key_head_dim, documents_BT.shape[1]
         C = self.spec.gdn_conv_kernel_dim
         queries, keys, values = jnp.split(self.conv[...].astype(jnp.float32)[:, 0], [K * H, 2 * K * H])
         kernel_KXC = jnp.concatenate([part.reshape(K, -1, C) for part in (queries, keys, values)], axis=1)
-        # What is before the first token is of its document while decoding, and zeros otherwise.
+        # Tokens before the first belong to its document while decoding, and are zeros otherwise.
         documents_Bt = jnp.pad(documents_BT, ((0, 0), (C - 1, 0)), mode="edge")
         out_BTKX = jnp.zeros((), jnp.float32)
         for at in range(C):
@@ -118,7 +118,7 @@ class GatedDelta(nnx.Module):
         return _unit(q_BTKH) * H**-0.5, _unit(k_BTKH), v_BTKGP
 
     def _gates(self, x_BTD: Array, non_padding_BT: Array) -> tuple[Array, Array]:
-        """Returns the logarithm of each token's decay, and how far it corrects; padding does neither."""
+        """Computes the logarithm of each token's decay, and the strength of its correction; both are 0 for padding."""
         write_BTKG, decay_BTKG = (
             matmul(x_BTD, kernel[...], "BTD,DKG->BTKG").astype(jnp.float32)
             for kernel in (self.write_gate, self.decay_gate)
@@ -130,14 +130,14 @@ class GatedDelta(nnx.Module):
 
 
 def _sizes(spec: LayerSpec) -> tuple[int, int, int, int]:
-    """Returns K, G, X and Z."""
+    """Sizes K, G, X and Z of a layer."""
     K, G = spec.gdn_num_key_heads, spec.gdn_num_value_heads // spec.gdn_num_key_heads
     Z = G * spec.gdn_value_head_dim
     return K, G, 2 * spec.gdn_key_head_dim + Z, Z
 
 
 def _documents(segment_ids_BT: Array) -> Array:
-    """Numbers a row's documents from 1; padding belongs to the document before, whose state it leaves as it is."""
+    """Numbers a sequence's documents from 1; padding joins the document before it, and leaves its state unchanged."""
     before_BT = jnp.pad(segment_ids_BT[:, :-1], ((0, 0), (1, 0)))
     return jnp.cumsum((segment_ids_BT != before_BT) & (segment_ids_BT > 0), axis=1)
 

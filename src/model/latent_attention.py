@@ -24,10 +24,10 @@ from src.parallel.sequence import replicate_rows
 
 
 class LatentAttention(nnx.Module):
-    """Causal self-attention within a segment whose N heads expand one latent of R numbers per token.
+    """Causal self-attention within a segment, where N heads expand one latent of R numbers per token.
 
     A head has a part without positions and a rotary part, whose key all heads share. The cache holds the latent and
-    that key; a token that reads it never expands it, but moves the expansion to its query and its output (section
+    that key. Decoding never expands the cached latents, but applies the expansion to the query and the output (section
     2.1.2 of the paper).
     """
 
@@ -48,7 +48,7 @@ class LatentAttention(nnx.Module):
 
     @staticmethod
     def costs(spec: LayerSpec) -> Costs:
-        """Counts what latent attention makes beside its weights' products."""
+        """Counts latent attention's activations and scores."""
         heads = (spec.num_query_heads, spec.num_query_heads)
         spared_by = {"query": ("query_proj",), "kv_up": ("key_proj", "value_proj"), "out": ("out_proj",)}
         width = sum(heads) * (_head_dim(spec) + spec.v_head_dim)  # queries and keys; values and attention's output
@@ -61,7 +61,7 @@ class LatentAttention(nnx.Module):
         return {"latent": CacheArray(shape, ("batch", None, None, None))}
 
     def __call__(self, x_BTD: Array, context: ForwardContext, cache: Cache | None) -> tuple[Array, Cache | None]:
-        """Maps [B, T, D] to [B, T, D]; returns the cache with these tokens too, which is None in training."""
+        """Maps [B, T, D] to [B, T, D]; also returns the updated cache (None in training)."""
         constrain = context.layout.constrain
         query_BTQ, query = x_BTD, self.query[...]
         if self.spec.q_lora_rank:
@@ -90,10 +90,10 @@ class LatentAttention(nnx.Module):
         return rope(x_BTNH, context.positions_BT, self.spec) if self.spec.position_type == "rope" else x_BTNH
 
     def _expand(self, latent_BT1R: Array, shared_BT1H: Array, context: ForwardContext) -> tuple[Array, Array]:
-        """Returns keys and values of every head, [B, n S, N, H] each for n devices that share a row.
+        """Expands the latent to keys and values of every head, [B, n S, N, H] each for n devices that share a sequence.
 
-        Devices that share rows gather the latent, and each expands whole rows: that takes less time than gathering
-        what each expands of its part (docs/log.md). What a remat policy keeps is then the latent, too.
+        Devices that share sequences gather the latent, and each expands whole sequences: that takes less time than
+        gathering the expanded parts (docs/log.md). Remat policies then save the latent instead of keys and values.
         """
         layout = context.layout
         rows_shared = layout.shards("length") > 1
@@ -111,7 +111,7 @@ class LatentAttention(nnx.Module):
         return checkpoint_name(k_BSNH, "key_proj"), checkpoint_name(v_BSNH, "value_proj")
 
     def _attend_latents(self, nope_BTNH: Array, rope_BTNH: Array, cache_BS1R: Array, context: ForwardContext) -> Array:
-        """Attends to cached latents, which serve as one head's keys and, without their rotary part, its values."""
+        """Attends to cached latents, which act as one head's keys and, without their rotary part, as its values."""
         R, nope_dim = self.spec.kv_lora_rank, self.spec.qk_nope_head_dim
         kv_up = self.kv_up[...]
         q_BTNR = jnp.concatenate([matmul(nope_BTNH, kv_up[..., :nope_dim], "BTNH,RNH->BTNR"), rope_BTNH], axis=-1)
@@ -121,12 +121,12 @@ class LatentAttention(nnx.Module):
 
 
 def _whole(kernel: Any, dtype: jnp.dtype, layout: Layout) -> Any:
-    """Gathers an up-projection: XLA for TPUs would multiply by each device's few rows of it in turn (docs/log.md)."""
+    """Gathers an up-projection: XLA on TPUs would multiply by each device's few rows of it in turn (docs/log.md)."""
     return layout.constrain(kernel.astype(dtype), None, "heads", "head_dim") if isinstance(kernel, Array) else kernel
 
 
 def undivided_latents(layout: Layout, spec: ModelSpec) -> list[str]:
-    """Returns for each size of a latent that the mesh axes of the default rule do not divide a description."""
+    """Describes each latent size that the mesh axes of the default rule do not divide."""
     latents = [layer for layer in dict.fromkeys(spec.layers) if layer.attention_type == "mla"]
     sizes = sorted({size for layer in latents for size in (layer.q_lora_rank, layer.kv_lora_rank) if size})
     by_default = dataclasses.replace(layout, rules={**layout.rules, "latent": LOGICAL_AXES["latent"][0]})
@@ -134,7 +134,7 @@ def undivided_latents(layout: Layout, spec: ModelSpec) -> list[str]:
 
 
 def place_latents(layout: Layout, spec: ModelSpec) -> Layout:
-    """Returns the layout, without the default rule for latents if it does not divide them; another rule must."""
+    """Drops the default sharding rule for latents if it does not divide them; other rules must divide them."""
     if layout.rules["latent"] == LOGICAL_AXES["latent"][0] and undivided_latents(layout, spec):
         return dataclasses.replace(layout, rules={**layout.rules, "latent": ()})
     return layout
@@ -147,6 +147,7 @@ def _head_dim(spec: LayerSpec) -> int:
 def _scores(spec: LayerSpec) -> ScoreSpec:
     scores = dataclasses.replace(score_spec(spec, _head_dim(spec)), value_dim=spec.v_head_dim)
     if spec.position_type == "rope" and spec.rope_type == "yarn" and spec.mscale_all_dim:
-        # DeepSeek: mscale_all_dim scales the whole score here; `stretch` scales the rotated part by mscale over it.
+        # DeepSeek: mscale_all_dim scales the whole score here; `stretch` scales the rotated part by mscale /
+        # mscale_all_dim.
         return dataclasses.replace(scores, scale=scores.scale * yarn_size(spec, spec.mscale_all_dim) ** 2)
     return scores

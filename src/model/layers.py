@@ -1,4 +1,4 @@
-"""Runs a group of repeated layers; alone knows about scanning, unrolling and pipeline stages."""
+"""Runs a group of repeated layers; the only module that knows about scanning, unrolling and pipeline stages."""
 
 import functools
 from typing import Any
@@ -25,9 +25,9 @@ def run_layer_group(
 ) -> tuple[Array, Any, dict[int, Any]]:
     """Runs the group's pattern `repeats` times on [B, T, D], with blocks numbered from `first_layer`.
 
-    Weights (unless shared), caches and the blocks' reports have a leading dim of `repeats`; caches are a list of one
-    per pattern position, each None in training. With `staged`, pipeline stages, where there are any, split the repeats;
-    with caches each runs all. Returns x, the caches, and the reports by pattern position.
+    Weights (unless shared), caches and the blocks' reports have a leading dim of `repeats`; caches are a list with one
+    per pattern position, each None in training. With `staged`, pipeline stages (if any) split the repeats; with caches
+    each runs all. Returns x, the caches, and the reports by pattern position.
     """
     graphdef, weights = nnx.split(blocks)
     layers = first_layer + len(group.pattern) * jnp.arange(group.repeats)
@@ -36,7 +36,8 @@ def run_layer_group(
         repeat_weights, caches, layer = repeat
         reports, new_caches = {}, []
         for position, block in enumerate(nnx.merge(graphdef, weights if group.shared else repeat_weights)):
-            # Each block by itself: the backward pass then holds what one block computes again, not a whole pattern.
+            # Remat each block separately: the backward pass then holds one block's recomputed arrays, not a whole
+            # pattern's.
             run_block = execution.remat(functools.partial(block, context=context), group.repeats)
             x, cache, reports[position] = run_block(x, cache=caches[position], layer=layer + position)
             new_caches.append(cache)

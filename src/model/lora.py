@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685), trained in place of the weights they add to.
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685), trained instead of the weights that they modify.
 
-They are nested as the weights are, under `lora` in the trainable part of the state, with `down` and `up` in place of an
-adapted weight.
+Adapters have the nesting of the weights, under `lora` in the trainable part of the state, with `down` and `up`
+replacing an adapted weight.
 """
 
 from collections.abc import Callable
@@ -20,27 +20,27 @@ from src.model.selection import multiplied, require_matches
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Adapted:
-    """A weight plus `down` times `up`, two thin matrices (LoRA, Hu et al. 2021); no product forms the sum."""
+    """A weight plus `down` times `up`, two thin matrices (LoRA, Hu et al. 2021); the sum is never formed."""
 
     base: Any  # an array, or a quantized weight
-    down: Array  # the dims that are summed over, then the rank
-    up: Array  # the rank, then the other dims; it carries alpha / rank
+    down: Array  # the summed dims, then the rank
+    up: Array  # the rank, then the other dims; includes alpha / rank
 
     def __getitem__(self, index: Any) -> Self:
-        """Returns all of it for `...`, or for `[..., part]` that part of the last dim, which `up` has too."""
+        """Supports `...`, and `[..., part]` to take a part of the last dim, which `up` has too."""
         return self if index is Ellipsis else Adapted(self.base[index], self.down, self.up[index])
 
     def grouped(self, x: Array, product: Callable[[Array, Array], Array]) -> Array:
-        """Multiplies `x` by it, by `product` of plain weights of groups."""
+        """Multiplies `x` by the adapted weight; `product` multiplies by plain grouped weights."""
         return product(x, self.base) + product(product(x, self.down), self.up)
 
     def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Array, str], Array]) -> Array:
-        """Multiplies `x` by it as `einsum` says, by `matmul` of plain weights."""
+        """Multiplies `x` by the adapted weight as `einsum` says; `matmul` multiplies by plain weights."""
         inputs, out = einsum.split("->")
         x_dims, dims = inputs.split(",")
         inner = self.down.ndim - 1
         thin_matrices = [(self.down, dims[:inner] + "r"), (self.up, "r" + dims[inner:])]
-        if dims[0] in out:  # the product sums over the weight's outputs: transposed, it takes `up` first
+        if dims[0] in out:  # the sum is over the weight's outputs: transposed, so `up` comes first
             thin_matrices.reverse()
         (first, first_dims), (second, second_dims) = thin_matrices
         thin = "".join(dim for dim in x_dims if dim in out) + "r"
@@ -49,9 +49,9 @@ class Adapted:
 
 
 def declare(keys: Trainable, declarations: Tree) -> Callable[[Rngs], Tree]:
-    """Returns a function that makes adapters for these declarations; raises UserError if a pattern fits none."""
+    """Prepares a function that makes adapters for these declarations; raises UserError if a pattern fits no weight."""
     patterns, paths = tuple(map(str, keys.lora_parameters)), multiplied(declarations)
-    require_matches("lora_parameters", patterns, paths, "that is multiplied by:")
+    require_matches("lora_parameters", patterns, paths, "used in matmuls:")
     axes, fan_ins = by_path(field(declarations, "out_sharding")), by_path(field(declarations, "fan_in"))
     sizes = by_path(values(declarations))
 
@@ -73,12 +73,12 @@ def _pair(rngs: Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], fan_
 
 
 def attach(weights: Tree, adapters: Tree, alpha: float) -> Tree:
-    """Replaces each adapted weight by an `Adapted`; their product is scaled by `alpha` over their rank."""
+    """Replaces each adapted weight by an `Adapted`, scaled by `alpha` over the rank."""
     return _with_adapters(weights, adapters, lambda base, down, up: Adapted(base, down, up * (alpha / down.shape[-1])))
 
 
 def merge(weights: Tree, adapters: Tree, alpha: float) -> Tree:
-    """Adds adapters, scaled as by `attach`, to their weights, in these' dtypes and shardings; donates these."""
+    """Adds adapters, scaled as in `attach`, to the weights, keeping their dtypes and shardings; donates the weights."""
 
     def add(base: Array, down: Array, up: Array) -> Array:
         stacked, rank = up.ndim - 1 - (base.ndim - down.ndim + 1), down.shape[-1]
@@ -86,7 +86,7 @@ def merge(weights: Tree, adapters: Tree, alpha: float) -> Tree:
         product = down.reshape(*down.shape[:stacked], -1, rank) @ up.reshape(*up.shape[: stacked + 1], -1)
         return (base.astype(jnp.float32) + alpha / rank * product.reshape(base.shape)).astype(base.dtype)
 
-    # Compiled, so that no device makes the whole product of a sharded weight.
+    # Compiled, so that no device holds the full update of a sharded weight.
     return _with_adapters(
         weights, adapters, lambda base, *pair: jax.jit(add, out_shardings=base.sharding, donate_argnums=0)(base, *pair)
     )

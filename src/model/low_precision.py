@@ -1,8 +1,8 @@
-"""Products of weights in 8 bits, forward and backward: int8 with a scale per channel, float8 with one per tensor.
+"""Matmuls with weights in 8 bits, forward and backward: int8 with a scale per channel, float8 with one per tensor.
 
-Scales come from the largest magnitude at hand, or from fixed bounds: nothing is kept from step to step. Weights and
-activations are rounded once, and the backward pass multiplies by what the forward pass did. Where their scales lie
-along dims that it sums over, the gradient takes them in before it is rounded itself (docs/quantization.md).
+Scales come from the current largest magnitude, or from fixed bounds: no state is carried between steps. Weights and
+activations are rounded once, and the backward pass reuses the rounded values. If their scales vary along a dim that the
+backward pass sums over, the gradient is multiplied by them before it is rounded (docs/quantization.md).
 """
 
 import functools
@@ -20,17 +20,17 @@ from src.model.products import with_gradient
 from src.parallel.mesh import Layout
 from src.system.errors import UserError
 
-SCOPE = "in_8_bits"  # of every such product, by which compiled programs are checked (src/extras/aot/eight_bits.py)
+SCOPE = "in_8_bits"  # marks every 8-bit matmul, for checks of compiled programs (src/extras/aot/eight_bits.py)
 Shards = dict[str, tuple[str, ...]]  # the mesh axes that shard each dim, outermost first
-MAX_SUMMED = (2**31 - 1) // 127**2  # so many products of two int8 always fit in an int32
+MAX_SUMMED = (2**31 - 1) // 127**2  # the most int8 products whose sum always fits in an int32
 
 
 class Format(NamedTuple):
-    """Says how the operands of products are rounded."""
+    """How the operands of matmuls are rounded."""
 
     forward: Any  # dtype of weights and activations
     backward: Any  # dtype of gradients
-    per_channel: bool  # a scale for each entry of the dims that a product does not sum over; else one for all
+    per_channel: bool  # one scale for each entry of the dims that are not summed over; otherwise one for all
 
 
 FORMATS = {
@@ -40,20 +40,20 @@ FORMATS = {
 
 
 class Coded(NamedTuple):
-    """An array as codes times scales, float32, which have the codes' dims, of size 1 where they do not vary."""
+    """An array as codes times float32 scales, which have the same dims, of size 1 if they do not vary."""
 
     codes: Array
     scales: Array
 
 
 def encode(x: Array, bound: Array, dtype: Any, in_float32: bool = False) -> Coded:
-    """Rounds x to codes of `dtype`, of which the greatest stands for `bound`; greater magnitudes are clipped.
+    """Rounds x to codes of `dtype`, whose largest code represents `bound`; larger magnitudes are clipped.
 
-    `in_float32`: the codes' values are arrays of float32, for CPUs, which convert few numbers at a time to float8.
+    `in_float32` stores the codes' values in float32, for CPUs, which convert to float8 slowly.
     """
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     limit = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
-    scales = jnp.maximum(bound, 1e-30) / limit  # a bound that is not finite makes products that are not
+    scales = jnp.maximum(bound, 1e-30) / limit  # a bound that is not finite makes results not finite
     if not is_integer:  # the next power of two, which is exact in bfloat16
         exponents = jax.lax.bitcast_convert_type(scales, jnp.uint32) & 0x7F800000
         scales = 2 * jax.lax.bitcast_convert_type(exponents, jnp.float32)
@@ -65,7 +65,7 @@ def encode(x: Array, bound: Array, dtype: Any, in_float32: bool = False) -> Code
 
 
 def to_float8(x: Array, dtype: Any, in_float32: bool) -> Array:
-    """Rounds float32 within the range of `dtype`, a float8, to its values; `in_float32` as of `encode`."""
+    """Rounds float32 values within the range of `dtype`, a float8, to it; `in_float32` as in `encode`."""
     if not in_float32:
         return x.astype(dtype)
     digits, least = jnp.finfo(dtype).nmant, float(jnp.finfo(dtype).smallest_normal)
@@ -75,32 +75,33 @@ def to_float8(x: Array, dtype: Any, in_float32: bool) -> Array:
 
 
 def largest(x: Array, dims: Sequence[int] | None = None) -> Array:
-    """Returns the largest magnitudes over some dims (None: all), which stay with size 1, in float32."""
+    """Largest magnitudes over some dims (None: all), which are kept with size 1, in float32."""
     return jnp.max(jnp.abs(x), axis=dims, keepdims=True).astype(jnp.float32)
 
 
 @dataclass(frozen=True, eq=False)
 class Products:
-    """Makes the products of a step in 8 bits."""
+    """Computes a step's matmuls in 8 bits."""
 
     format: Format
     layout: Layout
-    bounds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # fixed ones of weights, activations, gradients; 0: found
+    bounds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # fixed bounds of weights, activations, gradients; 0: measured
 
     @property
     def on_cpu(self) -> bool:
-        """Returns whether codes are multiplied in float32, where products are exact: CPUs have none of 8 bits."""
+        """True if codes are multiplied in float32, where products are exact: CPUs lack 8-bit matmuls."""
         return self.layout.platform == "cpu"
 
     def bound(self, weight: Array, dims: Sequence[int]) -> Array:
-        """Returns what `multiply` takes as a weight's largest magnitudes over `dims`."""
+        """Computes the `bound` argument of `multiply`: a weight's largest magnitudes over `dims`."""
         magnitudes = largest(jax.lax.stop_gradient(weight), dims)
         return jnp.full_like(magnitudes, self.bounds[0]) if self.bounds[0] else magnitudes
 
     def multiply(self, x: Array, weight: Array, bound: Array, axes: tuple[str | None, ...], einsum: str) -> Array:
-        """Multiplies as `einsum` says by a weight with these logical axes, whose largest magnitudes are `bound`.
+        """Multiplies by a weight with these logical axes and largest magnitudes `bound`, as `einsum` says.
 
-        Other dims of x are rows and tokens. Gradients are those of a product without rounding, made of what is rounded.
+        Other dims of x are batch and sequence. Gradients are computed from the rounded operands, as if nothing was
+        rounded.
         """
         x_dims, w_dims, out_dims = einsum.replace("->", ",").split(",")
         parts, scattered = shards(self.layout, einsum, axes)
@@ -111,7 +112,7 @@ class Products:
 
         def run(x: Array, weight: Array, bound: Array) -> tuple[Array, tuple[Coded, Coded]]:
             w = encode(weight, bound, self.format.forward, self.on_cpu)
-            # Or XLA would gather the weight and encode it then, on a TPU.
+            # Otherwise XLA on a TPU would gather the weight and encode it afterwards.
             w = w._replace(codes=self.layout.constrain(w.codes, *axes))
             out, coded_x = forward(w, x, x_bound, self.format.forward)
             return out, (w, coded_x)
@@ -127,33 +128,34 @@ class Products:
 
 @dataclass(frozen=True)
 class Product:
-    """The product of a coded array with one that is rounded for it.
+    """Matmul of a coded array with an array that it rounds first.
 
-    A device rounds its part, multiplies it by its part of the coded array, and by the scales, before sums over devices:
-    so these move the activations' dtype instead of 32 bits, and no device waits for another's largest magnitude.
+    A device rounds its part, multiplies it by its part of the coded array, and applies the scales before sums over
+    devices: the sums then move the activations' dtype instead of 32 bits, and no device waits for another's largest
+    magnitude.
     """
 
     how: Products
-    coded: str  # dims of the coded array, of the other one, and of the product
+    coded: str  # dims of the coded array, of the other one, and of the output
     other: str
     out: str
-    parts: Shards  # of the operands
-    out_parts: Shards  # and of the product
+    parts: Shards  # sharding of the operands
+    out_parts: Shards  # sharding of the output
 
     def __call__(self, coded: Coded, x: Array, bound: float, dtype: Any) -> tuple[Array, Coded]:
-        """Returns the product in x's dtype, and x as it was rounded: to `dtype`, within the fixed bound if not 0."""
+        """Multiplies; returns the result in x's dtype, and x rounded to `dtype`, within the fixed bound if not 0."""
         on_device = functools.partial(self.on_device, bound=bound, dtype=dtype)
         if self.how.layout.mesh.size == 1:
             return on_device(coded, x)
         codes_spec, x_spec = spec(self.coded, self.parts), spec(self.other, self.parts)
         varying = (part if size > 1 else None for part, size in zip(codes_spec, coded.scales.shape, strict=True))
         in_specs = Coded(codes_spec, PartitionSpec(*varying)), x_spec
-        # Each device has scales of its own, also along dims that do not vary on it.
+        # Each device has its own scales, even along dims that do not vary on it.
         out_specs = spec(self.out, self.out_parts), Coded(x_spec, x_spec)
         return self.how.layout.shard_map(on_device, in_specs, out_specs)(coded, x)
 
     def on_device(self, coded: Coded, x: Array, bound: float, dtype: Any) -> tuple[Array, Coded]:
-        """Does it with a device's parts."""
+        """Computes the matmul of one device's parts."""
         summed = [dim for dim in self.other if dim not in self.out]
         scales, scaled, is_integer = coded.scales, x, self.how.format.per_channel
         if varies := any(scales.shape[self.coded.index(dim)] > 1 for dim in summed):
@@ -171,24 +173,25 @@ class Product:
             out = jnp.einsum(einsum, coded.codes, coded_x.codes, preferred_element_type=wide)
         factors = [aligned(coded_x.scales, self.other, self.out)]
         factors += [] if varies else [aligned(scales, self.coded, self.out)]
-        if not is_integer:  # cuBLASLt multiplies by one number of the product's dtype
+        if not is_integer:  # cuBLASLt multiplies by a single number of the output's dtype
             factors = [math.prod(factors).astype(x.dtype)]
-        for factor in factors:  # the product of rows' and channels' would be an array as large as `out`
+        for factor in factors:  # one at a time: the product of row and channel scales would be as large as `out`
             out = out * factor
         out = out.astype(x.dtype)
         return sum_over_devices(out, self.out, summed, self.parts, self.out_parts, self.how.on_cpu), coded_x
 
 
 def spec(dims: str, at: Shards) -> PartitionSpec:
-    """Returns where an array with these dims lies."""
+    """Partition of an array with these dims."""
     return PartitionSpec(*(at[dim] or None for dim in dims))
 
 
 def shards(layout: Layout, einsum: str, axes: Sequence[str | None]) -> tuple[Shards, Shards]:
-    """Returns how the dims of a product with a weight of these logical axes are sharded; further dims are rows, tokens.
+    """Shardings of the dims of a matmul with a weight of these logical axes; x's other dims are batch and sequence.
 
-    First while it is made, when the weight is gathered along the mesh axes of rows, and then where it lies. A stored
-    dim is cut by those axes last, whichever place the rules give them.
+    The first is the sharding during the matmul, when the weight is gathered along the mesh axes of batch and sequence;
+    the second is the sharding of stored arrays. In the second, those mesh axes come last in a dim, whatever order the
+    rules give.
     """
     x_dims, w_dims, _ = einsum.replace("->", ",").split(",")
     rows = [dim for dim in x_dims if dim not in w_dims]
@@ -202,11 +205,11 @@ def shards(layout: Layout, einsum: str, axes: Sequence[str | None]) -> tuple[Sha
 def sum_over_devices(
     out: Array, dims: str, summed: Sequence[str], parts: Shards, out_parts: Shards, on_cpu: bool
 ) -> Array:
-    """Sums a product with dims `dims` over the mesh axes of the summed dims, and cuts it as `out_parts` says."""
+    """Sums an output with dims `dims` over the mesh axes of the summed dims, and shards it by `out_parts`."""
     axes = tuple(name for dim in summed for name in parts[dim])
     if not axes:
         return out
-    # XLA for CPUs aborts on a bfloat16 sum within a map over some of the axes.
+    # XLA's CPU compiler aborts on a bfloat16 sum within a map over some of the axes.
     sums = out.astype(jnp.float32) if on_cpu else out
     for index, dim in enumerate(dims):
         if scattered := tuple(name for name in out_parts[dim] if name in axes):
@@ -216,7 +219,7 @@ def sum_over_devices(
 
 
 def check_summed(count: int) -> None:
-    """Raises UserError where an int32 may not hold the sum of so many products of two int8."""
+    """Raises UserError if an int32 may not hold the sum of `count` products of two int8."""
     if count > MAX_SUMMED:
         raise UserError(
             f"quantization=int8 sums {count:,} products on a device, and their sum may exceed 32 bits beyond "
@@ -225,6 +228,6 @@ def check_summed(count: int) -> None:
 
 
 def aligned(scales: Array, dims: str, onto: str) -> Array:
-    """Returns scales with dims `dims` as they broadcast onto an array with dims `onto`; dims it lacks have size 1."""
+    """Transposes and expands scales with dims `dims` to broadcast to an array with dims `onto`."""
     scales = jnp.einsum(f"{dims}->{''.join(dim for dim in onto if dim in dims)}", scales)
     return jnp.expand_dims(scales, [index for index, dim in enumerate(onto) if dim not in dims])

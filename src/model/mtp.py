@@ -31,7 +31,7 @@ class MtpLayer(nnx.Module):
     def __call__(
         self, hidden_BTD: Array, embedded_BTD: Array, context: ForwardContext, layer: Array
     ) -> tuple[Array, Tree]:
-        """Maps hidden states [B, T, D] and the embeddings of the tokens one further on to hidden states [B, T, D]."""
+        """Maps hidden states and the embeddings of the tokens one position later, each [B, T, D], to hidden states."""
         joined_BTD = jnp.concatenate([self.embedding_norm(embedded_BTD), self.hidden_norm(hidden_BTD)], axis=-1)
         x_BTD = matmul(joined_BTD, self.projection[...], "BTC,CD->BTD")
         x_BTD, _, report = self.block(x_BTD, context, None, layer)
@@ -48,9 +48,9 @@ def run_mtp_layers(
 ) -> tuple[list[Array], Tree]:
     """Runs the layers, numbered from `first_layer`, on the decoder's hidden states.
 
-    Each takes the embeddings [B, T, D] of the tokens that stand 1, 2, ... further on than the states' own. Returns
-    hidden states for `Decoder.logits`, whose entry k - 1 at position t predicts token t + k + 1 of the same segment,
-    and the layers' reports.
+    Each takes the embeddings [B, T, D] of the tokens 1, 2, ... positions after the states' own. Returns hidden states
+    for `Decoder.logits`, where entry k - 1 at position t predicts token t + k + 1 of the same segment, and the layers'
+    reports.
     """
     predicted, reports = [], {}
     for index, (layer, embedded_BTD) in enumerate(zip(layers, embedded, strict=True)):

@@ -23,7 +23,7 @@ class Norm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: Array) -> Array:
-        """Normalises [..., *shape], in `x`'s dtype."""
+        """Normalises [..., *shape], keeping `x`'s dtype."""
         y = x.astype(jnp.float32)
         if self.spec.normalization == "layer":
             y = y - jnp.mean(y, axis=self.dims, keepdims=True)
@@ -35,6 +35,6 @@ class Norm(nnx.Module):
 
 
 def root_mean_square(x: Array, epsilon: float, dims: tuple[int, ...] = (-1,)) -> Array:
-    """Divides `x` by the root of the mean of its squares along `dims`, in `x`'s dtype, without a scale."""
+    """Divides `x` by its root mean square along `dims`, keeping `x`'s dtype, without a learned scale."""
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=dims, keepdims=True) + epsilon)).astype(x.dtype)

@@ -19,27 +19,27 @@ from jax import Array
 
 from src.model.products import product
 
-# Arrays are placed by src/parallel/mesh.py's rules alone, not by Flax from a Variable's axis names.
+# Only the rules in src/parallel/mesh.py shard arrays; Flax must not do so from a Variable's axis names.
 nnx.use_eager_sharding(False)
 
 Tree = dict[str, Any]
-Axes = tuple[str | None, ...]  # the logical axis of each dim; None: never sharded
+Axes = tuple[str | None, ...]  # logical axis of each dim; None: never sharded
 
-STACKED = ("layers", "other_layers", "expert")  # logical axes of dims of several weights in one array
-ADAPTER_DTYPE = "float32"  # whatever the base weights have: updates and adapters are small
+STACKED = ("layers", "other_layers", "expert")  # logical axes of dims that stack several weights in one array
+ADAPTER_DTYPE = "float32"  # whatever the base weights' dtype: updates and adapters are small
 
-# A nested dict's leaves by path, such as ("segments", 0, 0, "attention", "query"), and back.
+# Flattens a nested dict to a dict by path, such as ("segments", 0, 0, "attention", "query"), and back.
 by_path, nested = traverse_util.flatten_dict, traverse_util.unflatten_dict
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weights:
-    """A model's weights, or one fact of each, by their role in training: nested dicts without an entry in common."""
+    """A model's weights, or one property of each, by their role in training: nested dicts with no entry in common."""
 
     trainable: Tree = dataclasses.field(default_factory=dict)
     frozen: Tree = dataclasses.field(default_factory=dict)  # no gradient and no optimizer state
-    stats: Tree = dataclasses.field(default_factory=dict)  # what the forward pass counts moves them, not the gradient
+    stats: Tree = dataclasses.field(default_factory=dict)  # updated from counts of the forward pass, not by a gradient
 
     @classmethod
     def split(cls, tree: Tree, roles: Tree) -> Self:
@@ -48,7 +48,7 @@ class Weights:
         return cls(*(nested({path: flat[path] for path in flat if role_of[path] == role}) for role in ROLES))
 
     def merged(self) -> Tree:
-        """Returns one nested dict of all weights."""
+        """Merges all weights into one nested dict."""
         return join(self.trainable, self.frozen, self.stats)
 
 
@@ -60,13 +60,13 @@ class Buffer(nnx.Variable):
 
 
 class Fixed(nnx.Variable):
-    """A value of the model that training leaves as it is."""
+    """A value of the model that training leaves unchanged."""
 
 
 class Rngs:
-    """Makes a key for each weight in turn, the ones of `nnx.Rngs`; without a key weights are declared, not drawn.
+    """Makes a key for each weight in turn, as `nnx.Rngs` does; without a key, weights are declared, not sampled.
 
-    `nnx.Rngs` counts in a traced array: each count takes JAX longer than the drawing, and declarations draw nothing.
+    `nnx.Rngs` counts in a traced array: each count takes JAX longer than sampling, and declarations sample nothing.
     """
 
     def __init__(self, key: Array | None = None) -> None:
@@ -74,7 +74,7 @@ class Rngs:
         self.count = 0
 
     def params(self) -> Array:
-        """Returns the next weight's key."""
+        """Makes the next weight's key."""
         self.count += 1
         return jax.random.fold_in(self.key, self.count - 1)
 
@@ -93,15 +93,15 @@ def weight(
 ) -> nnx.Variable:
     """Declares one weight, without the dim of the layers that share its declaration (`stack` prepends that).
 
-    Values are `constant` (a number or an array), or normal, cut at two standard deviations, with variance `scale**2`
-    over the product of the dims `fan_in`, which it is summed over (LeCun et al., Efficient BackProp, section 4.6).
-    `axes` are the dims' logical axes (None: never sharded); `decays`: weight decay applies to it; `trained`: training
-    changes it.
+    Values are `constant` (a number or an array), or normal, truncated at two standard deviations, with variance
+    `scale**2` divided by the product of the dims `fan_in`, which matmuls sum over (LeCun et al., Efficient BackProp,
+    section 4.6). `axes` are the dims' logical axes (None: never sharded); `decays`: weight decay applies to it;
+    `trained`: training changes it.
     """
     if constant is not None or rngs.key is None:
         value = jnp.full(shape, 0.0 if constant is None else constant, dtype)
     else:
-        # 0.8796 is the standard deviation of a unit normal cut at two.
+        # 0.8796 is the standard deviation of a unit normal truncated at two.
         deviation = scale / 0.87962566 / math.sqrt(math.prod(shape[dim] for dim in fan_in))
         value = deviation * jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
     facts = {"out_sharding": axes, "fan_in": fan_in, "decays": decays}
@@ -109,8 +109,8 @@ def weight(
 
 
 def matmul(x: Array, kernel: Any, einsum: str, precision: str | None = None) -> Array:
-    """Multiplies `x` by a weight in `x`'s dtype, as `einsum` says: every projection of the model."""
-    # einsum sums over its letters in alphabetic order, and would transpose a weight whose dims come in another.
+    """Multiplies `x` by a weight in `x`'s dtype, as `einsum` says: every projection of the model uses it."""
+    # einsum sums over letters in alphabetic order, and would transpose a weight whose dims are in another order.
     letters = dict.fromkeys(einsum.partition("->")[0].partition(",")[2] + einsum.partition(",")[0])
     einsum = einsum.translate(str.maketrans(dict(zip(letters, string.ascii_lowercase, strict=False))))
     if hasattr(kernel, "multiply"):  # an adapted or a quantized weight
@@ -119,7 +119,7 @@ def matmul(x: Array, kernel: Any, einsum: str, precision: str | None = None) -> 
 
 
 def stack(make: Callable[[Rngs], nnx.Module], rngs: Rngs, repeats: int, axis: str) -> nnx.Module:
-    """Makes `repeats` modules as one, each of whose weights has a first dim of the logical axis `axis`."""
+    """Makes `repeats` modules as one, whose weights get a first dim with the logical axis `axis`."""
     keys = None if rngs.key is None else jax.random.split(rngs.params(), repeats)
     state = jax.vmap(lambda key: nnx.state(make(Rngs(key))), axis_size=repeats)(keys)
 
@@ -131,23 +131,23 @@ def stack(make: Callable[[Rngs], nnx.Module], rngs: Rngs, repeats: int, axis: st
 
 
 def abstract(make: Callable[[Rngs], nnx.Module]) -> tuple[nnx.GraphDef, Tree]:
-    """Returns the structure of `make`'s module and its declarations: nested `nnx.Variable`s without arrays."""
+    """Structure of `make`'s module, and its declarations: nested `nnx.Variable`s without arrays."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: make(Rngs())))
     return graphdef, nnx.to_pure_dict(state, lambda variable: variable)
 
 
 def values(variables: Tree) -> Tree:
-    """Returns the arrays of a nested dict of `nnx.Variable`s; of declarations, their `jax.ShapeDtypeStruct`s."""
+    """Arrays of a nested dict of `nnx.Variable`s; for declarations, their `jax.ShapeDtypeStruct`s."""
     return jax.tree.map(lambda v: v.get_value(), variables, is_leaf=_is_variable)
 
 
 def initial(make: Callable[[Rngs], nnx.Module], seed: int) -> Tree:
-    """Returns the initial weights as a nested dict; the same values on every mesh."""
+    """Initial weights as a nested dict; the values are the same on every mesh."""
     return nnx.to_pure_dict(nnx.state(make(Rngs(jax.random.key(seed)))))
 
 
 def random_stream(seed: int, stream: int) -> Array:
-    """Returns the key of DROPOUT's or ADAPTERS' random numbers, none of which the initial weights were drawn from."""
+    """Key for DROPOUT or ADAPTERS, independent of the keys of the initial weights."""
     return jax.random.fold_in(jax.random.key(seed), stream)
 
 
@@ -156,29 +156,29 @@ DROPOUT, ADAPTERS = 2**32 - 1, 2**32 - 2
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """Returns a weight's path as users type it: segments.0.0.attention.query."""
+    """Writes a weight's path as users type it: segments.0.0.attention.query."""
     return ".".join(map(str, path))
 
 
 def matches(path: tuple[Any, ...], patterns: Sequence[str]) -> bool:
-    """Returns whether a pattern fits a weight's dotted path or its last components; * stands for anything."""
+    """True if a pattern matches a weight's dotted path or its last components; * matches anything."""
     name = dotted(path)
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in patterns)
 
 
 def join(*trees: Tree) -> Tree:
-    """Returns one nested dict of several; where they have an entry in common, the last one's."""
+    """Merges nested dicts; later ones win."""
     return nested({path: leaf for tree in trees for path, leaf in by_path(tree).items()})
 
 
 def roles(declarations: Tree) -> Tree:
-    """Returns the role of each declared weight: `trainable`, `stats` for buffers, or `frozen` for fixed values."""
+    """Role of each declared weight: `trainable`, `stats` for buffers, or `frozen` for fixed values."""
     role = {nnx.Param: "trainable", Buffer: "stats", Fixed: "frozen"}
     return jax.tree.map(lambda v: role[type(v)], declarations, is_leaf=_is_variable)
 
 
 def field(declarations: Tree, name: str) -> Tree:
-    """Returns one field of each declaration, nested: `out_sharding` (the logical axes), `decays` or `fan_in`."""
+    """One field of each declaration, nested: `out_sharding` (the logical axes), `decays` or `fan_in`."""
     return jax.tree.map(lambda v: v.get_metadata()[name], declarations, is_leaf=_is_variable)
 
 

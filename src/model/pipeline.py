@@ -1,10 +1,10 @@
-"""Pipeline stages: each device of the mesh axis `stage` runs its part of a group's layers, a micro-batch at a time.
+"""Pipeline stages: each device of the mesh axis `stage` runs its part of a group's layers, one micro-batch at a time.
 
 The schedule is circular (interleaved 1F1B's forward order; Narayanan et al. 2021, arXiv:2104.04473, section 2.2): the
-layers are cut into R x P chunks of equal length, of which stage s of P runs number r P + s in its turn r of R. Each
+layers are cut into R x P chunks of equal length, and stage s of P runs chunk r P + s in its turn r of R. Each
 micro-batch goes through the stages R times. The backward pass is the schedule's derivative: the same in reverse.
 
-Tensor letters: src/model/spec.py, but M counts micro-batches here, and B the rows of one.
+Tensor letters: src/model/spec.py, but M counts micro-batches here, and B the sequences of one.
 """
 
 from collections.abc import Callable
@@ -27,60 +27,60 @@ from src.system.errors import UserError, counted
 
 
 class Schedule(NamedTuple):
-    """The item, a micro-batch's turn, that each stage works on, iteration by iteration.
+    """The item, one turn of a micro-batch, that each stage processes in each iteration.
 
-    Stage s takes the same items as stage 0, s iterations later: P micro-batches in a row make their first turn, then
-    their second and so on, then the next P come. So the first stage needs at once what the last one passes back to it.
+    Stage s processes the same items as stage 0, s iterations later: P consecutive micro-batches make their first turn,
+    then their second and so on, before the next P start. So the first stage consumes the last one's output immediately.
     """
 
     stages: int  # P
     repeats: int  # R, turns of a micro-batch
-    micro_batches: int  # M, a multiple of P where R > 1
+    micro_batches: int  # M, a multiple of P if R > 1
 
     @property
     def items(self) -> int:
-        """Returns the items of a stage."""
+        """Number of items per stage."""
         return self.micro_batches * self.repeats
 
     @property
     def iterations(self) -> int:
-        """Returns the iterations of the whole schedule."""
+        """Number of iterations of the whole schedule."""
         return self.items + self.stages - 1
 
     @property
     def bubble(self) -> float:
-        """Returns the share of iterations in which a stage idles."""
+        """Share of iterations in which a stage idles."""
         return (self.stages - 1) / self.iterations
 
     def describe(self) -> str:
-        """Describes it, such as `2 stages x 1 turn, 8 micro-batches: idle 11% of the time`."""
+        """Writes a summary, such as `2 stages x 1 turn, 8 micro-batches: idle 11% of the time`."""
         turns = f"{self.repeats} turn{'s' * (self.repeats > 1)}"
         return f"{self.stages} stages x {turns}, {self.micro_batches} micro-batches: idle {self.bubble:.0%} of the time"
 
     def turn(self, item: Any) -> Any:
-        """Returns the turn of an item (or of an array of items)."""
+        """Turn of an item (or of an array of items)."""
         return item // self.stages % self.repeats
 
     def micro_batch(self, item: Any) -> Any:
-        """Returns the micro-batch of an item."""
+        """Micro-batch of an item."""
         return item // (self.stages * self.repeats) * self.stages + item % self.stages
 
     def item(self, turn: Any, micro_batch: Any) -> Any:
-        """Returns the item of a micro-batch's turn."""
+        """Item of a micro-batch's turn."""
         group, place = micro_batch // self.stages, micro_batch % self.stages
         return (group * self.repeats + turn) * self.stages + place
 
 
 def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> Schedule:
-    """Returns the schedule of the keys for several stages; raises UserError if keys, mesh and layers do not fit."""
+    """Makes the schedule for several stages from the keys; raises UserError if keys, mesh and layers do not fit."""
     stages, group = layout.mesh.shape[STAGE], spec.layer_groups[spec.largest_group]
     micro_batches, repeats = mesh.num_pipeline_microbatches, mesh.num_pipeline_repeats
     if layout.rules["layers"] != (STAGE,):
         raise UserError(f"{stages} pipeline stages need logical_axis_rules.layers=[{STAGE}]")
     if group.shared:
         raise UserError(
-            f"the segment with the most layers shares its weights, of which {stages} pipeline stages cannot have a "
-            "part each: set ici_pipeline_parallelism=1 and dcn_pipeline_parallelism=1"
+            f"the segment with the most layers shares its weights, which {stages} pipeline stages cannot split: "
+            "set ici_pipeline_parallelism=1 and dcn_pipeline_parallelism=1"
         )
     if repeats == -1:
         repeats = max(group.repeats // stages, 1)
@@ -93,8 +93,8 @@ def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> Schedule:
         )
     if repeats > 1 and micro_batches != -1 and micro_batches % stages:
         raise UserError(
-            f"num_pipeline_microbatches={micro_batches} must be a multiple of the {stages} pipeline stages where "
-            f"num_pipeline_repeats={repeats}: micro-batches come back to the first stage in groups of as many"
+            f"num_pipeline_microbatches={micro_batches} must be a multiple of the {stages} pipeline stages if "
+            f"num_pipeline_repeats={repeats}: micro-batches return to the first stage in groups of that size"
         )
     return Schedule(stages, repeats, stages if micro_batches == -1 else micro_batches)
 
@@ -108,16 +108,17 @@ def run_stages(
     schedule: Schedule,
     remat: Callable[[Callable], Callable],
 ) -> tuple[Array, Any]:
-    """Runs the repeats of a layer group, split over stages; those that idle compute on zeros.
+    """Runs the repeats of a layer group, split over stages; idle stages compute on zeros.
 
-    The one collective over `stage` in each iteration passes a micro-batch's activations on; afterwards all stages get
-    the hidden states. Weights are gathered over fsdp in each turn. The backward pass keeps what the blocks of a chunk
-    keep, in each of the M R + P - 1 iterations: with remat_policy=full GPipe's memory (Huang et al. 2019).
+    The only collective over `stage` in an iteration passes a micro-batch's activations on; at the end all stages get
+    the hidden states. Weights are gathered over fsdp in each turn. The backward pass holds the arrays that a chunk's
+    blocks save, in each of the M R + P - 1 iterations: with remat_policy=full this is GPipe's memory (Huang et al.
+    2019).
 
-    `run_chunk(x, weights, layers, context)` runs consecutive repeats on rows of one micro-batch and returns x and
-    reports; `remat` wraps a turn, which takes its weights from those of all turns so that they are not kept for each.
-    `x_BTD` and `context` are of all rows. The repeats are the first dim of the weights (in layer order, sharded over
-    `stage`), of `layers_L`, each one's first layer, and of the reports, which are summed over micro-batches.
+    `run_chunk(x, weights, layers, context)` runs consecutive repeats on one micro-batch and returns x and reports;
+    `remat` wraps a turn, which selects its weights inside, so that they are not saved once per turn. `x_BTD` and
+    `context` hold the whole batch. The repeats are the first dim of the weights (in layer order, sharded over `stage`),
+    of `layers_L`, each repeat's first layer, and of the reports, which are summed over micro-batches.
     """
     layout, P, R = context.layout, schedule.stages, schedule.repeats
     x_MBTD = layout.split_rows(x_BTD, schedule.micro_batches, "norm_length", "activation_embed")
@@ -146,7 +147,7 @@ def run_stages(
             rows_MBTD, first_BTD = _read(rows_MBTD, micro_batch)
             x_BTD = jnp.where((stage == 0) & (schedule.turn(item) == 0), first_BTD, received_BTD)
             x_BTD, reports = run_turn(jnp.where(works, x_BTD, 0), chunks, item)
-            # On the last stage the last turn overwrites all others; a first input has been read by then.
+            # The last stage's last turn overwrites earlier outputs; the input in that entry has been read by then.
             rows_MBTD = jax.lax.dynamic_update_index_in_dim(rows_MBTD, x_BTD, micro_batch, 0)
             return (jax.lax.ppermute(x_BTD, STAGE, pass_on), rows_MBTD), reports
 
@@ -154,26 +155,26 @@ def run_stages(
         (_, rows_MBTD), reports = jax.lax.scan(iterate, start, jnp.arange(schedule.iterations))
         items_RM = schedule.item(np.arange(R)[:, None], np.arange(schedule.micro_batches))
         last_1MBTD = jnp.where(stage == P - 1, rows_MBTD, 0)[None]
-        # Each is [iterations, chunk, ...]; its sums over micro-batches are [R, 1, chunk, ...].
+        # Each is [iterations, chunk, ...]; the sums over micro-batches are [R, 1, chunk, ...].
         return last_1MBTD, jax.tree.map(lambda report: jnp.sum(report[items_RM + stage], axis=1)[:, None], reports)
 
     by_stage, everywhere = PartitionSpec(STAGE), PartitionSpec()
     in_specs, out_specs = (by_stage, by_stage, everywhere, everywhere), (by_stage, PartitionSpec(None, STAGE))
     mapped = layout.shard_map(on_stage, in_specs, out_specs, over=(STAGE,))
-    # Each stage's rows are an entry of one array, all but the last stage's zeros, so that the compiler adds them up, as
-    # it does the first's gradients. (A sum within would be computed again in the backward pass.)
+    # Each stage's output is an entry of one array, zeros except the last stage's, so that the compiler sums them, as it
+    # does the first stage's gradients. (A sum inside the map would be recomputed in the backward pass.)
     x_PMBTD, reports = mapped(weights, jnp.broadcast_to(x_MBTD, (P, *x_MBTD.shape)), of_tokens, layers_L)
-    x_MBTD = jax.lax.reduce(x_PMBTD, np.zeros((), x_PMBTD.dtype), jax.lax.add, (0,))  # not in float32, as jnp.sum
+    x_MBTD = jax.lax.reduce(x_PMBTD, np.zeros((), x_PMBTD.dtype), jax.lax.add, (0,))  # jnp.sum would use float32
     x_BTD = jnp.moveaxis(x_MBTD, 0, 1).reshape(x_BTD.shape)
     return x_BTD, jax.tree.map(lambda report: report.reshape(-1, *report.shape[3:]), reports)
 
 
 def _chunks(weights: Any, stage: Array, schedule: Schedule) -> Any:
-    """Returns the chunks that this stage runs, [R, chunk, ...], given the weights stored on it, [R chunk, ...].
+    """Collects the chunks that this stage runs, [R, chunk, ...], from the weights stored on stages, [R chunk, ...].
 
-    Chunk c is stored on stage c // R and run by stage c % P: P - 1 permutations over `stage` bring it there, each of as
-    many chunks as any two stages have for each other at most. (For an all-to-all over this axis alone the compiler
-    would gather what the other axes shard.)
+    Chunk c is stored on stage c // R and run by stage c % P: P - 1 permutations over `stage` move it, each with as many
+    chunks as any two stages have to exchange at most. (For an all-to-all over only this axis, the compiler would gather
+    dims that the other axes shard.)
     """
     P, R = schedule.stages, schedule.repeats
     chunks = jax.tree.map(lambda leaf: leaf.reshape(R, -1, *leaf.shape[1:]), weights)
@@ -199,12 +200,12 @@ def _add_entry(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Non
     return jax.lax.dynamic_update_index_in_dim(rows_MBTD, rows_MBTD[index] + entry_BTD, index, 0), None
 
 
-# Adds the entry's gradient in place; that of plain indexing would add a whole array of zeros.
+# Adds the entry's gradient in place; the gradient of plain indexing would add a whole array of zeros.
 _read = with_gradient(lambda rows_MBTD, index: ((rows_MBTD, rows_MBTD[index]), index), _add_entry)
 
 
 def check_rows(rows: int, layout: Layout, schedule: Schedule, key: str) -> None:
-    """Raises UserError where rows, as many as `key` gives a device, do not divide into micro-batches and shards."""
+    """Raises UserError if `rows`, which `key` sets, do not divide into micro-batches and shards."""
     shards = layout.shards("batch")
     least = schedule.micro_batches * shards
     if rows % least == 0:

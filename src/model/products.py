@@ -1,4 +1,4 @@
-"""Products of activations with weights: as einsums, or on a single CPU as products of matrices."""
+"""Matmuls of activations with weights: as einsums, or on a single CPU as two-dimensional matmuls."""
 
 import functools
 import math
@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-LARGE = 2**18  # numbers of a weight. Below, the quickstart's step took longer with `_multiply`, in as much CPU time.
+LARGE = 2**18  # elements of a weight. Below, the quickstart's step took longer with `_multiply`, in equal CPU time.
 
 
 def product(x: Array, kernel: Array, einsum: str, precision: str | None) -> Array:
-    """Multiplies `x` by a weight of its dtype, as `einsum` says.
+    """Multiplies `x` by a weight of the same dtype, as `einsum` says.
 
-    XLA's CPU compiler makes a product that sums over several dims, as a weight's gradient over rows and tokens, by
-    transposing both of its operands; of matrices it reads them as they lie. Rows and tokens can be one dim where no
-    two devices share them; on TPUs and GPUs the compiler lays arrays out for its products itself.
+    XLA's CPU compiler transposes both operands of a matmul that sums over several dims, such as a weight's gradient
+    over batch and sequence; for two-dimensional operands it does not. Batch and sequence can be one dim if no two
+    devices share them; on TPUs and GPUs the compiler chooses layouts for matmuls itself.
     """
     dims_x, dims_kernel, dims_y = einsum.replace("->", ",").split(",")
     summed = "".join(dim for dim in dims_x if dim not in dims_y)
@@ -34,15 +34,15 @@ def product(x: Array, kernel: Array, einsum: str, precision: str | None) -> Arra
 
 
 def _multiply(x_RI: Array, kernel_IO: Array, precision: str | None) -> Array:
-    """Multiplies matrices on a CPU, where XLA takes up to three times as long if the first one is transposed.
+    """Multiplies matrices on a CPU, where XLA takes up to three times as long if the first operand is transposed.
 
-    A kernel's gradient is such a product: so the narrower of its operands is copied in the order in which it is read.
+    A kernel's gradient is such a matmul, so the narrower of its operands is copied in the order in which it is read.
     """
     matmul, barrier = functools.partial(jnp.matmul, precision=precision), jax.lax.optimization_barrier
 
     def gradients(kept: tuple[Array, Array], d_out_RO: Array) -> tuple[Array, Array]:
         x_RI, kernel_IO = kept
-        # Without barriers XLA would make transposed products of these again.
+        # Without barriers XLA would turn these into transposed matmuls again.
         if x_RI.shape[1] <= d_out_RO.shape[1]:
             d_kernel_IO = barrier(matmul(barrier(x_RI.T), d_out_RO))
         else:
@@ -53,9 +53,9 @@ def _multiply(x_RI: Array, kernel_IO: Array, precision: str | None) -> Array:
 
 
 def with_gradient(run: Callable[..., tuple[Any, Any]], gradients: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Returns the function of arrays whose result and residuals `run` gives.
+    """Builds a differentiable function of arrays from `run`, which returns the result and residuals.
 
-    `gradients(residuals, gradient of the result)` has an entry for each array; None for one without a gradient.
+    `gradients(residuals, gradient of the result)` returns one entry per array; None for an array without a gradient.
     """
     function = jax.custom_vjp(lambda *arrays: run(*arrays)[0])
     function.defvjp(run, gradients)

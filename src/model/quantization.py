@@ -1,4 +1,4 @@
-"""Selects the weights that are multiplied in 8 bits, on devices that can (src/model/low_precision.py multiplies)."""
+"""Selects the weights used in 8-bit matmuls, if the devices support them (src/model/low_precision.py multiplies)."""
 
 import dataclasses
 import functools
@@ -21,19 +21,19 @@ from src.parallel.mesh import Layout
 from src.parallel.topology import compute_capability, kinds_with, peak_flops
 from src.system.errors import UserError, first_few
 
-EXCLUDED = Keys().quantization_exclude  # of these not every model has all
+EXCLUDED = Keys().quantization_exclude  # not every model has all of these
 LAYERS = ("layers", "other_layers")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """A weight whose products are made in 8 bits."""
+    """A weight whose matmuls run in 8 bits."""
 
     weight: Array
-    bound: Array | None  # its largest magnitudes, as `Products.bound` gives them; None: blocks have their own
+    bound: Array | None  # its largest magnitudes, from `Products.bound`; None: each block finds its own
     products: Products | BlockProducts = field(metadata={"static": True})
-    axes: tuple[str | None, ...] = field(metadata={"static": True})  # logical, of the weight's dims
+    axes: tuple[str | None, ...] = field(metadata={"static": True})  # logical axes of the weight's dims
 
     def __getitem__(self, index: Any) -> Self:
         if index is Ellipsis:
@@ -42,14 +42,14 @@ class Quantized:
         return dataclasses.replace(self, weight=self.weight[index], bound=bound)
 
     def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Any, str], Array]) -> Array:
-        """Multiplies `x` by it as `einsum` says."""
+        """Multiplies `x` by this weight as `einsum` says."""
         return self.products.multiply(x, self.weight, self.bound, self.axes, einsum)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AtRest:
-    """A weight that is kept in 8 bits, and multiplied by in the dtype of the activations."""
+    """A weight stored in 8 bits, and multiplied in the dtype of the activations."""
 
     coded: Coded
     on_cpu: bool = field(metadata={"static": True})
@@ -60,9 +60,9 @@ class AtRest:
         return dataclasses.replace(self, coded=Coded(self.coded.codes[index], self.coded.scales[index]))
 
     def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Any, str], Array]) -> Array:
-        """Multiplies `x` by it as `einsum` says; of x and the product, that with the scales' dims is scaled."""
+        """Multiplies `x` by this weight as `einsum` says; scales the output, or x if the output lacks their dims."""
         (codes, scales), (x_dims, w_dims, out_dims) = self.coded, einsum.replace("->", ",").split(",")
-        if self.on_cpu:  # XLA for CPUs would convert within the product, an element at a time: thirty times slower
+        if self.on_cpu:  # XLA on CPUs would convert inside the matmul, one element at a time: thirty times slower
             codes = jax.lax.optimization_barrier(codes.astype(x.dtype))
         varying = [dim for dim, size in zip(w_dims, scales.shape, strict=True) if size > 1]
         if all(dim in out_dims for dim in varying):
@@ -71,7 +71,7 @@ class AtRest:
 
 
 def encode_at_rest(chosen: Quantization, weights: params.Tree, on_cpu: bool) -> params.Tree:
-    """Replaces each weight of `chosen` by an `AtRest`, and deletes it, one after the other."""
+    """Replaces each weight of `chosen` by an `AtRest`, one at a time, and deletes the original."""
     flat = params.by_path(weights)
     for path, (bounded, _) in chosen.places.items():
         weight = flat[path]
@@ -86,7 +86,7 @@ def attach(chosen: Quantization, weights: params.Tree, layout: Layout) -> params
     products = BlockProducts(layout) if block_scaled else Products(FORMATS[chosen.kind], layout, chosen.bounds)
     flat = params.by_path(weights)
     for path, (bounded, axes) in chosen.places.items():
-        # Of all layers at once: within the layers, devices would wait for each other's.
+        # For all layers at once: inside the layers, devices would wait for each other's magnitudes.
         bound = None if block_scaled else products.bound(flat[path], bounded)
         flat[path] = Quantized(flat[path], bound, products, axes)
     return params.nested(flat)
@@ -98,9 +98,9 @@ def _encoded(weight: Array, bounded: tuple[int, ...]) -> Coded:
 
 
 def select(keys: Keys, declarations: params.Tree, layout: Layout) -> Quantization:
-    """Returns what is multiplied in 8 bits of the model with these weights, on the devices of this layout.
+    """Selects the weights of a model that are multiplied in 8 bits on the devices of this layout.
 
-    Raises UserError if the devices have no such products, or `quantization_exclude` names no weight, or every one.
+    Raises UserError if the devices have no such matmuls, or `quantization_exclude` names no weight, or every one.
     """
     _check_devices(keys.quantization, layout.mesh.devices.flat[0])
     bounds = tuple(fixed_bound(getattr(keys, name)) for name in CALIBRATION_METHODS)
@@ -109,7 +109,7 @@ def select(keys: Keys, declarations: params.Tree, layout: Layout) -> Quantizatio
 
 
 def select_at_rest(keys: Keys, declarations: params.Tree) -> Quantization:
-    """Returns what `quantize_weights` keeps in 8 bits; raises UserError as `select`."""
+    """Selects the weights that `quantize_weights` stores in 8 bits; raises UserError as `select`."""
     return _chosen("int8", keys.quantization_exclude, declarations, "quantize_weights=int8")
 
 
@@ -122,7 +122,7 @@ def _chosen(
 ) -> Quantization:
     paths, patterns = multiplied(declarations), tuple(map(str, exclude))
     typed = [name for name in patterns if name not in EXCLUDED]
-    require_matches("quantization_exclude", typed, paths, "that is multiplied by:")
+    require_matches("quantization_exclude", typed, paths, "used in matmuls:")
     axes, fan_ins = (params.by_path(params.field(declarations, name)) for name in ("out_sharding", "fan_in"))
     wide = [path for path in paths if params.matches(path, patterns)]
     places = {}
@@ -130,13 +130,13 @@ def _chosen(
         layers = sum(axis in LAYERS for axis in axes[path])
         bounded = fan_ins[path] if kind == "int8" else range(layers, len(axes[path]))
         places[path] = Place(tuple(bounded), axes[path][layers:])
-        if "expert" in axes[path] and words != "quantization=int8":  # on GPUs Triton makes fp8's of float16
+        if "expert" in axes[path] and words != "quantization=int8":  # Triton on GPUs computes fp8 matmuls in float16
             raise UserError(
-                f"{words} has no products of experts, which quantization=int8 has: keep theirs with "
+                f"{words} has no matmuls for experts, which quantization=int8 has: exclude them with "
                 f"quantization_exclude=[{','.join(patterns)},feed_forward.wi,feed_forward.wo]"
             )
     if not places:
-        raise UserError(f"{words} finds no weight that quantization_exclude leaves: shorten that list")
+        raise UserError(f"quantization_exclude leaves no weight for {words}: shorten that list")
     if fan_ins.get(("embedding",)):  # tied
         wide.append(("embedding",))
     shapes = params.by_path(params.values(declarations))
@@ -145,20 +145,20 @@ def _chosen(
         stacked = (zip(axes[path], shapes[path].shape, strict=True) for path in paths)
         return sum(math.prod(size for axis, size in dims if axis in LAYERS) for dims in stacked)
 
-    description = f"{kind} in {count(places):,} products with weights, forward and backward"
+    description = f"{kind} in {count(places):,} weight matmuls, forward and backward"
     if wide:
         description += f"; {count(wide):,} not ({first_few(dict.fromkeys(path[-1] for path in wide))})"
     return Quantization(kind, bounds, places, description)
 
 
 def _check_devices(kind: str, device: jax.Device) -> None:
-    """Raises UserError where a device has no products of this kind. A CPU computes their numbers in float32."""
+    """Raises UserError if a device lacks this kind of matmul. A CPU computes the same numbers in float32."""
     if device.platform == "cpu" or peak_flops(device.device_kind, kind):
         return
     capability = compute_capability(device)  # of other GPUs; float8 came with 8.9
     if (kind == "fp8" and capability >= 8.9) or (kind == "mxfp8" and 10 <= capability < 11):
         return
     raise UserError(
-        f"quantization={kind}: MinText makes no such products on a {device.device_kind}. It does on: "
+        f"quantization={kind}: MinText has no such matmuls for a {device.device_kind}. It has them for: "
         f"{', '.join(kinds_with(kind))}; a CPU computes the same numbers, slowly. Or leave quantization empty."
     )

@@ -1,8 +1,8 @@
 """Describes a model: the config's section `model`, resolved for the whole and for each layer, and how layers repeat.
 
-Tensor letters, here and in every file of the model: B batch, T query position, S key position, D embedding,
-F feed-forward hidden, N query heads, K key/value heads, H head size, A factors of a feed-forward layer, E experts,
-M tokens sorted by expert, Q compressed query, R compressed keys and values, V vocabulary, L layers.
+Tensor letters, here and in every file of the model: B batch, T query position, S key position, D embedding, F
+feed-forward hidden, N query heads, K key/value heads, H head size, A factors of a feed-forward layer, E experts, M
+tokens sorted by expert, Q compressed query, R compressed keys and values, V vocabulary, L layers.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ from src.config.schema import KEYS, keys_of
 from src.config.step_keys import Numerics
 from src.model.patterns import shortest_patterns
 
-VOCAB_MULTIPLE = 128  # the physical vocabulary is a multiple of this: it shards over powers of two up to it
+VOCAB_MULTIPLE = 128  # the vocabulary is padded to a multiple of this, so that it shards over powers of two up to it
 
 PER_LAYER = tuple(key for key in keys_of("model") if KEYS[key].per_layer)
-OF_MODEL = (  # with what layers and the model both have
+OF_MODEL = (  # including settings that layers and the model both have
     *(key for key in keys_of("model") if key not in PER_LAYER),
     *("normalization", "normalization_layer_epsilon", "normalization_scale_offset", "dropout_rate"),
 )
@@ -27,14 +27,14 @@ OF_MODEL = (  # with what layers and the model both have
 
 @dataclass(frozen=True)
 class LayerSpec(Model):
-    """One decoder layer: its facts, resolved. Layers of one `shared_weights` name share their weights; "": its own.
+    """One decoder layer's resolved settings. Layers with the same `shared_weights` share weights; "": not shared.
 
-    Sizes are scaled (`global_parameter_scale` is 1), and facts without effect on the layer have their defaults, so
-    that layers are equal that compute the same.
+    Sizes are scaled (`global_parameter_scale` is 1), and settings without effect on the layer have their defaults, so
+    that layers that compute the same function compare equal.
     """
 
     shared_weights: str = ""
-    max_length: int = 0  # of a run's texts, where positions depend on it
+    max_length: int = 0  # of a run's texts, if positions depend on it
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,26 @@ class LayerGroup:
 
     @property
     def shared(self) -> bool:
-        """Returns whether every repeat uses the same weights."""
+        """Whether every repeat uses the same weights."""
         return bool(self.pattern[0].shared_weights)
 
 
 @dataclass(frozen=True)
 class ModelSpec(Model):
-    """A decoder-only Transformer: its layers, and the facts about what comes before and after them, resolved.
+    """A decoder-only Transformer: its layers, and the resolved settings of everything before and after them.
 
-    `position_type` is learned or sinusoidal where positions are added to the embedding, otherwise none;
-    `trainable_position_size` is the number of a learned table's rows, otherwise -1.
+    `position_type` is learned or sinusoidal if positions are added to the embedding, otherwise none;
+    `trainable_position_size` is the number of rows of a learned table, otherwise -1.
     """
 
     layers: tuple[LayerSpec, ...] = ()
     weight_dtype: str = "float32"
     dtype: str = "bfloat16"
-    stacked: bool = True  # weights of repeated layers are stacked, for a scan over them; else each has its own arrays
+    stacked: bool = True  # stack the weights of repeated layers, for a scan over them; otherwise each has its own
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """Groups the layers as weights and caches are nested."""
+        """Groups the layers in the nesting of weights and caches."""
         groups = group_layers(self.layers)
         if self.stacked:
             return groups
@@ -73,28 +73,28 @@ class ModelSpec(Model):
 
     @property
     def largest_group(self) -> int:
-        """Returns the index of the first group with the most layers: the one that pipeline stages split."""
+        """Index of the first group with the most layers: pipeline stages split this one."""
         sizes = [len(group.pattern) * group.repeats for group in self.layer_groups]
         return sizes.index(max(sizes))
 
     @property
     def has_experts(self) -> bool:
-        """Returns whether any layer has experts."""
+        """Whether any layer has experts."""
         return any(layer.num_experts > 1 for layer in self.layers)
 
     @property
     def has_capacity(self) -> bool:
-        """Returns whether the experts of any layer take a share of a row alone."""
+        """Whether experts of any layer have a limited capacity per sequence."""
         return any(layer.capacity_factor != -1 for layer in self.layers)
 
     @property
     def padded_vocab_size(self) -> int:
-        """Returns the embedding's rows and the output projection's columns; those past `vocab_size` are masked."""
+        """Rows of the embedding and columns of the output projection; those past `vocab_size` are masked."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def model_spec(model: Model, numerics: Numerics, max_target_length: int) -> ModelSpec:
-    """Returns the model that the section describes; rows have at most `max_target_length` tokens."""
+    """Resolves the model that the section describes; sequences have at most `max_target_length` tokens."""
     resolved = {key: getattr(model, key) for key in OF_MODEL} | {
         "global_parameter_scale": 1,
         "base_emb_dim": model.emb_dim,
@@ -111,7 +111,7 @@ def model_spec(model: Model, numerics: Numerics, max_target_length: int) -> Mode
 
 
 def layer_models(model: Model) -> list[tuple[Model, str]]:
-    """Returns each layer's facts, first to last, and the name of the weights it shares; "": it has its own."""
+    """Lists each layer's settings, first to last, and the name of the weights it shares; "": not shared."""
     count = model.num_decoder_layers
     if not model.decoder_segments:
         return [(model, "")] * count

@@ -1,4 +1,4 @@
-"""Chooses the number of tiles of the loss by the memory that it would take in one."""
+"""Chooses the number of tiles of the loss from the memory that it would need in one tile."""
 
 import math
 
@@ -17,9 +17,10 @@ MAX_LOGITS, SMALL = 8 * 2**30, 2**30  # bytes on a device
 def vocab_tiles(step: Step, batch: BatchKeys, spec: ModelSpec, layout: Layout) -> int:
     """Returns `num_vocab_tiling`, or for 0 the fewest tiles, a power of 2, that keep the loss small.
 
-    Logits and their gradient have to fit MAX_LOGITS. On accelerators the loss also takes no more memory than a block's
-    backward pass (or SMALL), if in one tile it took more than half of that, and as much again for each percent that
-    computing the logits twice adds to a step's operations. No more tiles than rows divide into.
+    Logits and their gradient must fit in MAX_LOGITS. On accelerators the loss may also use at most the memory of a
+    block's backward pass (or SMALL), if in one tile it would use more than 0.5 + p times that, where p is the
+    percentage that computing the logits twice adds to a step's operations. The number of tiles divides a device's part
+    of the sequence.
     """
     length, tiles = batch.max_target_length, step.num_vocab_tiling
     if tiles:
@@ -28,7 +29,8 @@ def vocab_tiles(step: Step, batch: BatchKeys, spec: ModelSpec, layout: Layout) -
     tokens = batch.per_device_batch_size * layout.mesh.size * length
     tokens /= math.prod(layout.shards(axis) for axis in ("batch", "length"))
     logits = tokens * V * itemsize
-    # The gathered weights, their gradient, and it in another layout: a tile has a part unless devices share V.
+    # The gathered weights, their gradient, and a copy of it in another layout: a tile has a part unless devices share
+    # V.
     loss = logits + (3 * V * spec.emb_dim * itemsize if layout.shards("vocab") == 1 else 0)
     most = math.inf
     if layout.platform != "cpu":
@@ -42,7 +44,7 @@ def vocab_tiles(step: Step, batch: BatchKeys, spec: ModelSpec, layout: Layout) -
 
 
 def _block_bytes(spec: ModelSpec, layout: Layout, tokens: float) -> float:
-    """Returns what the largest block's backward pass takes on a device: arrays, gathered weights, their gradient."""
+    """Memory of the largest block's backward pass on a device: arrays, gathered weights, their gradient."""
     sizes = []
     for layer in all_layers(spec):
         weights = sum(

@@ -1,4 +1,4 @@
-"""Accumulates gradients over micro-batches on each device, and reduces them over devices once a step."""
+"""Accumulates gradients over micro-batches on each device, and reduces them over devices once per step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,24 +11,24 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from src.parallel.mesh import Layout
 
-Batch = dict[str, Array]  # of rows [B, ...], by name
+Batch = dict[str, Array]  # arrays [B, ...], by name
 
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How the gradients of a step add up over micro-batches and devices."""
+    """How a step's gradients are summed over micro-batches and devices."""
 
     layout: Layout
-    micro_batches: int  # a divisor of the rows over the shards of the batch
+    micro_batches: int  # divides the number of sequences per batch shard
     replica_axes: tuple[str, ...]
-    pipelined: bool  # rows go through in the loop of a pipeline
-    weights: Any  # the sharding of each trainable weight
-    updates: Any  # the sharding of each gradient's sum: its weight's, or with a dim cut by replica axes too
+    pipelined: bool  # micro-batches run inside a pipeline's loop
+    weights: Any  # sharding of each trainable weight
+    updates: Any  # sharding of each gradient's sum: its weight's, or with replica axes added to a dim
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
-        """Lists the replica axes over which gradients are reduced here once (manual reduction), not by the compiler."""
-        # In one round there is one gradient of each weight for the compiler to reduce; in a loop it would reduce each.
+        """The replica axes over which gradients are reduced here once (manual reduction), not by the compiler."""
+        # Without a loop the compiler reduces each gradient only once; in a loop it would do so in every iteration.
         return self.replica_axes if self.micro_batches > 1 or self.pipelined else ()
 
 
@@ -36,19 +36,20 @@ class Accumulation:
 def accumulate(
     gradient: Callable[[Any, Batch], tuple[Any, Any]], inputs: Any, rows: Batch, how: Accumulation
 ) -> tuple[Any, Any]:
-    """Adds up what `gradient(inputs, rows)` returns for each micro-batch: gradients, and other sums.
+    """Sums the results of `gradient(inputs, rows)` over micro-batches: gradients, and other sums.
 
-    More than one micro-batch is added up in float32.
+    With more than one micro-batch, sums are in float32.
 
     A reduction over `manual_axes`, along which `inputs` are replicated, waits for the last micro-batch: between slices
-    the step's one large transfer. Over other axes each micro-batch's gradients are reduced at once, to their weights'
-    shards; for a part of a weight a device receives half of an all-reduce's bytes (Rajbhandari et al. 2020, 7.2.1).
+    this is the step's only large transfer. Over other axes each micro-batch's gradients are reduced immediately, to the
+    shards of their weights; for a part of a weight a device receives half of an all-reduce's bytes (Rajbhandari et al.
+    2020, 7.2.1).
     """
     if not how.manual_axes:
         gradients, sums = _over_micro_batches(gradient, inputs, rows, how)
         if how.updates != how.weights:
-            # First as the weights lie: else XLA cuts gradients within their layers, and for that sums them whole over
-            # all devices.
+            # Constrain to the weights' shardings first: otherwise XLA shards gradients inside their layers, and to do
+            # so all-reduces them whole over all devices.
             gradients = jax.lax.with_sharding_constraint(gradients, how.weights)
             gradients = jax.lax.with_sharding_constraint(gradients, how.updates)
         return gradients, sums
@@ -79,7 +80,7 @@ def _over_micro_batches(gradient: Callable, inputs: Any, rows: Batch, how: Accum
 
 
 def _reduce(gradients: Array, weight: NamedSharding, update: NamedSharding, how: Accumulation) -> Array:
-    """Sums a weight's gradients [replicas, ...] over its replicas, to the shards that its update is made in."""
+    """Sums a weight's gradients [replicas, ...] over its replicas, to the shards of its update."""
 
     def of_shards(gradient_1: Array) -> Array:
         for dim, (before, after) in enumerate(zip(weight.spec, update.spec, strict=True)):

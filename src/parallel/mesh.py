@@ -1,4 +1,4 @@
-"""The device mesh, and where each array lies on it: named axes, logical-axis rules, shardings."""
+"""The device mesh, and how arrays are sharded over it: named axes, logical-axis rules, shardings."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from src.system.errors import UserError
 
 STAGE = "stage"  # the mesh axis of pipeline stages
 
-# The key that a weight's dim of a logical axis has its size from.
+# The key that sets the size of a weight's dim, by logical axis.
 SIZE_KEYS = {
     "vocab": "vocab_size, padded to a multiple of 128",
     "embed": "base_emb_dim",
@@ -39,17 +39,17 @@ class Layout:
     """A mesh and the rules that map logical axes to its axes."""
 
     mesh: Mesh
-    rules: Mapping[str, tuple[str, ...]]  # by logical axis: the mesh axes, outermost first, that shard a dim of it
+    rules: Mapping[str, tuple[str, ...]]  # logical axis -> mesh axes, outermost first, that shard a dim of it
 
     def axes(self, axis: str | None) -> tuple[str, ...]:
-        """Returns the mesh axes of several devices, outermost first, that shard a dim of this logical axis."""
-        # Within `shard_map` an array is one device's part along the axes that it maps over: those shard it no more.
+        """Mesh axes with several devices, outermost first, that shard a dim of this logical axis."""
+        # Within `shard_map` an array is one device's part along the mapped axes, which therefore no longer shard it.
         mapped = jax.sharding.get_abstract_mesh().manual_axes
         rule = () if axis is None else self.rules[axis]
         return tuple(name for name in rule if self.mesh.shape[name] > 1 and name not in mapped)
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
-        """Returns the partition of an array whose dims have these logical axes; None is not sharded."""
+        """Partition of an array whose dims have these logical axes; None is not sharded."""
         used = [mesh_axis for axis in axes if axis is not None for mesh_axis in self.rules[axis]]
         if clash := sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1}):
             raise UserError(
@@ -59,18 +59,18 @@ class Layout:
         return PartitionSpec(*(self.axes(axis) or None for axis in axes))
 
     def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
-        """Returns the sharding of an array whose dims have these logical axes; no axes: a copy on every device."""
+        """Sharding of an array whose dims have these logical axes; no axes: a copy on every device."""
         return NamedSharding(self._traced_mesh, self.spec(axes))
 
     @property
     def _traced_mesh(self) -> Mesh | AbstractMesh:
-        """Returns the mesh of the `shard_map` that is being traced, which knows its manual axes, or this one."""
+        """The mesh of the `shard_map` being traced, which knows its manual axes, otherwise this one."""
         traced = jax.sharding.get_abstract_mesh()
         return self.mesh if traced.empty else traced
 
     @property
     def platform(self) -> str:
-        """Returns tpu, gpu or cpu."""
+        """The platform: tpu, gpu or cpu."""
         return self.mesh.devices.flat[0].platform
 
     def constrain(self, x: Array, *axes: str | None) -> Array:
@@ -79,7 +79,7 @@ class Layout:
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
 
     def check(self, shape: Sequence[int], axes: Sequence[str | None]) -> None:
-        """Raises UserError where a dim is not divisible by the mesh axes that shard it."""
+        """Raises UserError if a dim is not divisible by the mesh axes that shard it."""
         for axis, problem in self.indivisible(shape, axes):
             raise UserError(f"{problem}: change that size, or logical_axis_rules.{axis}")
 
@@ -91,7 +91,7 @@ class Layout:
                 yield axis, f"{axis} = {size}{key} is not divisible by {self.sharded_by(axis)}"
 
     def split_rows(self, x: Array, parts: int, *axes: str | None) -> Array:
-        """Splits [B, ...] to [parts, B / parts, ...], rows on the devices where they are; `axes`: of further dims."""
+        """Splits [B, ...] to [parts, B / parts, ...], keeping sequences on their devices; `axes`: of further dims."""
         x = jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)
         return self.constrain(x, None, "batch", *(axes or [None] * (x.ndim - 2)))
 
@@ -100,20 +100,20 @@ class Layout:
         return " x ".join(f"{name}={self.mesh.shape[name]}" for name in self.axes(axis))
 
     def shards(self, axis: str) -> int:
-        """Returns how many shards a dim of logical axis `axis` has."""
+        """Number of shards of a dim of logical axis `axis`."""
         return self.size(self.axes(axis))
 
     def size(self, mesh_axes: Sequence[str]) -> int:
-        """Returns the number of devices along these mesh axes."""
+        """Number of devices along these mesh axes."""
         return math.prod(self.mesh.shape[name] for name in mesh_axes)
 
     def shard_map(
         self, function: Callable, in_specs: Any, out_specs: Any, over: Collection[str] | None = None
     ) -> Callable:
-        """Maps `function` over device shards along the mesh axes `over`; None: all that no outer one maps over."""
+        """Maps `function` over device shards along the mesh axes `over`; None: all that no outer `shard_map` covers."""
         if over is None:
             over = {*self.mesh.axis_names}.difference(jax.sharding.get_abstract_mesh().manual_axes)
-        # The other axes go on as ever: within, `constrain` and another `shard_map` take care of them.
+        # Other axes work as usual: inside, `constrain` and another `shard_map` handle them.
         specs = {"in_specs": in_specs, "out_specs": out_specs}
         return jax.shard_map(function, mesh=self._traced_mesh, axis_names={*over}, check_vma=False, **specs)
 
@@ -134,25 +134,25 @@ def make_layout(section: MeshSection, devices: Sequence[jax.Device]) -> Layout:
 
 
 def mesh_axes_of(spec: PartitionSpec) -> set[str]:
-    """Returns the mesh axes that a partition uses."""
+    """Set of mesh axes that a partition uses."""
     return {name for part in spec for name in axes_of_dim(part)}
 
 
 def axes_of_dim(part: Any) -> tuple[str, ...]:
-    """Returns the mesh axes, outermost first, of one entry of a partition."""
+    """Mesh axes, outermost first, of one entry of a partition."""
     return (part,) if isinstance(part, str) else tuple(part or ())
 
 
 def replica_axes(layout: Layout, shardings: Any) -> tuple[str, ...]:
-    """Returns the mesh axes that shard the batch but no parameter: devices along them hold the same weights."""
+    """Mesh axes that shard the batch but no parameter: devices along them hold the same weights."""
     used = {name for at in jax.tree.leaves(shardings) for name in mesh_axes_of(at.spec)}
     return tuple(name for name in layout.axes("batch") if name not in used)
 
 
 def add_mesh_axes(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[str]) -> NamedSharding:
-    """Adds the mesh axes `axes` to a dim of an array of this shape; returns `sharding` as it is where none divides."""
+    """Adds the mesh axes `axes` to a dim of an array of this shape; `sharding` is unchanged if no dim divides."""
     parts = list(map(axes_of_dim, sharding.spec))
-    # The first dim that nothing cuts yet comes first, which is mostly that of layers.
+    # Prefer an unsharded dim, usually the layer dim.
     for dim in sorted(range(len(shape)), key=lambda dim: bool(parts[dim])):
         cut_by = (*parts[dim], *axes)
         if shape[dim] % math.prod(sharding.mesh.shape[name] for name in cut_by) == 0:
@@ -162,8 +162,8 @@ def add_mesh_axes(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[
 
 
 def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns each weight's sharding by its shape and logical axes; raises UserError naming all indivisible dims."""
-    problems: dict[str, str] = {}  # and the logical axis of each
+    """Sharding of each weight, by its shape and logical axes; raises UserError naming all indivisible dims."""
+    problems: dict[str, str] = {}  # problem -> logical axis
 
     def place(shape: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> NamedSharding:
         problems.update((problem, axis) for axis, problem in layout.indivisible(shape.shape, dims))
@@ -176,13 +176,13 @@ def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[st
         rules = dict.fromkeys(f"logical_axis_rules.{axis}=[]" for axis in problems.values())
         raise UserError(
             f"Weights do not divide over the mesh: {'; '.join(problems)}. Change these sizes, or {any_of(keys)}, "
-            f"or leave such a dim whole on each device: {', '.join(rules)}."
+            f"or do not shard these dims: {', '.join(rules)}."
         )
     return shardings
 
 
 def global_batch_size(layout: Layout, per_device: float, micro_batches: int, key: str) -> int:
-    """Computes the rows of a step; raises UserError, which names `key`, where they are not whole or do not divide."""
+    """Computes the global batch size; raises UserError, naming `key`, if it is not whole or does not divide."""
     rows, shards = per_device * layout.mesh.size, layout.shards("batch")
     if abs(rows - round(rows)) > 1e-6 or round(rows) % shards or round(rows) == 0:
         into = f"does not divide into {shards} shards ({layout.sharded_by('batch')})" if shards > 1 else "is not whole"

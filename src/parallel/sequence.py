@@ -1,4 +1,4 @@
-"""Rows that several devices share (context parallelism): how their tokens are ordered, and how they are gathered."""
+"""Sequences that several devices share (context parallelism): the order of their tokens, and gathering them."""
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,18 @@ from src.system.errors import UserError
 
 
 def zigzag_order(length: int, layout: Layout) -> np.ndarray:
-    """Returns each place's index in the text, for rows of `length` tokens in zigzag order.
+    """Zigzag order for sequences of `length` tokens: the index in the text of the token at each position.
 
-    A token attends to all before it, so of n devices with consecutive parts the last would work longest. Rows are cut
-    into 2n parts instead, and device i has parts i and 2n - 1 - i. Every array along T is in this order, except in
-    generation. Raises UserError if rows don't divide into so many parts.
+    A token attends to all earlier ones, so if n devices had consecutive parts, the last would work longest. Sequences
+    are cut into 2n parts instead, and device i has parts i and 2n - 1 - i. Every array along T is in this order, except
+    in generation. Raises UserError if the length does not divide into 2n parts.
     """
     n = layout.shards("length")
     if length % zigzag_parts(n):
         raise UserError(
-            f"max_target_length={length} does not divide into {2 * n} parts, two for each device that shares a row "
-            f"({layout.sharded_by('length')}): use a multiple of {2 * n}, or another " + sharing_keys(layout, "length")
+            f"max_target_length={length} does not divide into {2 * n} parts, two for each device that shares a "
+            f"sequence ({layout.sharded_by('length')}): use a multiple of {2 * n}, or another "
+            + sharing_keys(layout, "length")
         )
     if n == 1:
         return np.arange(length)
@@ -36,12 +37,12 @@ def sharing_keys(layout: Layout, axis: str) -> str:
 
 
 def zigzag_parts(n: int) -> int:
-    """Returns the number of parts into which a row is cut that n devices share."""
+    """Number of parts into which a sequence is cut if n devices share it."""
     return 2 * n if n > 1 else 1
 
 
 def to_zigzag(x_BT: Array, layout: Layout) -> Array:
-    """Reorders [B, T, ...] from the text's order into zigzag order, each part placed on its device."""
+    """Reorders [B, T, ...] from the text's order into zigzag order, and shards it over devices."""
     if layout.shards("length") == 1:
         return x_BT
     ordered_BT = x_BT[:, zigzag_order(x_BT.shape[1], layout)]
@@ -52,26 +53,26 @@ def from_zigzag(x_BT: Array, n: int) -> Array:
     """Reorders [B, T, ...] from the zigzag order of n devices into the text's; T must be whole on every device."""
     if n == 1:
         return x_BT
-    # Slices of whole parts copy faster than a lookup of every place.
+    # Slicing whole parts copies faster than looking up every position.
     parts = x_BT.reshape(x_BT.shape[0], n, 2, -1, *x_BT.shape[2:])
     return jnp.concatenate([parts[:, :, 0], parts[:, ::-1, 1]], axis=1).reshape(x_BT.shape)
 
 
 def replicate_rows(x_BT: Array, layout: Layout, *axes: str | None) -> Array:
-    """Gathers [B, T, ...] in zigzag order into whole rows in the text's order on each device: [B, n T, ...].
+    """Gathers [B, T, ...] in zigzag order into whole sequences in the text's order on each device: [B, n T, ...].
 
-    The n devices that share a row each have a copy of it, side by side along T. What a device computes from its copy
-    is therefore an array of its own, and the gradient is summed and sharded again here. `axes` are of the dims after T.
+    Each of the n devices that share a sequence has a copy of it, concatenated along T. A device's results from its copy
+    are therefore separate arrays, and the gradient is summed and sharded again here. `axes` describe the dims after T.
     """
     sharing, n = layout.axes("length"), layout.shards("length")
     if n == 1:
         return x_BT
     sharded = layout.spec(("batch", "length", *axes))
-    # XLA for CPUs aborts on a bfloat16 sum, here the gradient's, within a map over some of the axes.
+    # XLA's CPU compiler aborts on a bfloat16 sum, here of gradients, within a map over some of the axes.
     sent = jnp.float32 if layout.platform == "cpu" and x_BT.dtype == jnp.bfloat16 else x_BT.dtype
 
     def gather(x_BT: Array) -> Array:
         return from_zigzag(jax.lax.all_gather(x_BT.astype(sent), sharing, axis=1, tiled=True), n).astype(x_BT.dtype)
 
-    # Mapped over all axes that shard it: XLA would gather it over the others too.
+    # Mapped over all axes that shard it: otherwise XLA would gather it over the others too.
     return layout.shard_map(gather, sharded, sharded, over=mesh_axes_of(sharded))(x_BT)

@@ -1,4 +1,4 @@
-"""TPU slices and GPU hosts: which devices the fast interconnect joins, and a mesh's sizes within and between them."""
+"""TPU slices and GPU hosts: which devices a fast interconnect joins, and mesh sizes within and between them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,35 +10,35 @@ import numpy as np
 from src.config.schema import Mesh, size_key
 from src.system.errors import UserError
 
-GPU_MEMORY_FRACTION = 0.9  # of all of a GPU's memory; the rest is CUDA's own, NCCL's and cuDNN's
+GPU_MEMORY_FRACTION = 0.9  # of a GPU's total memory; CUDA, NCCL and cuDNN use the rest
 
 
 def count_slices(devices: Sequence[jax.Device]) -> int:
-    """Counts the groups of devices that the fast interconnect joins: TPU slices, or else hosts."""
+    """Counts the groups of devices joined by a fast interconnect: TPU slices, or else hosts."""
     return len({slice_of(device) for device in devices})
 
 
 def slice_of(device: jax.Device) -> int:
-    """Returns the index of the TPU slice or host that the device belongs to."""
+    """Index of the device's TPU slice or host."""
     return device.process_index if joined_by_process(device) else getattr(device, "slice_index", 0)
 
 
 def axes_within_slices(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """Returns the mesh axes along which all devices are of one TPU slice or host."""
+    """Mesh axes along which all devices are in one TPU slice or host."""
     slices = np.vectorize(slice_of, otypes=[int])(mesh.devices)
     along = {name: np.moveaxis(slices, dim, 0) for dim, name in enumerate(mesh.axis_names)}
     return tuple(name for name, ids in along.items() if (ids == ids[:1]).all())
 
 
 def joined_by_process(device: jax.Device) -> bool:
-    """Returns whether processes tell hosts apart: so for CPUs, and for GPUs to compile for, all in XLA's slice 0."""
-    if device.platform == "gpu":  # of those that are here, each maybe with its own process, JAX numbers hosts as slices
+    """Whether hosts are identified by process: for CPUs, and for absent GPUs, which XLA puts in one slice 0."""
+    if device.platform == "gpu":  # for GPUs that are present, maybe one per process, JAX numbers hosts as slices
         return device.client.runtime_type == "compile_only_runtime"
     return device.platform != "tpu"
 
 
 def mesh_sizes(kind: str, section: Mesh, devices: int, groups: int) -> list[int]:
-    """Returns the axes' sizes of one kind, ici or dcn, -1 filled in: `devices` in each of `groups` slices or hosts."""
+    """Axis sizes of one kind, ici or dcn, with -1 filled in: `devices` in each of `groups` slices or hosts."""
     sizes = {key: getattr(section, key) for key in (size_key(kind, name) for name in section.mesh_axes)}
     total = devices if kind == "ici" else groups
     known_size = math.prod(size for size in sizes.values() if size != -1)
@@ -53,22 +53,22 @@ def mesh_sizes(kind: str, section: Mesh, devices: int, groups: int) -> list[int]
         product += f" = {known_size}" if len(larger) > 1 else ""
         problem = f"{product} does not divide {total} {what}: {any_of(divisors(total))} do{'es' * (total == 1)}."
     else:
-        advice = f"Set one of the sizes to -1 (what is left), or sizes whose product is {total}."
-        problem = f"{product} against {total} {what}. {advice}"
+        advice = f"Set one of the sizes to -1 (the rest), or sizes whose product is {total}."
+        problem = f"{product} for {total} {what}. {advice}"
     if kind == "dcn" and groups == 1:
         problem += (
             " Larger dcn sizes need a job on more slices or hosts, which JAX did not find (docs/launch.md), or with "
             "compile_topology, compile_topology_num_slices."
         )
     if kind == "ici" and groups > 1 and known_size > devices:
-        problem += f" Between the {groups} slices or hosts sizes are dcn_*_parallelism."
+        problem += f" Sizes between the {groups} slices or hosts are dcn_*_parallelism."
     if kind == "ici" and devices == 1:
-        problem += " To try a mesh on a CPU, set JAX_NUM_CPU_DEVICES=8 in the environment: so many virtual devices."
+        problem += " To try a mesh on a CPU, set JAX_NUM_CPU_DEVICES=8 in the environment for 8 virtual devices."
     raise UserError(f"The mesh does not multiply out: {problem}")
 
 
 def divisors(number: int) -> list[int]:
-    """Returns all divisors, ascending."""
+    """Lists all divisors of `number`, ascending."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
@@ -84,7 +84,7 @@ def describe_mesh(sizes: Mapping[str, int]) -> str:
 
 
 def check_hardware(hardware: str) -> None:
-    """Raises UserError where `hardware` names another platform than the one JAX found."""
+    """Raises UserError if `hardware` names a different platform than JAX found."""
     platform = jax.devices()[0].platform
     if hardware and hardware != platform:
         raise UserError(f"hardware={hardware}, but JAX found {platform}. Leave hardware empty to detect it.")

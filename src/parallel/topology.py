@@ -1,4 +1,4 @@
-"""Facts about accelerators: chips with their peak rates, and the TPU slices and GPU hosts that they come in."""
+"""Data on accelerators: chips and their peak rates, and the TPU slices and GPU hosts that contain them."""
 
 import math
 import re
@@ -8,17 +8,18 @@ from src.system.errors import UserError, did_you_mean
 
 
 class Chip(NamedTuple):
-    """Published figures of one JAX device: a TPU chip, half of one where JAX shows two devices a chip, or a GPU.
+    """Published figures of one JAX device: a TPU chip, half of one if JAX shows two devices per chip, or a GPU.
 
-    `memory` is in bytes: on a TPU what the compiler grants a program, on a GPU all that the driver reports, of which
-    JAX takes `GPU_MEMORY_FRACTION` unless XLA_CLIENT_MEM_FRACTION says otherwise. Bandwidths are in bytes per second.
+    `memory` is in bytes: on a TPU the amount that the compiler grants a program, on a GPU the total that the driver
+    reports, of which JAX takes `GPU_MEMORY_FRACTION` unless XLA_CLIENT_MEM_FRACTION says otherwise. Bandwidths are in
+    bytes per second.
     """
 
     kind: str  # `jax.Device.device_kind`
     memory: int
     memory_bandwidth: float
-    ici_bandwidth: float  # that the device sends over all its links to the rest of its slice or host
-    dcn_bandwidth: float  # that it sends to other slices or hosts: its share of its host's network cards
+    ici_bandwidth: float  # sending, over all the device's links to the rest of its slice or host
+    dcn_bandwidth: float  # sending to other slices or hosts: the device's share of its host's network cards
 
 
 class Topology(NamedTuple):
@@ -33,12 +34,12 @@ class Topology(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """Counts the JAX devices of all slices."""
+        """JAX devices of all slices."""
         return math.prod(self.shape) * self.devices_per_chip * self.slices
 
     @property
     def host_shape(self) -> tuple[int, ...]:
-        """Counts a host's chips along each dim: four TPU chips, but one or eight where that is the whole slice."""
+        """Chips of a host along each dim: four TPU chips, or one or eight if that is the whole slice."""
         if self.platform != "tpu":
             return self.shape
         if self.shape in ((1, 1), (1, 1, 1)):
@@ -60,9 +61,9 @@ _HOPPER_NVL = _nvidia(835.5e12, 417.5e12, 60e12, fp8=1670.5e12)
 # Operations per second of one JAX device, by the name JAX gives it (`jax.Device.device_kind`), for dense matrices: the
 # rates that vendors state for 2:4 sparse ones are twice as high.
 _PEAK_FLOPS = {
-    # The pages of each generation at docs.cloud.google.com/tpu/docs (v3, v4, v5e, v5p, v6e, tpu7x) state bfloat16 a
-    # chip. v3 and TPU7x show a chip as two devices, so theirs is half. A TPU multiplies float32 in several bfloat16
-    # passes; no rate is published for that.
+    # The pages of each generation at docs.cloud.google.com/tpu/docs (v3, v4, v5e, v5p, v6e, tpu7x) state bfloat16 rates
+    # per chip. JAX shows a v3 or TPU7x chip as two devices, so each has half. A TPU multiplies float32 in several
+    # bfloat16 passes; no rate is published for that.
     "TPU v3": {"bfloat16": 61.5e12},
     "TPU v4": {"bfloat16": 275e12},
     "TPU v5 lite": {"bfloat16": 197e12, "int8": 394e12},
@@ -78,7 +79,7 @@ _PEAK_FLOPS = {
     "NVIDIA H100 NVL": _HOPPER_NVL,
     "NVIDIA H200": _H100_SXM,
     "NVIDIA H200 NVL": _HOPPER_NVL,
-    # "NVIDIA Blackwell" data sheet, a GPU's share; its tensor core rates are sparse.
+    # "NVIDIA Blackwell" data sheet, one GPU's share; its tensor core rates are sparse.
     "NVIDIA B200": _nvidia(2250e12, 1100e12, 75e12, fp8=4500e12, mxfp8=4500e12),
     "NVIDIA GB200": _nvidia(2500e12, 1250e12, 80e12, fp8=5000e12, mxfp8=5000e12),
     # "NVIDIA Ada GPU Architecture" white paper, appendix A, with float32 accumulation.
@@ -88,22 +89,22 @@ _PEAK_FLOPS = {
 
 _MIB = 2**20
 
-# TPUs. Memory bandwidth and the links are those of the generation's page at docs.cloud.google.com/tpu/docs (tpu7x has
-# v5p, v6e and TPU7x side by side), which counts a link's two directions together: here it is one. v4's links and its
-# host's network card (200 Gbit/s for four chips) are not on its page: "TPU v4: An Optically Reconfigurable
-# Supercomputer" (Jouppi and others, 2023) has six links of 50 GB/s, "How to Scale Your Model" (jax-ml.github.io/
-# scaling-book/tpus) the card. v5e's is its page's 6.4 Tbit/s for a pod of 256. Memory is what libtpu's compiler says it
-# has when a program needs more, the least of the versions pinned in requirements/: all but 0.25 to 1.25 GiB.
+# TPUs. Memory bandwidth and links are from the generation's page at docs.cloud.google.com/tpu/docs (tpu7x compares v5p,
+# v6e and TPU7x), which adds up a link's two directions: here it is one. v4's links and its host's network card (200
+# Gbit/s for four chips) are not on its page: "TPU v4: An Optically Reconfigurable Supercomputer" (Jouppi and others,
+# 2023) states six links of 50 GB/s, "How to Scale Your Model" (jax-ml.github.io/scaling-book/tpus) the card. v5e's
+# network is from its page, 6.4 Tbit/s for a pod of 256. Memory is the capacity that libtpu's compiler reports when a
+# program needs more, the smallest of the versions pinned in requirements/: 0.25 to 1.25 GiB less than the chip has.
 _TPU_V4 = Chip("TPU v4", 31_485 * _MIB, 1200e9, 300e9, 6.25e9)
 _TPU_V5E = Chip("TPU v5 lite", 16_126 * _MIB, 819e9, 200e9, 3.125e9)
 _TPU_V5P = Chip("TPU v5", 98_025 * _MIB, 2765e9, 600e9, 6.25e9)
 _TPU_V6E = Chip("TPU v6 lite", 31_992 * _MIB, 1638e9, 400e9, 12.5e9)
 _TPU_7X = Chip("TPU7x", 97_012 * _MIB, 3690e9, 300e9, 6.25e9)  # half a chip
 
-# GPUs, eight to a host. Memory is what the driver reports (xla/backends/gpu/target_config/specs of openxla/xla);
-# its bandwidth and NVLink, one direction of it, are from NVIDIA's data sheets. The network cards are those for GPUs
-# of Google's machines (docs.cloud.google.com/compute/docs/gpus/gpu-network-bandwidth): a3-highgpu-8g 4 x 200 Gbit/s,
-# a3-ultragpu-8g and a4-highgpu-8g 8 x 400 Gbit/s; for the A100 of NVIDIA's DGX A100, 8 x 200 Gbit/s.
+# GPUs, eight to a host. Memory is the driver's figure (xla/backends/gpu/target_config/specs of openxla/xla); memory
+# bandwidth and NVLink, in one direction, are from NVIDIA's data sheets. The network cards are the GPU NICs of Google's
+# machines (docs.cloud.google.com/compute/docs/gpus/gpu-network-bandwidth): a3-highgpu-8g 4 x 200 Gbit/s, a3-ultragpu-8g
+# and a4-highgpu-8g 8 x 400 Gbit/s; for the A100 NVIDIA's DGX A100, 8 x 200 Gbit/s.
 _GPUS_PER_HOST = 8
 _GPU_HOSTS = {
     "a100": Chip("NVIDIA A100-SXM4-80GB", 85_100_068_864, 2039e9, 300e9, 25e9),
@@ -118,15 +119,15 @@ class _Generation(NamedTuple):
 
     chip: Chip  # one JAX device
     devices_per_chip: int
-    counted: str  # by the number in a slice's name
+    counted: str  # the unit that the number in a slice's name counts
     counted_per_chip: int
     dims: int  # of a slice's shape
     smallest: int  # chips of its smallest slice
-    largest: int  # chips of its largest
+    largest: int  # chips of its largest slice
 
 
-# Slices and their names are from the same pages, for TPU7x from MaxText, which counts devices. The largest is a pod of
-# v4, v5e, v6e and TPU7x; of v5p the largest job, 96 of a pod's 140 cubes of 4x4x4.
+# Slices and their names are from the same pages, for TPU7x from MaxText, which counts devices. The largest is a pod for
+# v4, v5e, v6e and TPU7x; for v5p the largest job, 96 of a pod's 140 cubes of 4x4x4.
 _V5E = _Generation(_TPU_V5E, 1, "chips", 1, dims=2, smallest=1, largest=256)
 _GENERATIONS = {
     "v4": _Generation(_TPU_V4, 1, "TensorCores (two per chip)", 2, dims=3, smallest=4, largest=4096),
@@ -137,7 +138,7 @@ _GENERATIONS = {
     "tpu7x": _Generation(_TPU_7X, 2, "devices (two per chip)", 2, dims=3, smallest=1, largest=9216),
 }
 
-# Larger three-dimensional slices are made of these cubes, which optical switches join, 64 of them in a line at most.
+# Larger three-dimensional slices are made of these cubes, joined by optical switches, at most 64 in a line.
 _CUBE = 4
 _LONGEST = 64 * _CUBE
 
@@ -146,7 +147,7 @@ def parse_topology(name: str, slices: int) -> Topology:
     """Parses the keys `compile_topology` and `compile_topology_num_slices`.
 
     A name is a TPU slice as Google names it (v5p-128) or by its chips (v5p:4x4x4), a GPU host (a3) or some of its GPUs
-    (a3:1), or cpu-N. Raises UserError if there is no such slice or host, or no such number of them.
+    (a3:1), or cpu-N. Raises UserError if there is no such slice or host, or not that many of them.
     """
     if slices < 1:
         raise UserError(f"compile_topology_num_slices={slices}: expected a number of slices or hosts, at least 1")
@@ -164,7 +165,7 @@ def parse_topology(name: str, slices: int) -> Topology:
             )
         return Topology(name, "cpu", None, (int(count),), 1, 1)
     if family not in _GENERATIONS:
-        size = re.search(r"(?<![\dx])\d+$", name, re.ASCII)  # also of v5p128
+        size = re.search(r"(?<![\dx])\d+$", name, re.ASCII)  # also matches v5p128
         families = [f"{each}-{size[0] if size else 8}" for each in (*_GENERATIONS, "cpu")]
         gpu_of = {each: re.search(r"[a-z]\d00", chip.kind.lower())[0] for each, chip in _GPU_HOSTS.items()}  # a3: h100
         of_gpu = [f" Did you mean {each}?" for each, gpu in gpu_of.items() if gpu in name]
@@ -172,7 +173,7 @@ def parse_topology(name: str, slices: int) -> Topology:
         hint = of_gpu[0] if of_gpu else did_you_mean(name, [*_GPU_HOSTS, *families])
         raise UserError(
             f"compile_topology={name} is unknown.{hint} Expected a TPU slice "
-            f"({', '.join(f'{each}-N' for each in _GENERATIONS)}, or its chips, as v5p:4x4x8), a host of "
+            f"({', '.join(f'{each}-N' for each in _GENERATIONS)}, or its chips, such as v5p:4x4x8), a host of "
             f"{_GPUS_PER_HOST} GPUs ({gpus}) or cpu-N."
         )
     generation = _GENERATIONS[family]
@@ -208,7 +209,7 @@ def _check_shape(name: str, generation: _Generation, shape: tuple[int, ...]) -> 
 
 
 def _slice_shape(chips: int, generation: _Generation) -> tuple[int, ...] | None:
-    """Returns the shape, nearest to a square or cube, of the slice with this many chips; None if there is none."""
+    """Shape, nearest to a square or cube, of the slice with this many chips; None if there is none."""
     if not generation.smallest <= chips <= generation.largest:
         return None
     if chips.bit_count() == 1 and chips != 2:  # hosts have one, four or eight chips
@@ -227,33 +228,33 @@ def _factors(product: int, count: int) -> tuple[int, ...]:
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Returns the published peak rate of one JAX device in matrix products, in floating-point operations per second.
+    """Published peak matmul rate of one JAX device, in floating-point operations per second.
 
-    A multiplication and its addition count as two. `dtype` is bfloat16, float32, or tensorfloat32, which is what XLA
-    makes of float32 on an NVIDIA GPU unless `matmul_precision` is highest. None where no source states the rate (a CPU,
-    an unlisted device, float32 on a TPU): no MFU is better than a guessed one.
+    A multiplication and its addition count as two. `dtype` is bfloat16, float32, or tensorfloat32, which XLA uses for
+    float32 on an NVIDIA GPU unless `matmul_precision` is highest. None if no source states the rate (a CPU, an unlisted
+    device, float32 on a TPU): no MFU is better than a guessed one.
     """
     return _PEAK_FLOPS.get(device_kind, {}).get(dtype)
 
 
 def memory_of(device_kind: str) -> int | None:
-    """Returns the bytes of memory of one JAX device that a `compile_topology` has; None for others."""
+    """Bytes of memory of one JAX device that a `compile_topology` has; None for others."""
     chips = [generation.chip for generation in _GENERATIONS.values()] + list(_GPU_HOSTS.values())
     return next((chip.memory for chip in chips if chip.kind == device_kind), None)
 
 
 def compute_capability(device: Any) -> float:
-    """Returns the compute capability of an NVIDIA GPU, here or compiled for, such as 9.0; 0 of other devices."""
+    """Compute capability of an NVIDIA GPU, present or compiled for, such as 9.0; 0 for other devices."""
     capability = str(getattr(device, "compute_capability", ""))
-    return float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0  # AMD's have a name, such as gfx942
+    return float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0  # AMD uses names, such as gfx942
 
 
 def kinds_with(dtype: str) -> list[str]:
-    """Returns the names of the devices whose rate in products of this dtype is published."""
+    """Lists the devices whose matmul rate in this dtype is published."""
     return [kind for kind, rates in _PEAK_FLOPS.items() if dtype in rates]
 
 
 def run_peak(device_kind: str, dtype: str, matmul_precision: str) -> float | None:
-    """Returns `peak_flops` of a run that computes in `dtype` under the key `matmul_precision`."""
-    is_rounded = dtype == "float32" and matmul_precision != "highest"  # on NVIDIA's GPUs alone
+    """`peak_flops` for a run that computes in `dtype` under the key `matmul_precision`."""
+    is_rounded = dtype == "float32" and matmul_precision != "highest"  # only on NVIDIA GPUs
     return (is_rounded and peak_flops(device_kind, "tensorfloat32")) or peak_flops(device_kind, dtype)

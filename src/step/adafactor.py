@@ -1,4 +1,4 @@
-"""Adafactor's scaling (Shazeer and Stern 2018): of a matrix's second moment it keeps the means of rows and columns."""
+"""Adafactor's scaling (Shazeer and Stern 2018): stores row and column means of a matrix's second moment."""
 
 from typing import Any, NamedTuple
 
@@ -9,27 +9,27 @@ import optax
 from src.model.params import by_path, nested
 from src.step.matrices import Matrix
 
-# The paper's, section 9: what is added to squared gradients, the least scale of a weight, the greatest root mean square
-# of an update, and the exponent of the moments' decay.
+# The paper's constants, section 9: the term added to squared gradients, the smallest scale of a weight, the largest
+# root mean square of an update, and the exponent of the moments' decay.
 EPSILON_1, EPSILON_2, CLIP, DECAY = 1e-30, 1e-3, 1.0, 0.8
 
 
 class AdafactorState(NamedTuple):
-    """Second moments, float32, nested as the weights are that have them; a mean's dims have size 1."""
+    """Second moments, float32, in the nesting of the weights that have them; averaged dims have size 1."""
 
-    count: jax.Array  # int32: updates made
-    rows: Any  # of matrices: means over the outputs
-    columns: Any  # of matrices: means over the inputs
-    full: Any  # of all other weights
+    count: jax.Array  # int32: number of updates
+    rows: Any  # for matrices: means over the outputs
+    columns: Any  # for matrices: means over the inputs
+    full: Any  # for all other weights
 
 
 def scale_by_adafactor(matrices: Any, chosen: Any) -> optax.GradientTransformation:
-    """Gradients over the root of their second moment, clipped, times each weight's scale (algorithms 4 and 5).
+    """Divides gradients by the root of their second moment, clips, and scales by weight size (algorithms 4 and 5).
 
-    Those of weights that are not `chosen` pass as they are.
+    Gradients of weights that are not `chosen` pass unchanged.
 
     The learning rate is then relative to the weights' root mean square. Layers and experts that share an array have
-    rows, columns and scales of their own, as each weight's `Matrix` says. There is no first moment.
+    their own rows, columns and scales, as each weight's `Matrix` says. No first moment is used.
     """
     is_chosen = by_path(chosen)
     kinds: dict[Any, Matrix] = {path: kind for path, kind in by_path(matrices).items() if is_chosen[path]}
@@ -67,7 +67,7 @@ def scale_by_adafactor(matrices: Any, chosen: Any) -> optax.GradientTransformati
 
 
 def clip_matrices(matrices: Any, chosen: Any, threshold: jax.Array) -> optax.GradientTransformation:
-    """Scales each matrix or vector of the `chosen` weights' updates down to a root mean square of `threshold`."""
+    """Scales each matrix or vector in the updates of `chosen` weights down to a root mean square of `threshold`."""
 
     def clip(x: jax.Array, kind: Matrix, is_chosen: bool) -> jax.Array:
         return _clip(x, kind, threshold) if is_chosen else x
@@ -80,7 +80,7 @@ def _clip(x: jax.Array, kind: Matrix, threshold: jax.Array | float) -> jax.Array
 
 
 def _root_mean_square(x: jax.Array, kind: Matrix) -> jax.Array:
-    """Takes means over each matrix without the rows that pad a vocabulary, whose zero gradients would lower them."""
+    """Averages over each matrix without the rows that pad a vocabulary, whose zero gradients would lower the mean."""
     square = jnp.square(x.astype(jnp.float32))
     if kind.vocab is None:
         return jnp.sqrt(jnp.mean(square, kind.dims, keepdims=True))

@@ -1,4 +1,4 @@
-"""The step that a configuration means on given devices: the same one for training and for compiling ahead of time."""
+"""Builds the step of a configuration on given devices: the same for training and ahead-of-time compilation."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,26 +19,26 @@ from src.step.train_step import compile_steps
 
 
 class TracedStep(NamedTuple):
-    """A step that is traced but not compiled, and what it is called with: `jax.ShapeDtypeStruct`s with shardings."""
+    """A traced but not compiled step, with its abstract arguments: `jax.ShapeDtypeStruct`s with shardings."""
 
     plan: StepPlan
-    compiler_options: Mapping[str, str]  # XLA's, of `train`
+    compiler_options: Mapping[str, str]  # XLA's, for `train`
     state: TrainState
     batch: Batch
     hparams: HParams
     train: jax.stages.Wrapped
     eval: jax.stages.Wrapped
     traced: jax.stages.Traced
-    schedule: BatchSchedule  # `batch` and `traced` are of its full size
+    schedule: BatchSchedule  # `batch` and `traced` have its full size
 
     @property
     def rows(self) -> int:
-        """Counts the rows of the global batch, at the end of a ramp."""
+        """Sequences in the global batch, at the end of a ramp."""
         return self.batch["tokens"].shape[0]
 
     @property
     def tokens(self) -> int:
-        """Counts the tokens of the global batch, padding included."""
+        """Tokens in the global batch, including padding."""
         return self.batch["tokens"].size
 
 
@@ -48,16 +48,16 @@ def build(
     compiler_options: Mapping[str, str] = {},
     fields: Mapping[str, jax.ShapeDtypeStruct] = {},
 ) -> TracedStep:
-    """Traces a checked config's step; raises UserError if it does not fit devices or mesh, or a user's functions.
+    """Traces a checked config's step; raises UserError if it does not fit devices, mesh or a user's functions.
 
-    Batches have `fields` too, beside those that the config gives them.
+    `fields` are added to the arrays of a batch that the config defines.
     """
     plan = plan_step(config, make_layout(config.mesh, devices))
     plan = dataclasses.replace(plan, fields={**plan.fields, **fields})
 
     def rows_of(per_device: float, key: str) -> int:
         rows = global_batch_size(plan.layout, per_device, config.gradient_accumulation_steps, key)
-        abstract_batch(plan, rows, config.max_target_length, key)  # raises where they do not divide
+        abstract_batch(plan, rows, config.max_target_length, key)  # raises if they do not divide
         return rows
 
     schedule = BatchSchedule.of(config.batch, rows_of, plan.layout.shards("batch"))
@@ -70,13 +70,13 @@ def build(
         loss = loss_function(config.step.loss)
     train, evaluate = compile_steps(plan, state, compiler_options, loss)
     traced = train.trace(state, batch, hparams)
-    if plan.eval_metrics:  # a mistake in it ends the run here, not at its first evaluation
+    if plan.eval_metrics:  # raise its errors now, not at the first evaluation
         evaluate.eval_shape(state.weights, batch)
     return TracedStep(plan, compiler_options, state, batch, hparams, train, evaluate, traced, schedule)
 
 
 def plan_step(config: Config, layout: Layout) -> StepPlan:
-    """Returns the plan of a checked config's step; raises what `make_plan` raises."""
+    """Plans a checked config's step; raises as `make_plan`."""
     spec = model_spec(config.model, config.step, config.max_target_length)
     tiles = vocab_tiles(config.step, config.batch, spec, layout)
     step = dataclasses.replace(config.step, num_vocab_tiling=tiles)

@@ -1,4 +1,4 @@
-"""Casts layers' matrices to the dtype of products before the loop over layers, and so stacks their gradients in it."""
+"""Casts layers' matrices to the matmul dtype before the loop over layers, so that it stacks gradients in that dtype."""
 
 import jax.numpy as jnp
 
@@ -7,12 +7,13 @@ from src.step.plan import StepPlan
 
 
 def cast_matrices(trainable: Tree, plan: StepPlan) -> Tree:
-    """Returns the trainable weights with those matrices of layers in `dtype` that enter products in it once a step.
+    """Casts to `dtype` the layers' trainable matrices that are used in matmuls of `dtype` once per step.
 
-    A product casts its weight in any case, and XLA for TPUs casts all layers' before the loop (others do not, and would
-    hold the copies for this). Then the loop also stacks their gradients in `dtype`, in which products make them, and
-    not in the weights'. What is left as it is: a weight whose gradients are added up, because layers share it or
-    micro-batches pass a pipeline, the router's, which is multiplied in float32, and weights to be rounded to 8 bits.
+    A matmul casts its weight in any case, and XLA's TPU compiler casts all layers' weights before the loop (others do
+    not, and would hold the copies for this). The loop then also stacks their gradients in `dtype`, in which matmuls
+    produce them, instead of the weights' dtype. Not cast: weights whose gradients are summed because layers share them
+    or micro-batches pass a pipeline; the router's weight, which is multiplied in float32; and weights to be rounded to
+    8 bits.
     """
     if plan.quantization.kind or plan.execution.schedule or not plan.execution.early_gradients:
         return trainable

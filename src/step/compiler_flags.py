@@ -1,7 +1,7 @@
-"""XLA's flags: those of `compile_xla_flags`, which go to the compiler as options, and those in the environment.
+"""XLA's flags: those in `compile_xla_flags`, passed to the compiler as options, and those in the environment.
 
-XLA refuses a wrong option by an exception. `XLA_FLAGS` and `LIBTPU_INIT_ARGS` are read once, when the libraries start,
-and end the process where one is unknown: here a child process reads them first.
+XLA rejects a wrong option with an exception. `XLA_FLAGS` and `LIBTPU_INIT_ARGS` are read once, when the libraries
+start, and an unknown flag ends the process: a child process therefore reads them first.
 """
 
 import os
@@ -18,14 +18,14 @@ from src.config.hints import hints
 from src.step.eval_step import always
 from src.system.errors import UserError, say
 
-# A collective is fused with the computation it runs beside where both flags are on; today's libtpu has them off.
+# If both flags are on, a collective is fused with the computation that it overlaps; both are off in today's libtpu.
 _ASYNC_ALL_GATHER, _ASYNC_ALL_REDUCE = (
     {f"xla_enable_async_{name}": "true", f"xla_tpu_enable_async_collective_fusion_fuse_{name}": "true"}
     for name in ("all_gather", "all_reduce")
 )
 _ASYNC = {**_ASYNC_ALL_GATHER, **_ASYNC_ALL_REDUCE}
-# A layer's gradients are summed while the next layer computes; the two pinned JAX have other names for it. The newer
-# libtpu refuses collectives that are fused with computations on v4 and v5p: results could be wrong there, it says.
+# Sum a layer's gradients while the next layer computes; the two pinned versions of JAX use different flag names. The
+# newer libtpu rejects collectives fused with computations on v4 and v5p, because results could be wrong there.
 if jax.__version_info__ < (0, 11):
     _PIPELINED, _ON, _ASYNC_ON_LARGE = "xla_gpu_enable_pipelined_", "true", _ASYNC
 else:
@@ -34,20 +34,20 @@ _GPU = {
     "xla_gpu_enable_latency_hiding_scheduler": "true",
     f"{_PIPELINED}reduce_scatter": _ON,
     f"{_PIPELINED}all_reduce": _ON,
-    # Percent of the memory up to which the scheduler starts collectives early: beyond it they wait, one after another.
+    # Percent of memory up to which the scheduler starts collectives early: beyond it they run one after another.
     "xla_gpu_memory_limit_slop_factor": "112",
 }
-# The flags that `auto` stands for, by `jax.Device.device_kind` (before it "multi-slice", where there are several), or
-# else by platform. docs/aot.md tells what each does, and which of MaxText's and Pax's are left out: those that today's
-# compilers do unasked, or take without a difference.
+# The flags of `auto`, by `jax.Device.device_kind` (prefixed with "multi-slice" if there are several), or else by
+# platform. docs/aot.md explains each, and which flags of MaxText and Pax are left out: today's defaults, and flags that
+# make no difference.
 PRESETS: dict[str, dict[str, str]] = {
     "cpu": {},
     "gpu": _GPU,
-    # Between hosts no command buffer, which starts its kernels only together.
+    # No command buffers between hosts: a buffer's kernels can only start together.
     "multi-slice gpu": {**_GPU, "xla_gpu_enable_command_buffer": ""},
     "tpu": {},
     "TPU v4": _ASYNC_ON_LARGE,
-    # Those of Pax's runs on several slices: with the four of one slice, layers of its 22B did not finish compiling.
+    # From Pax's runs on several slices: with the four flags for one slice, layers of its 22B did not finish compiling.
     "multi-slice TPU v4": {
         "xla_enable_async_all_gather": "true",
         "xla_jf_spmd_threshold_for_windowed_einsum_mib": "0",
@@ -59,8 +59,8 @@ PRESETS: dict[str, dict[str, str]] = {
     "TPU v6 lite": {"xla_tpu_scoped_vmem_limit_kib": "98304"},
 }
 
-BY_ITSELF = "it is retired, and XLA does so by itself"
-# JAX adds this flag to LIBTPU_INIT_ARGS where it finds TPUs: it is not the user's, and not there on another machine.
+BY_ITSELF = "it is retired, because XLA now does this by default"
+# JAX adds this flag to LIBTPU_INIT_ARGS if it finds TPUs: the user did not set it, and other machines lack it.
 _JAX_TPU_FLAG = "--xla_tpu_use_enhanced_launch_barrier"
 
 _READ_XLA_FLAGS = "from jaxlib import xla_client; xla_client.CompileOptions()"
@@ -73,26 +73,25 @@ xla_client.initialize_pjrt_plugin("tpu")
 
 
 def parse_flags(text: str) -> dict[str, str]:
-    """Reads flags as XLA_FLAGS has them, `--xla_a=1 --xla_b` with spaces between; the last of a name counts.
+    """Parses flags in the format of XLA_FLAGS, `--xla_a=1 --xla_b`, separated by spaces; the last value of a name wins.
 
-    Raises UserError if a part of `text` is no flag.
+    Raises UserError if a part of `text` is not a flag.
     """
     flags = {}
     for part in text.split():
         if not (match := re.fullmatch(r"--(\w+)(?:=(.*))?", part)) or ",--" in part:
             raise UserError(
-                f"compile_xla_flags: {part} is no flag; expected --name=value, with spaces between flags, or auto"
+                f"compile_xla_flags: {part} is not a flag; expected --name=value, with spaces between flags, or auto"
             )
         flags[match[1]] = "true" if match[2] is None else match[2]
     return flags
 
 
 def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, str]:
-    """Returns the options of the compiler of `device` that `compile_xla_flags` means, on so many slices or hosts.
+    """Resolves `compile_xla_flags` to options of the compiler for `device`, on this many slices or hosts.
 
-    `text` has flags, or is `auto`: a preset for this kind of device. `always` adds its own, which `text` can turn off.
-    The device may be one that is not here. Raises UserError if `text` is no list of flags, or the compiler does not
-    take one of them.
+    `text` has flags, or is `auto`: a preset for this kind of device. `always` adds options that `text` can turn off.
+    The device may be absent. Raises UserError if `text` is not a list of flags, or the compiler rejects one of them.
     """
     if text == "auto":
         kinds = [device.device_kind, device.platform]
@@ -101,7 +100,7 @@ def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, st
     else:
         flags = parse_flags(text)
     flags = always(device.platform) | flags
-    # XLA's parser of options, unlike that of flags, reads a truth value with a capital alone.
+    # XLA's parser of options, unlike its parser of flags, only accepts truth values that are capitalised.
     options = {name: value.title() if value in ("true", "false") else value for name, value in flags.items()}
     if options and _error(options, device):
         package, errors = "libtpu" if device.platform == "tpu" else "jaxlib", []
@@ -113,35 +112,35 @@ def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, st
                 say([f"compile_xla_flags: {name}={value} is left out: {BY_ITSELF}"])
                 del options[name]
             else:
-                errors.append(f"{name} is no option of {_answer(package, name, value)}")
+                errors.append(f"{name} is not an option of {_answer(package, name, value)}")
         if errors:
             raise UserError("\n".join(f"compile_xla_flags: {error}" for error in errors))
     return options
 
 
 def _error(options: Mapping[str, str], device: jax.Device) -> str:
-    """Returns the compiler's error for these options, a line; empty where it takes them."""
+    """First line of the compiler's error for these options; empty if it accepts them."""
     scalar = jax.ShapeDtypeStruct((), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
     try:
         jax.jit(lambda x: x, compiler_options=dict(options)).lower(scalar).compile()
     except jax.errors.JaxRuntimeError as error:
         message = str(error).removeprefix("INVALID_ARGUMENT: ").splitlines()[0]
-        # Anything else is not about options: for two slices that are not here no program of one device compiles.
+        # Any other error is not about options: no single-device program compiles for two slices that are absent.
         if message.startswith(("No such compile option", "While setting option", "Failed to parse")):
-            return message.rstrip(": ")  # some end where the reason would stand
+            return message.rstrip(": ")  # some end before the reason
     return ""
 
 
 def _answer(package: str, name: str, value: str) -> str:
-    """Returns the package that does not know a flag, with its version, and what replaced a retired one."""
+    """Names the package that does not know a flag, its version, and the replacement of a retired flag."""
     known = f"{package} {version(package)}."
     if (instead := hints().retired_flag(name, value)) is None:
         return known
-    return f"{known} It is retired: {instead} is in its place." if instead else f"{known} Take it out: {BY_ITSELF}."
+    return f"{known} It is retired: {instead} replaces it." if instead else f"{known} Remove it: {BY_ITSELF}."
 
 
 def environment_flags() -> dict[str, str]:
-    """Returns XLA_FLAGS and LIBTPU_INIT_ARGS as the user set them, where set."""
+    """XLA_FLAGS and LIBTPU_INIT_ARGS as the user set them, omitting empty ones."""
     flags = {
         variable: " ".join(flag for flag in os.environ.get(variable, "").split() if not flag.startswith(_JAX_TPU_FLAG))
         for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -150,15 +149,15 @@ def environment_flags() -> dict[str, str]:
 
 
 def check_environment(uses_tpu: bool) -> None:
-    """Raises UserError for flags in the environment that would end the process once JAX starts a backend.
+    """Raises UserError for flags in the environment that would end the process when JAX starts a backend.
 
-    Those that XLA retired, because it does by itself what they say, are taken out, each with a printed line.
-    `uses_tpu`: this process will load libtpu. It takes 0.3 seconds for each variable that is set.
+    Removes flags that XLA retired because it now does the same by default, and prints a line for each. `uses_tpu`: this
+    process will load libtpu. Takes 0.3 seconds for each variable that is set.
     """
     flags, problems = environment_flags(), []
     if "XLA_FLAGS" in flags:
         logged = re.findall(r"(?m)^[EF]\d{4} .*?\] (.+)", _start(_READ_XLA_FLAGS))
-        problems = [("XLA_FLAGS", "jaxlib", line) for line in logged[:1]]  # what follows is its consequence
+        problems = [("XLA_FLAGS", "jaxlib", line) for line in logged[:1]]  # later lines are consequences
     if "LIBTPU_INIT_ARGS" in flags and uses_tpu and find_spec("libtpu") and not problems:
         logged = re.findall(r"(?m)^ERROR: (.+)", _start(_READ_LIBTPU_INIT_ARGS))
         problems = [("LIBTPU_INIT_ARGS", "libtpu", line) for line in logged]
@@ -171,25 +170,27 @@ def check_environment(uses_tpu: bool) -> None:
             value = (typed or flag).partition("=")[2].strip("'\"") or "true"
             if (
                 typed and hints().retired_flag(name, value) == ""
-            ):  # no word has it where the variable names a file of flags
+            ):  # no word has it if the variable names a file of flags
                 print(f"{variable} in the environment: {typed} is left out: {BY_ITSELF}", flush=True)
                 os.environ[variable] = " ".join(word for word in os.environ[variable].split() if word != typed)
             else:
-                messages.append(f"{variable} in the environment: {flag} is no flag of {_answer(package, name, value)}")
+                messages.append(
+                    f"{variable} in the environment: {flag} is not a flag of {_answer(package, name, value)}"
+                )
         if not match:
             messages.append(f"{variable} in the environment: {line}")
     if messages:
         raise UserError("\n".join(messages))
-    if problems:  # all of them left out: others may come after them
+    if problems:  # all of them removed: others may come after them
         check_environment(uses_tpu)
 
 
 def _start(program: str) -> str:
-    """Returns what a Python program that reads the environment's flags logs where it fails, else ""."""
+    """Runs a Python program that reads the environment's flags; its log if it fails, else ""."""
     settings = {
-        "PYTHONPATH": os.pathsep.join(sys.path),  # of the same libraries
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it takes no TPU, so another process may have them
-        "TPU_SKIP_MDS_QUERY": "1",  # nor is there a server to ask for the slice
+        "PYTHONPATH": os.pathsep.join(sys.path),  # use the same libraries
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it uses no TPU, so another process may hold them
+        "TPU_SKIP_MDS_QUERY": "1",  # there may be no server to ask about the slice
         "TF_CPP_MIN_LOG_LEVEL": "0",
     }
     child = subprocess.run([sys.executable, "-c", program], env=os.environ | settings, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Compiles what an evaluation computes of a batch: sums of losses, of the bytes of their text, and tokens' scores."""
+"""Compiles evaluation on a batch: sums of losses, bytes of text, and scores of tokens."""
 
 import functools
 import os
@@ -20,19 +20,19 @@ from src.step.plan import Batch, StepPlan
 from src.step.state import batch_sharding
 from src.system.user_code import call, check_metrics
 
-# Compiler options of every step, an evaluation's too, whatever other flags `compile_xla_flags` has. XLA's own kernels
-# for matmuls (Triton) are tuned by trying them on a device: a program compiled without one would have them untuned.
+# Compiler options of every step, including evaluation, in addition to `compile_xla_flags`. XLA's own matmul kernels
+# (Triton) are tuned by running them on a device: a program compiled without a device would use them untuned.
 ALWAYS: dict[str, dict[str, str]] = {"gpu": {"xla_gpu_enable_triton_gemm": "False"}}
 
 
 def always(platform: str) -> dict[str, str]:
-    """Returns the options of `ALWAYS` for a platform, except for flags in XLA_FLAGS, which options would override."""
+    """Options from `ALWAYS` for a platform, except flags set in XLA_FLAGS, which options would override."""
     typed = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in ALWAYS.get(platform, {}).items() if not re.search(rf"--{name}\b", typed)}
 
 
 def compile_eval_step(plan: StepPlan, function: Callable[..., dict[str, Any]] | None = None) -> jax.stages.Wrapped:
-    """Returns the jitted `eval_step(weights, batch)`, or that of another function of these and the plan."""
+    """Jits `eval_step(weights, batch)`, or another function of these and the plan."""
     return jax.jit(
         functools.partial(function or eval_step, plan=plan),
         in_shardings=(plan.split(plan.shardings), batch_sharding(plan.layout, plan.fields)),
@@ -42,9 +42,9 @@ def compile_eval_step(plan: StepPlan, function: Callable[..., dict[str, Any]] | 
 
 
 def eval_step(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
-    """Returns sums over a batch: `loss_sum` in nats, `tokens`, and of `user_metrics` each a sum and its divisor.
+    """Sums over a batch: `loss_sum` in nats, `tokens`, and for each of `user_metrics` a sum and its divisor.
 
-    Of a batch with the field `text_bytes` also those of `text_sums`.
+    If the batch has the field `text_bytes`, also the sums of `text_sums`.
     """
     model = plan.decoder(weights)
     inputs = in_zigzag(batch, plan.layout)
@@ -67,10 +67,10 @@ def eval_step(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
 
 
 def text_sums(logits_of: LogitsOf, hidden_BTD: jax.Array, inputs: Batch, plan: StepPlan) -> dict[str, jax.Array]:
-    """Returns `loss_sum` over all tokens, `text_nats` over those of text, `text_bytes` their bytes of UTF-8.
+    """Sums `loss_sum` over all tokens, `text_nats` over tokens of text, and `text_bytes`, their UTF-8 bytes.
 
-    Beside them `not_text` counts tokens of data that are no text. The ends of documents are in `loss_sum` alone. The
-    inputs are `in_zigzag`.
+    `not_text` counts tokens of data that is not text. Ends of documents count only in `loss_sum`. The inputs are
+    `in_zigzag`.
     """
     mask_BT, bytes_BT = inputs["loss_mask"], inputs["text_bytes"]
     is_text_BT = (mask_BT > 0) & (bytes_BT >= 0)
@@ -88,15 +88,15 @@ def text_sums(logits_of: LogitsOf, hidden_BTD: jax.Array, inputs: Batch, plan: S
 def token_scores(
     logits_of: LogitsOf, hidden_BTD: jax.Array, targets_BT: jax.Array, tiles: int, shards: int = 1
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-probability [B, T] of each target, in nats, and whether it is the likeliest, bool [B, T].
+    """Scores each target: its log-probability [B, T], in nats, and whether it is the most likely token, bool [B, T].
 
-    The arguments are those of `cross_entropy`.
+    Takes the same arguments as `cross_entropy`.
     """
 
     def of_tile(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         hidden_BtD, targets_Bt = tile
         logits_BtV = logits_of(hidden_BtD)
-        is_target_BtV = targets_Bt[..., None] == jnp.arange(logits_BtV.shape[-1])  # no lookup, as in `cross_entropy`
+        is_target_BtV = targets_Bt[..., None] == jnp.arange(logits_BtV.shape[-1])  # not a lookup, as in `cross_entropy`
         target_logit_Bt = jnp.sum(jnp.where(is_target_BtV, logits_BtV, 0.0), axis=-1)
         return target_logit_Bt - jax.nn.logsumexp(logits_BtV, axis=-1), jnp.argmax(logits_BtV, axis=-1) == targets_Bt
 
@@ -112,7 +112,7 @@ def token_scores(
 
 
 def eval_batch_size(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan) -> int:
-    """Returns the global batch size of evaluation; raises UserError where it does not divide over the mesh."""
+    """Global batch size of evaluation; raises UserError if it does not divide over the mesh."""
     key = "eval_per_device_batch_size" if evaluation.eval_per_device_batch_size else "per_device_batch_size"
     rows = evaluation.eval_per_device_batch_size or batch.per_device_batch_size
     size = global_batch_size(plan.layout, rows, 1, key)

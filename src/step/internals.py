@@ -1,4 +1,4 @@
-"""Computes what `log_internals` records of a step: norms by variable, and activations by layer."""
+"""Computes the values that `log_internals` records in a step: norms by variable, and activations by layer."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from src.model.params import STACKED, Tree, by_path, dotted
 
 
 def norms(tree: Tree, axes: Tree) -> dict[str, jax.Array]:
-    """Returns each array's norm by dotted name: [R] of the R layers that its logical `axes` stack, or else [1]."""
+    """Computes each array's norm by dotted name: [R] for R layers stacked by its logical `axes`, otherwise [1]."""
     axes_of = by_path(axes)
 
     def norm(axes: tuple[str | None, ...], x: jax.Array) -> jax.Array:
@@ -18,9 +18,9 @@ def norms(tree: Tree, axes: Tree) -> dict[str, jax.Array]:
 
 
 def activation_rms(reports: Tree, tokens: jax.Array, width: int) -> jax.Array:
-    """Returns the root mean square [L] of each layer's output, from the sums of squares that blocks reported."""
+    """Root mean square [L] of each layer's output, from the sums of squares that blocks reported."""
     layers = []
-    for blocks in reports["segments"].values():  # a pattern's repeats come one after the other
+    for blocks in reports["segments"].values():  # a group runs its pattern repeatedly
         sums = [jnp.sum(block["activations"], axis=(-2, -1)) for block in blocks.values()]
         layers.append(jnp.stack(sums, axis=1).reshape(-1))
     return jnp.sqrt(jnp.concatenate(layers) / (jnp.maximum(tokens, 1) * width))

@@ -1,7 +1,7 @@
-"""The training objective: the file to edit for another one.
+"""The training objective: edit this file to change it.
 
-`next_token_loss` returns what a step minimises, as sums over tokens. Another objective is a function of the same shape,
-here or in a file of one's own that the key `loss` names; docs/forking.md has one.
+`next_token_loss` computes what a step minimises, as sums over tokens. Another objective is a function with the same
+signature, here or in your own file that the key `loss` names; docs/forking.md has an example.
 """
 
 import dataclasses
@@ -28,17 +28,17 @@ class LossSums(NamedTuple):
 
     loss: jax.Array  # nats
     z: jax.Array  # squared log-normalisers
-    mtp: jax.Array  # [P] nats, of each multi-token prediction layer
+    mtp: jax.Array  # [P] nats, one per multi-token prediction layer
     non_padding: jax.Array  # int32: tokens that go through the experts, all but padding
-    router: Tree  # the layers' reports: buffers of what their experts did
-    metrics: Mapping[str, tuple[jax.Array, jax.Array]] = {}  # of a loss of one's own: what to record, (sum, count)
+    router: Tree  # the layers' reports: counts from their experts
+    metrics: Mapping[str, tuple[jax.Array, jax.Array]] = {}  # from a custom loss: values to record, (sum, count)
 
 
 class TokenCounts(NamedTuple):
-    """How many tokens a whole batch has, by which sums are divided; no micro-batch or device knows it by itself."""
+    """Token counts of a whole batch, which sums are divided by; a single micro-batch or device does not know them."""
 
-    loss: jax.Array  # those that the loss counts
-    mtp: jax.Array  # [P] those that each multi-token prediction layer predicts
+    loss: jax.Array  # tokens that the loss counts
+    mtp: jax.Array  # [P] tokens that each multi-token prediction layer predicts
     non_padding: jax.Array
 
 
@@ -48,8 +48,8 @@ LossFunction = Callable[[Decoder, Batch, StepPlan], LossSums]
 def next_token_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
     """Sums the cross-entropy of each next token, and with `mtp_num_layers` of the tokens after it.
 
-    The batch has arrays [b, T] as src/data/types.py lists them, in the text's order; `dropout_keys` for dropout; and
-    the fields that `batch_transform` adds.
+    The batch has arrays [b, T] as listed in src/data/types.py, in the text's order; `dropout_keys` for dropout; and the
+    fields that `batch_transform` adds.
     """
     inputs = in_zigzag(batch, plan.layout)
     ahead = [in_zigzag(each, plan.layout) for each in mtp_batches(batch, plan)]
@@ -64,10 +64,10 @@ def next_token_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
 def objective(
     trainable: Tree, weights: Weights, counts: TokenCounts, batch: Batch, plan: StepPlan, loss: LossFunction
 ) -> tuple[jax.Array, tuple[Metrics, Tree]]:
-    """Returns a micro-batch's share of the loss to minimise, then its share of each reported loss, and router buffers.
+    """Computes a micro-batch's share of the loss to minimise; also its share of each reported loss, and router buffers.
 
-    Shares of all micro-batches add up to means, for `counts` is of the whole batch. `trainable`, by which to
-    differentiate, takes the place of the `weights`' own.
+    Shares of all micro-batches add up to means, because `counts` covers the whole batch. Gradients are taken with
+    respect to `trainable`, which replaces that part of `weights`.
     """
     model = plan.decoder(dataclasses.replace(weights, trainable=trainable))
     sums = loss(model, batch, plan)
@@ -77,7 +77,7 @@ def objective(
     if plan.spec.has_experts and (step.load_balance_loss_weight or step.router_z_loss_weight):
         from src.model.moe import router
 
-        # They are no sums over tokens, so all of a micro-batch's come first, of which a replica has a part.
+        # These losses are not sums over tokens, so first sum over the whole micro-batch, of which a replica has a part.
         replicas = plan.accumulation.manual_axes
         buffers, tokens = jax.lax.psum((router.totals(sums.router), sums.non_padding), replicas)
         layers = router.by_layer(buffers, tokens)
@@ -95,14 +95,14 @@ def objective(
 
 def count_tokens(batch: Batch, plan: StepPlan) -> TokenCounts:
     """Counts the tokens of a whole batch [B, T]."""
-    # A document's last tokens have nothing further on: each extra layer predicts fewer than the one before.
+    # The last tokens of a document have no later targets: each extra layer predicts fewer than the one before.
     mtp = [jnp.sum(ahead["loss_mask"], dtype=jnp.float32) for ahead in mtp_batches(batch, plan)]
     loss = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
     return TokenCounts(loss, jnp.array(mtp), jnp.sum(batch["segment_ids"] > 0))
 
 
 def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Array, ForwardContext, Tree]:
-    """Returns the hidden states [B, T, D] of a batch that is `in_zigzag`, their context, and the layers' reports."""
+    """Computes the hidden states [B, T, D] of a batch that is `in_zigzag`, their context, and the layers' reports."""
     positions_BT, segment_ids_BT, keys_BTW = (inputs.get(name) for name in ("positions", "segment_ids", "dropout_keys"))
     settings = (plan.layout, plan.kernel, plan.packed, keys_BTW)
     execution = plan.execution
@@ -114,19 +114,19 @@ def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Ar
 
 
 def in_zigzag(batch: Batch, layout: Layout) -> Batch:
-    """Reorders a batch's arrays [B, T, ...] from the text's order to that in which devices share out T.
+    """Reorders a batch's arrays [B, T, ...] from the text's order to the order in which devices share T.
 
-    Fields that `batch_transform` added in another shape are left as they are.
+    Fields that `batch_transform` added in another shape are unchanged.
     """
     of_tokens = batch["targets"].shape
     return {name: to_zigzag(x, layout) if x.shape[:2] == of_tokens else x for name, x in batch.items()}
 
 
 def mtp_batches(batch: Batch, plan: StepPlan) -> list[Batch]:
-    """Returns what each multi-token prediction layer reads and predicts, the nearest first: arrays [B, T]."""
+    """Inputs and targets of each multi-token prediction layer, nearest token first: arrays [B, T]."""
     names, length = ("tokens", "targets", "loss_mask", "segment_ids"), batch["tokens"].shape[1]
     batches = []
-    for distance in range(1, plan.spec.mtp_num_layers + 1):  # tokens on, masked where those are another segment's
+    for distance in range(1, plan.spec.mtp_num_layers + 1):  # tokens ahead, masked if in another segment
         ahead = {name: jnp.roll(batch[name], -distance, axis=1) for name in names}
         same_BT = (ahead.pop("segment_ids") == batch["segment_ids"]) & (jnp.arange(length) < length - distance)
         batches.append({**ahead, "loss_mask": ahead["loss_mask"] * same_BT})
@@ -139,16 +139,16 @@ def mtp_batches(batch: Batch, plan: StepPlan) -> list[Batch]:
 def batch_cross_entropy(
     model: Decoder, context: ForwardContext, hidden_BTD: jax.Array, inputs: Batch, plan: StepPlan
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the sums that `cross_entropy` gives of a batch that is `in_zigzag`; tiles are of V where it can be cut.
+    """Computes the sums of `cross_entropy` for a batch that is `in_zigzag`; tiles cut V if it can be cut.
 
-    Then gathered weights and their gradient are a tile's too, and each is gathered once forward and once backward.
+    Tiles of V also divide the gathered weights and their gradient, and each is gathered once forward and once backward.
     """
     tiles, shards = plan.step.num_vocab_tiling, plan.layout.shards("norm_length")
     logits_of, targets_BT = functools.partial(model.logits, context=context), inputs["targets"]
     parts = model.output_parts(tiles, plan.layout) if tiles > 1 else None
     if parts is None:
         return cross_entropy(logits_of, hidden_BTD, targets_BT, inputs["loss_mask"], tiles, shards)
-    whole_BTD = hidden_BTD.astype(jnp.float32)  # in which the gradients of the parts are added up
+    whole_BTD = hidden_BTD.astype(jnp.float32)  # the dtype in which the gradients of the parts are summed
 
     def of_part(part: OutputPart) -> tuple[jax.Array, jax.Array]:
         return _of_logits(logits_of(whole_BTD.astype(hidden_BTD.dtype), part=part), targets_BT, part.ids_V)
@@ -163,10 +163,10 @@ def batch_cross_entropy(
 def cross_entropy(
     logits_of: LogitsOf, hidden_BTD: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array, tiles: int, shards: int = 1
 ) -> tuple[jax.Array, jax.Array]:
-    """Sums over the tokens whose mask is 1: of the loss, in nats, and of the squared log-normaliser.
+    """Sums over the tokens whose mask is 1: the loss, in nats, and the squared log-normaliser.
 
     The second times `z_loss_multiplier` is the z-loss of PaLM (Chowdhery et al. 2022, section 5). Devices share T in
-    `shards` parts, each cut into `tiles`; with more than one the backward pass computes each tile's logits again.
+    `shards` parts, each cut into `tiles`; with more than one tile, the backward pass recomputes each tile's logits.
     """
 
     def sums(hidden_BtD: jax.Array, targets_Bt: jax.Array, mask_Bt: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -184,8 +184,8 @@ def cross_entropy(
 
 
 def _of_logits(logits_BTV: jax.Array, targets_BT: jax.Array, ids_V: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-normaliser [B, T] of logits, and the target's logit, or 0 if it is not among these tokens."""
-    # A sum in place of a lookup, for which XLA would hold the logits in float32.
+    """Log-normaliser [B, T] of logits, and the target's logit, or 0 if it is not among these tokens."""
+    # A sum instead of a lookup, for which XLA would hold the logits in float32.
     is_target_BTV = targets_BT[..., None] == ids_V
     return jax.nn.logsumexp(logits_BTV, axis=-1), jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1)
 

@@ -1,4 +1,4 @@
-"""Finds which dims of a weight make a matrix, for the optimizers that treat matrices otherwise than vectors."""
+"""Finds which dims of a weight form a matrix, for optimizers that treat matrices and vectors differently."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,19 +12,19 @@ class Matrix:
     """A weight as a matrix for each index of its `stacks`: layers, experts, the factors of a feed-forward layer."""
 
     stacks: tuple[int, ...]
-    inputs: tuple[int, ...]  # the dims that are summed over, or looked up in
-    outputs: tuple[int, ...]  # all of a layer's dims in what is no matrix, a norm's scale or a bias, without `inputs`
-    hidden: bool  # a matrix that is no table of embeddings or positions and no output projection
+    inputs: tuple[int, ...]  # the dims that matmuls sum over, or that lookups index
+    outputs: tuple[int, ...]  # a layer's other dims; all of them, without `inputs`, for a norm's scale or a bias
+    hidden: bool  # a matrix other than embeddings, position tables and the output projection
     vocab: tuple[int, int] | None = None  # the dim of the vocabulary and its size without padding
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Lists the dims of a matrix or vector."""
+        """Dims of a matrix or vector."""
         return (*self.inputs, *self.outputs)
 
 
 def matrices(declarations: Any, vocab_size: int) -> Any:
-    """Returns the `Matrix` of each weight, nested as their declarations are; `vocab_size` is without padding."""
+    """Finds the `Matrix` of each weight, in the nesting of the declarations; `vocab_size` is without padding."""
     axes, fan_in = by_path(field(declarations, "out_sharding")), by_path(field(declarations, "fan_in"))
     return nested({path: _matrix(axes[path], fan_in[path], vocab_size) for path in axes})
 
@@ -35,8 +35,7 @@ def _matrix(axes: tuple[str | None, ...], fan_in: tuple[int, ...], vocab_size: i
     inputs = (0,) if is_table else fan_in
     outputs = tuple(dim for dim in range(len(axes)) if dim not in (*stacks, *inputs))
     if inputs and any(axes[dim] for dim in outputs):
-        # A dim without a logical axis beside one that has some tells factors apart: of SwiGLU, [D, 2, F] is two
-        # matrices.
+        # A dim without a logical axis, next to one that has one, separates factors: SwiGLU's [D, 2, F] is two matrices.
         stacks += tuple(dim for dim in outputs if axes[dim] is None)
         outputs = tuple(dim for dim in outputs if axes[dim] is not None)
     hidden = bool(inputs) and not set(LOOKED_UP).intersection(axes)

@@ -1,4 +1,4 @@
-"""Muon's orthogonal updates of matrices, each made whole on one of the devices that share its weight."""
+"""Muon's orthogonal updates of matrices, each computed whole on one of the devices that share its weight."""
 
 import math
 from typing import Any
@@ -11,19 +11,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from src.parallel.mesh import axes_of_dim
 from src.step.matrices import Matrix
 
-# A quintic whose iteration brings singular values from (0, 1] to about 0.7 to 1.2 in five rounds (Jordan et al. 2024,
+# A quintic whose iteration maps singular values in (0, 1] to about 0.7 to 1.2 in five rounds (Jordan et al. 2024,
 # kellerjordan.github.io/posts/muon).
 COEFFICIENTS, ROUNDS = (3.4445, -4.7750, 2.0315), 5
-MeshAxes = tuple[str, ...]  # of the mesh
-UPDATE_RMS = 0.2  # AdamW's, so that one learning rate serves both (Liu et al. 2025, section 2.2)
+MeshAxes = tuple[str, ...]  # names of mesh axes
+UPDATE_RMS = 0.2  # AdamW's, so that one learning rate suits both (Liu et al. 2025, section 2.2)
 
 
 def orthogonal_updates(matrices: Any, chosen: Any, shardings: Any) -> optax.GradientTransformation:
-    """Makes each `chosen` matrix about its nearest orthogonal one, times 0.2 and the root of its longer side.
+    """Replaces each `chosen` matrix by roughly the nearest orthogonal one, times 0.2 and the root of its longer side.
 
-    So updates have the root mean square 0.2 (Liu et al. 2025, equation 4). All other weights' pass as they are. On a
-    mesh a device makes whole matrices, as many as another, and their shards go there and back (all-to-all). Where that
-    was left to XLA each device would make all of them.
+    Updates then have the root mean square 0.2 (Liu et al. 2025, equation 4). All other weights' updates pass unchanged.
+    On a mesh each device computes an equal number of whole matrices, and shards move there and back (all-to-all).
+    Without this, XLA would compute all matrices on each device.
     """
 
     def update(updates: Any, _: Any) -> Any:
@@ -41,7 +41,7 @@ def _update(matrix: Matrix, chosen: bool, at: NamedSharding, x: jax.Array) -> ja
     stacks, inputs, outputs = shape
     rows, columns = math.prod(inputs), math.prod(outputs)
     x_SIO = x.astype(jnp.float32).transpose(order).reshape(*stacks, rows, columns)
-    if not stacks:  # a matrix that is no layer's
+    if not stacks:  # a matrix outside the layers
         x_SIO, axes[0] = x_SIO[None], [()]
     x_SIO = _on_whole_matrices(x_SIO, axes[0], sum(axes[1], ()), sum(axes[2], ()), at.mesh)
     x_SIO *= UPDATE_RMS * math.sqrt(max(rows, columns))
@@ -52,18 +52,18 @@ def _update(matrix: Matrix, chosen: bool, at: NamedSharding, x: jax.Array) -> ja
 def _on_whole_matrices(
     x_SIO: jax.Array, stack_axes: list[MeshAxes], row_axes: MeshAxes, column_axes: MeshAxes, mesh: Any
 ) -> jax.Array:
-    """Orthogonalises while the mesh axes that cut rows and columns cut a dim of the stack instead."""
+    """Orthogonalises while the mesh axes that shard rows and columns shard a stack dim instead."""
     cut_by = (*row_axes, *column_axes)
     parts = [math.prod(mesh.shape[name] for name in (*axes, *cut_by)) for axes in stack_axes]
     dim = min(range(len(parts)), key=lambda dim: -x_SIO.shape[dim] % parts[dim] / x_SIO.shape[dim])
-    # Filled up with zeros to what the axes divide: devices without a matrix of their own have nothing to do.
+    # Zero-padded to a size that the axes divide: devices without a matrix of their own have nothing to do.
     filled = [(0, -size % parts[dim] if each == dim else 0) for each, size in enumerate(x_SIO.shape)]
 
     def placed(moved: MeshAxes, rows: MeshAxes, columns: MeshAxes) -> NamedSharding:
         stacks = [axes + moved if each == dim else axes for each, axes in enumerate(stack_axes)]
         return NamedSharding(mesh, PartitionSpec(*(names or None for names in (*stacks, rows, columns))))
 
-    # One dim's axes after the other: two at once XLA would move by gathering all of the array.
+    # Move one dim's axes at a time: XLA would move two at once by gathering the whole array.
     way = [placed((), row_axes, column_axes), placed(row_axes, (), column_axes), placed(cut_by, (), ())]
     y_SIO = jnp.pad(x_SIO, filled)
     for at in way:
@@ -75,8 +75,8 @@ def _on_whole_matrices(
 
 
 def orthogonalise(x_SIO: jax.Array) -> jax.Array:
-    """Makes U V^T of each U S V^T [..., I, O], with singular values between about 0.7 and 1.2 in the place of 1."""
-    if x_SIO.shape[-2] > x_SIO.shape[-1]:  # the products below are of the shorter side
+    """Makes U V^T from each U S V^T [..., I, O], with singular values between about 0.7 and 1.2 instead of 1."""
+    if x_SIO.shape[-2] > x_SIO.shape[-1]:  # the matmuls below have the size of the shorter side
         return orthogonalise(x_SIO.swapaxes(-2, -1)).swapaxes(-2, -1)
     a, b, c = COEFFICIENTS
     x_SIO /= jnp.linalg.norm(x_SIO, axis=(-2, -1), keepdims=True) + 1e-7

@@ -1,9 +1,9 @@
 """The maximal update parametrisation: initial values and learning rates by width (Yang et al. 2022).
 
-With m = base_emb_dim / mup_base_emb_dim, initial values and adamw's learning rates go with the width as in table 3 of
-that paper, so that the learning rate which is best for the base is best for all. Its other tables scale the output as
-well: for adamw that is the same as the output projection's values and rate here (lemma J.1), and the model has no
-factor that an exported folder would need.
+With m = base_emb_dim / mup_base_emb_dim, initial values and adamw's learning rates scale with the width as in table 3
+of that paper, so that the best learning rate for the base is the best for all widths. The paper's other tables also
+scale the output: for adamw, this is equivalent to the output projection's values and rate here (lemma J.1), and the
+model has no factor that an exported folder would need.
 """
 
 import math
@@ -15,16 +15,16 @@ from src.model.selection import Path, multiplied
 from src.model.spec import ModelSpec
 from src.system.errors import UserError
 
-# Weights from the width to a number of outputs that does not go with it, by the last component of their names.
+# Weights that map the width to a number of outputs independent of it, by the last component of their names.
 READOUTS = ("output", "router", "shared_gate")
-WIDTHS = {"embed", "expert_embed", "heads", "kv_heads", "mlp"}  # logical axes of dims that go with the width
+WIDTHS = {"embed", "expert_embed", "heads", "kv_heads", "mlp"}  # logical axes of dims that scale with the width
 
 
 def learning_rate_scales(keys: Step, spec: ModelSpec, declarations: Tree) -> dict[Path, float]:
-    """Returns the factor on each weight's update: 1/m where activations are multiplied by it, else 1.
+    """Factor on each weight's update: 1/m for weights used in matmuls, else 1.
 
-    Weight decay, which adamw adds to the update, has none: what it takes away is a share of the weight at every width.
-    Raises UserError for a matrix of which it is not known how it goes with the width.
+    Weight decay, which adamw adds to the update, is not scaled: it removes the same share of a weight at every width.
+    Raises UserError for a matrix whose scaling with the width is not known.
     """
     m = spec.emb_dim / keys.mup_base_emb_dim
     axes, fan_ins = (by_path(params.field(declarations, name)) for name in ("out_sharding", "fan_in"))
@@ -32,8 +32,8 @@ def learning_rate_scales(keys: Step, spec: ModelSpec, declarations: Tree) -> dic
         written = {axis for dim, axis in enumerate(axes[path]) if dim not in fan_ins[path]}
         if path[-1] not in READOUTS and not written & WIDTHS:
             raise UserError(
-                f"mup_base_emb_dim: {params.dotted(path)} writes to dims that do not go with the model's width, and no "
-                "learning rate by width is known for it: leave mup_base_emb_dim out"
+                f"mup_base_emb_dim: {params.dotted(path)} writes to dims that do not scale with the model's width, and "
+                "no learning rate by width is known for it: leave mup_base_emb_dim out"
             )
     return dict.fromkeys(axes, 1.0) | dict.fromkeys(multiplied(declarations), 1 / m)
 
@@ -41,8 +41,9 @@ def learning_rate_scales(keys: Step, spec: ModelSpec, declarations: Tree) -> dic
 def scaled_initial(keys: Step, spec: ModelSpec, tree: Tree) -> Tree:
     """Scales initial weights by width.
 
-    They are declared with a variance of 1/fan_in, as hidden matrices have it. Readouts have 1/fan_in**2, times what
-    makes both equal at the base; learned positions, as every table, have values that do not go with the width.
+    They are declared with a variance of 1/fan_in, which is right for hidden matrices. Readouts need 1/fan_in**2, times
+    a factor that makes both equal at the base; learned positions, like every table, have values independent of the
+    width.
     """
     m = spec.emb_dim / keys.mup_base_emb_dim
     if m == 1:

@@ -1,4 +1,4 @@
-"""Says how many weights in 16 bits are too large for updates of a run's learning rate to change them."""
+"""Estimates how many 16-bit weights are too large for updates of a run's learning rate to change them."""
 
 import jax
 import numpy as np
@@ -8,9 +8,10 @@ from src.step.state import TrainState
 
 
 class NarrowWeights:
-    """Looks at a sample of the weights that are trained in 16 bits, at a start and after the step `until`.
+    """Checks a sample of the weights trained in 16 bits, at the start and after the step `until`.
 
-    `messages` are for the user: none unless an update of the learning rate's size leaves a tenth of them as they are.
+    `messages` are for the user: none unless an update of the learning rate's size leaves a tenth of the sample
+    unchanged.
     """
 
     def __init__(self, plan: StepPlan, state: TrainState, until: int) -> None:
@@ -25,14 +26,14 @@ class NarrowWeights:
         ] * (kept > 0.1)
 
     def after(self, step: int, state: TrainState) -> list[str]:
-        """Returns a line about the weights that have changed, after the step `until` if there were messages."""
+        """Reports how many weights have changed, after the step `until` if there were messages."""
         if step != self._until or not self.messages:
             return []
         moved = self._share([a != b for a, b in zip(self._before, self._sample(state), strict=True)])
         return [f"step {step}: {moved:.1%} of the weights (in a sample) have changed so far"]
 
     def _sample(self, state: TrainState) -> list[np.ndarray]:
-        """Returns 16 to 31 places along each dim of each weight, spread evenly."""
+        """Samples 16 to 31 evenly spaced indices along each dim of each weight."""
 
         def places(w: jax.Array) -> jax.Array:
             return w[tuple(slice(None, None, max(size // 16, 1)) for size in w.shape)]

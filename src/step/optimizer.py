@@ -15,14 +15,15 @@ HParams = dict[str, Any]
 
 
 def learning_rate(keys: Step, steps: int, step: int) -> float:
-    """Returns the rate of update number `step`, counted from 0, of a run of `steps`.
+    """Learning rate of update number `step`, counted from 0, in a run of `steps`.
 
     With n = learning_rate_schedule_steps, w = warmup_steps_fraction n and r = learning_rate: r (step + 1) / w while
-    step < w; then, for cosine, from r down half a cosine (Loshchilov and Hutter 2017, equation 5) to
-    learning_rate_final_fraction r at n; for exponential, to that end by an equal factor a step; for wsd, r until the
-    last wsd_decay_steps_fraction of n, then a straight line to that end (Hu et al. 2024, section 4). Zero from n on.
+    step < w; then, for cosine, half a cosine from r (Loshchilov and Hutter 2017, equation 5) to
+    learning_rate_final_fraction r at n; for exponential, to the same end by a constant factor per step; for wsd, r
+    until the last wsd_decay_steps_fraction of n, then linearly to the same end (Hu et al. 2024, section 4). Zero from n
+    on.
     """
-    # optax's schedules compute in float32 on a device, and so differ in the last bit; the loop would wait for them.
+    # optax's schedules compute in float32 on a device: they differ in the last bit, and the loop would wait for them.
     total = steps if keys.learning_rate_schedule_steps == -1 else keys.learning_rate_schedule_steps
     warmup = round(keys.warmup_steps_fraction * total)
     peak, final = keys.learning_rate, keys.learning_rate_final_fraction
@@ -40,7 +41,7 @@ def learning_rate(keys: Step, steps: int, step: int) -> float:
 
 
 def hparams_at(keys: Step, steps: int, step: int) -> HParams:
-    """Returns the values of update number `step` (from 0) that may change without compiling the step again."""
+    """Values of update number `step` (from 0) that may change without recompiling the step."""
     values = {
         "learning_rate": learning_rate(keys, steps, step),
         "b1": keys.adam_b1,
@@ -59,11 +60,11 @@ def hparams_at(keys: Step, steps: int, step: int) -> HParams:
 def make_optimizer(
     keys: Step, decays: Any, matrices: Any, shardings: Any, hparams: HParams, rules: Any
 ) -> optax.GradientTransformation:
-    """Returns the optimizer, with decoupled weight decay (Loshchilov and Hutter 2019).
+    """Builds the optimizer, with decoupled weight decay (Loshchilov and Hutter 2019).
 
     `decays`, `matrices` (of `Matrix`), `shardings` (of updates) and `rules` (of `Rule`) are trees with an entry for
-    each weight. `hparams` may be traced arrays; the state does not depend on them. Muon (Jordan et al. 2024) updates
-    all but hidden matrices by adamw.
+    each weight. `hparams` may be traced arrays; the state does not depend on them. With muon (Jordan et al. 2024),
+    adamw updates all weights except hidden matrices.
     """
     mu_dtype = keys.mu_dtype or (ADAPTER_DTYPE if keys.lora_rank else keys.weight_dtype)
     adam = optax.scale_by_adam(hparams["b1"], hparams["b2"], hparams["eps"], mu_dtype=mu_dtype)
@@ -92,6 +93,6 @@ def make_optimizer(
 
 
 def clip(gradients: Any, norm: jax.Array, threshold: jax.Array) -> Any:
-    """Scales `gradients`, of global norm `norm`, down to `threshold`; 0 leaves them (Pascanu et al. 2013)."""
+    """Scales `gradients`, of global norm `norm`, down to `threshold`; 0 disables it (Pascanu et al. 2013)."""
     factor = jax.numpy.where((threshold > 0) & (norm > threshold), threshold / norm, 1.0)
     return jax.tree.map(lambda g: (g * factor).astype(g.dtype), gradients)

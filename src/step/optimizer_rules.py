@@ -1,4 +1,4 @@
-"""The optimizer, learning rate and weight decay of each weight, by `optimizer_rules`."""
+"""The optimizer, learning rate and weight decay of each weight, from `optimizer_rules`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,15 +20,15 @@ class Rule:
     opt_type: str
     learning_rate_scale: float = 1.0
     weight_decay: float | None = None  # None: adam_weight_decay if the weight decays
-    match: str = ""  # the rule's pattern; empty: no rule fits the weight
+    match: str = ""  # the rule's pattern; empty: no rule matches the weight
     by_width: float = field(default=1.0, compare=False)  # the weight's own factor on its update, but not on its decay
 
 
 def assign_rules(keys: Step, trained: Tree, by_width: Mapping[Path, float] | None = None) -> Tree:
-    """Returns the `Rule` of each trained weight: the first of `optimizer_rules` whose pattern fits it.
+    """Assigns a `Rule` to each trained weight: the first of `optimizer_rules` whose pattern matches it.
 
-    `by_width` has factors on weights' updates (`mup.learning_rate_scales`); None: all 1. Raises UserError for a
-    rule that takes no weight.
+    `by_width` has factors on weights' updates (`mup.learning_rate_scales`); None: all 1. Raises UserError for a rule
+    that applies to no weight.
     """
     rules = {path: Rule(keys.opt_type) for path in by_path(trained)}
     for rule in _rules(keys)[:-1]:
@@ -36,15 +36,15 @@ def assign_rules(keys: Step, trained: Tree, by_width: Mapping[Path, float] | Non
         taken = [path for path in rules if not rules[path].match and matches(path, [rule.match])]
         if not taken:
             raise UserError(
-                f"optimizer_rules: every weight that {rule.match} fits is taken by a rule before it, as the first that "
-                "fits counts: put it before them, or leave it out"
+                f"optimizer_rules: earlier rules take every weight that {rule.match} matches, because the first rule "
+                "that matches a weight applies: move this rule before them, or remove it"
             )
         rules |= dict.fromkeys(taken, rule)
     return nested({path: replace(rule, by_width=(by_width or {}).get(path, 1.0)) for path, rule in rules.items()})
 
 
 def where(rules: Tree, field: str, value: Any) -> Tree:
-    """Returns of each weight whether this field of its rule has this value."""
+    """Mask tree: True where the weight's rule has `field == value`."""
     return jax.tree.map(lambda rule: getattr(rule, field) == value, rules)
 
 
@@ -67,7 +67,7 @@ def _rules(keys: Step) -> list[Rule]:
 
 
 def describe_rules(keys: Step, rules: Tree, trained: Tree) -> str:
-    """Returns a line for each rule: what it took, and how that is updated; empty without rules."""
+    """Describes each rule in a line: the weights it applies to and how they are updated; empty without rules."""
     sizes, rule_of, lines = by_path(trained), by_path(rules), []
     for rule in _rules(keys) if keys.optimizer_rules else ():
         taken = [sizes[path].size for path in rule_of if rule_of[path] == rule]

@@ -1,4 +1,4 @@
-"""Finds where each array of an optimizer's state lies: as the weight lies whose update it is for."""
+"""Shards each array of an optimizer's state like the weight that it updates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +11,10 @@ from src.model.params import by_path
 
 
 def state_shardings(opt: Any, shapes: Any, shardings: Any, copy: NamedSharding) -> Any:
-    """Returns where each array of an optimizer's state, of shapes `opt`, lies; `copy` where it belongs to no weight.
+    """Sharding of each array of an optimizer's state, of shapes `opt`; `copy` for arrays that belong to no weight.
 
-    It belongs to the weight whose path stands in its own. `shapes` and `shardings` are of the weights' updates.
+    An array belongs to the weight whose path its own path contains. `shapes` and `shardings` describe the weights'
+    updates.
     """
     sizes, placed = by_path(shapes), by_path(shardings)
 
@@ -31,10 +32,10 @@ def state_shardings(opt: Any, shapes: Any, shardings: Any, copy: NamedSharding) 
 
 
 def _dims_of(shape: Sequence[int], weight: Sequence[int]) -> list[int | None]:
-    """Returns which dim of its weight each dim of an array is, None where it is none and so not cut.
+    """Maps each dim of an array to a dim of its weight; None if there is none, so the dim is not sharded.
 
-    Of the weight's rank it has the weight's dims, or their means (size 1); of another rank they are found by their
-    sizes, in order: Shampoo's [L, D, D] of a weight [L, D, F] has its L, the first D, and no third.
+    An array of the weight's rank has the weight's dims, or their means (size 1); for another rank, dims are matched by
+    size, in order: Shampoo's [L, D, D] for a weight [L, D, F] has its L, the first D, and no third.
     """
     if len(shape) == len(weight):
         return [dim if size == weight[dim] else None for dim, size in enumerate(shape)]

@@ -1,4 +1,4 @@
-"""Plans a step before it is traced: the model's structure, where its weights lie, and how it is computed."""
+"""Plans a step before it is traced: the model's structure, its weights' shardings, and how it is computed."""
 
 import functools
 from collections.abc import Callable
@@ -28,31 +28,31 @@ from src.system.user_code import load_function
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Holds everything static about a step: the model's structure and how it is computed."""
+    """Everything static about a step: the model's structure and how it is computed."""
 
-    step: Step  # its keys
+    step: Step  # the config's keys for the step
     spec: ModelSpec
     graphdef: nnx.GraphDef
-    roles: Any  # of each weight: trainable, frozen or stats; this and the next five are nested as all weights are
+    roles: Any  # trainable, frozen or stats; this and the next five are nested as all weights are
     shapes: Any
-    axes: Any  # the logical axis of each dim
+    axes: Any  # logical axis of each dim
     shardings: Any
     decays: Any
-    matrices: Any  # each a src/step/matrices.py Matrix
+    matrices: Any  # of src/step/matrices.py Matrix
     quantization: Quantization
     layout: Layout
     execution: Execution
     kernel: str
-    why_not_fused: str  # the kernel, where the platform has one that is
+    why_not_fused: str  # if the platform has a fused kernel and `kernel` is not it
     packed: bool
-    ramped: bool  # batches grow: a shard has every so many-th of their rows (src/data/batch_schedule.py)
-    fields: Fields  # of a batch, beside BATCH_ARRAYS
+    ramped: bool  # batches grow: shard i of n has rows i, i + n, ... of the data (src/data/batch_schedule.py)
+    fields: Fields  # of a batch, in addition to BATCH_ARRAYS
     eval_metrics: Callable[[jax.Array, Batch], dict[str, tuple[jax.Array, jax.Array]]] | None
     accumulation: Accumulation
-    rules: Any  # of each trained weight: a src/step/optimizer_rules.py Rule
+    rules: Any  # for each trained weight a src/step/optimizer_rules.py Rule
 
     def init_weights(self) -> Weights:
-        """Returns the initial weights."""
+        """Makes the initial weights."""
         tree = params.initial(functools.partial(Decoder, self.spec), self.step.init_weights_seed)
         if self.step.mup_base_emb_dim:
             from src.step import mup
@@ -61,7 +61,7 @@ class StepPlan:
         return self.split({**tree, "lora": self.init_adapters()} if self.step.lora_rank else tree)
 
     def init_adapters(self) -> params.Tree:
-        """Returns the initial adapters, which change nothing."""
+        """Makes the initial adapters, which leave the model's outputs unchanged."""
         from src.model import lora
 
         _, declarations = params.abstract(functools.partial(Decoder, self.spec))
@@ -69,16 +69,16 @@ class StepPlan:
         return params.values(lora.declare(self.step, declarations)(rngs))
 
     def split(self, tree: Any) -> Weights:
-        """Sorts a tree nested as all weights are by the weights' roles."""
+        """Sorts a tree, nested as all weights are, by the weights' roles."""
         return Weights.split(tree, self.roles)
 
     def optimizer(self, hparams: HParams) -> optax.GradientTransformation:
-        """Returns the optimizer with these values."""
+        """Builds the optimizer with these values."""
         decays, matrices = (self.split(tree).trainable for tree in (self.decays, self.matrices))
         return make_optimizer(self.step, decays, matrices, self.accumulation.updates, hparams, self.rules)
 
     def decoder(self, model_weights: Weights) -> Decoder:
-        """Returns the model with these weights."""
+        """Builds the model with these weights."""
         tree = model_weights.merged()
         if self.quantization.kind:
             from src.model.quantization import attach
@@ -92,13 +92,13 @@ class StepPlan:
 
 
 def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: BatchKeys, eval_metrics: str) -> StepPlan:
-    """Returns the plan of a step on this layout.
+    """Plans a step on this layout.
 
-    Raises UserError if there is no function `eval_metrics` or `batch_transform`, sizes do not divide over the mesh or
-    its pipeline stages, the attention kernel or products in 8 bits do not run on its devices, or a pattern of
-    `trainable_parameters`, `lora_parameters`, `optimizer_rules` or `quantization_exclude` fits no weight.
+    Raises UserError if the function `eval_metrics` or `batch_transform` does not exist, sizes do not divide over the
+    mesh or its pipeline stages, the attention kernel or 8-bit matmuls do not run on its devices, or a pattern of
+    `trainable_parameters`, `lora_parameters`, `optimizer_rules` or `quantization_exclude` matches no weight.
     """
-    if spec.has_experts:
+    if spec.has_experts or layout.shards("expert") > 1:
         from src.model.moe.layer import check_mesh
 
         check_mesh(spec, layout)

@@ -15,10 +15,10 @@ from src.system.errors import UserError
 
 
 def check_same_program(built: TracedStep, steps: int) -> None:
-    """Raises UserError on every process where one would run another training step, of `steps`, than process 0."""
+    """Raises UserError on every process if any would run another training step, of `steps`, than process 0."""
     if jax.process_count() == 1:
         return
-    # Nor may what enters a step at run time differ: the hyper-parameters are compared at the ends and in the middle.
+    # A step's run-time inputs must not differ either: compare the hyper-parameters at both ends and in the middle.
     hparams = [hparams_at(built.plan.step, steps, step) for step in (0, 1, steps // 2, steps - 1)]
     texts = {"the traced step": program_text(built.traced), "its hyper-parameters": str(hparams)}
     digests = [hashlib.sha256(text.encode()).digest()[:8] for text in texts.values()]
@@ -29,24 +29,25 @@ def check_same_program(built: TracedStep, steps: int) -> None:
         processes = ", ".join(map(str, np.flatnonzero(differ.any(axis=1))))
         what = " and ".join(text for text, differs in zip(texts, differ.any(axis=0), strict=True) if differs)
         raise UserError(
-            f"process {processes} would train otherwise than process 0: {what} differ. Keys, code and packages are the "
-            "same, so look at the environment of the processes (XLA_FLAGS, JAX_*), at other packages, and at functions "
-            "of your own"
+            f"process {processes} would train differently from process 0: {what} differ. Keys, code and packages are "
+            "the same, so look at the environment of the processes (XLA_FLAGS, JAX_*), at other packages, and at your "
+            "own functions"
         )
 
 
 def program_text(traced: jax.stages.Traced, kernel_text: Callable[[bytes], str] = lambda bytecode: "") -> str:
-    """Returns the traced step in words that are the same in every process, and on devices that are not here.
+    """Writes the traced step as text that is the same in every process, and for devices that are absent.
 
-    Neither text has everything. StableHLO has shardings, donation and constants, but of kernels that XLA asks Python
-    to partition (cuDNN's attention) only a Python object's address: what they were told, such as the scale, stands in
-    the jaxpr. `kernel_text` writes a Pallas kernel, whose serialised form names the source files it is from.
+    The text combines StableHLO and the jaxpr, because neither is complete. StableHLO has shardings, donation and
+    constants, but for kernels that XLA asks Python to partition (cuDNN's attention) only a Python object's address:
+    their settings, such as the scale, are in the jaxpr. `kernel_text` writes a Pallas kernel, whose serialised form
+    names its source files.
     """
     lowered = traced.lower().as_text()
     lowered = re.sub(r'(@CustomSPMDPartitioning\(.*?backend_config = )"\d+"', r"\1", lowered)
     lowered = re.sub(r"(?<=\\22body\\22: \\22)[A-Za-z0-9+/=]+", lambda body: kernel_text(b64decode(body[0])), lowered)
     lowered = re.sub(r'(?<=, ir = ")ML(?:[^"\\]|\\.)*', lambda body: kernel_text(_unescaped(body[0])), lowered)
-    # Python prints the names that a remat policy saves in another order at each start.
+    # Python prints the names that a remat policy saves in a different order in each process.
     jaxpr = re.sub(r"frozenset\(\{(.*?)\}\)", lambda match: ", ".join(sorted(match[1].split(", "))), str(traced.jaxpr))
     return re.sub(r" at 0x[0-9a-f]+", "", jaxpr) + lowered
 

@@ -1,4 +1,4 @@
-"""Updates whose loss or gradient norm is far above those of the steps before are found, so that they can be skipped."""
+"""Detects updates whose loss or gradient norm is far above the recent ones, so that they can be skipped."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from src.model.params import Tree
 
 
 def empty_window(interval: int) -> Tree:
-    """Returns a window over the losses and gradient norms of `interval` steps, and how many updates were skipped."""
+    """Makes an empty window for the losses and gradient norms of `interval` steps, with a count of skipped updates."""
     values = {name: jnp.zeros(interval) for name in ("loss", "grad_norm")}
     return {**values, "count": jnp.zeros((), jnp.int32), "skipped": jnp.zeros((), jnp.int32)}
 
@@ -15,11 +15,12 @@ def empty_window(interval: int) -> Tree:
 def skip_spikes(
     window: Tree, loss: jax.Array, grad_norm: jax.Array, finite: jax.Array, factor: jax.Array
 ) -> tuple[jax.Array, Tree, dict[str, jax.Array]]:
-    """Returns whether an update is to be made, the window with its step, and metrics.
+    """Decides whether to make an update; returns that, the window including this step, and metrics.
 
-    It is not where loss or gradient norm exceeds the window's mean by more than `factor` times its standard deviation
-    (of a sample, over N - 1), once half of the window is filled: the rule of OLMo-core and MaxText.
-    A spike itself enters the window, so that a loss that stays high is soon none; what is not finite never does.
+    The update is skipped if loss or gradient norm exceeds the window's mean by more than `factor` times its standard
+    deviation (of a sample, over N - 1), once half of the window is filled: the rule of OLMo-core and MaxText. A spike
+    itself enters the window, so that a loss that stays high soon stops counting as one; values that are not finite
+    never enter.
     """
     interval = window["loss"].size
     filled = jnp.minimum(window["count"], interval)
@@ -28,7 +29,7 @@ def skip_spikes(
     for name, value in (("loss", loss), ("grad_norm", grad_norm)):
         mean = jnp.mean(window[name], where=is_filled)
         deviation = jnp.std(window[name], where=is_filled, ddof=1)
-        spike |= value > mean + factor * deviation  # false beside a NaN: of a window that is empty
+        spike |= value > mean + factor * deviation  # false if either is NaN, as for an empty window
         entered = window[name].at[window["count"] % interval].set(value)
         new[name] = jnp.where(finite, entered, window[name])
     spike &= finite & (filled >= max(2, interval // 2))

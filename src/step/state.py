@@ -1,4 +1,4 @@
-"""The state of a run and a batch of its rows: their shapes, and where each array lies."""
+"""The state of a run and its batches: shapes and shardings."""
 
 import dataclasses
 import functools
@@ -19,42 +19,42 @@ from src.step.optimizer_shardings import state_shardings
 from src.step.plan import Batch, StepPlan
 from src.system.errors import UserError
 
-EXTRAS = ("ema", "spikes")  # entries of a state that some runs have
+EXTRAS = ("ema", "spikes")  # entries of a state that only some runs have
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """All that the devices hold of a run between steps; a checkpoint has this and the data position."""
+    """Everything that devices hold between steps; a checkpoint stores this and the data position."""
 
     step: jax.Array  # int32: updates done or skipped
     weights: Weights
     opt: Any
     ema: Tree = dataclasses.field(default_factory=dict)  # float32: the trainable weights' average, with ema_decay
-    spikes: Tree = dataclasses.field(default_factory=dict)  # of `spikes.empty_window`; {} without skip_step_on_spikes
+    spikes: Tree = dataclasses.field(default_factory=dict)  # from `spikes.empty_window`; {} without skip_step_on_spikes
 
     def by_name(self) -> dict[str, Any]:
-        """Returns the state as checkpoints name its entries: the weights by their roles, and what this run keeps."""
+        """Names the state's entries as checkpoints do: the weights by their roles, and this run's optional entries."""
         extras = {name: tree for name in EXTRAS if (tree := getattr(self, name))}
         return {"step": self.step, **vars(self.weights), "opt": self.opt, **extras}
 
     def averaged(self) -> Weights:
-        """Returns the weights with those that are trained replaced by `ema`, in their dtypes."""
+        """Weights with the trained ones replaced by `ema`, in their dtypes."""
         average = jax.tree.map(lambda mean, w: mean.astype(w.dtype), self.ema, self.weights.trainable)
         return dataclasses.replace(self.weights, trainable=average)
 
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Self:
-        """Returns the state with these entries of `by_name`."""
+        """Rebuilds the state from the entries of `by_name`."""
         weights = Weights(*(entries[role] for role in ROLES))
         extras = {name: entries[name] for name in EXTRAS if name in entries}
         return cls(entries["step"], weights, entries["opt"], **extras)
 
 
 def init_state(plan: StepPlan, weights: Weights | None = None) -> TrainState:
-    """Returns the state before the first step, with these weights; None: the initial ones."""
+    """State before the first step, with these weights; None: the initial ones."""
     weights = weights or plan.init_weights()
-    opt = plan.optimizer(hparams_at(plan.step, 1, 0)).init(weights.trainable)  # it depends on none of these values
+    opt = plan.optimizer(hparams_at(plan.step, 1, 0)).init(weights.trainable)  # the values do not affect it
     spikes: Tree = {}
     if plan.step.skip_step_on_spikes:
         from src.step.spikes import empty_window
@@ -65,7 +65,7 @@ def init_state(plan: StepPlan, weights: Weights | None = None) -> TrainState:
 
 
 def abstract_state(plan: StepPlan) -> TrainState:
-    """Returns the state's shapes and shardings, without an array: `jax.ShapeDtypeStruct`s."""
+    """Shapes and shardings of the state, without arrays: `jax.ShapeDtypeStruct`s."""
     shapes = jax.eval_shape(functools.partial(init_state, plan), plan.split(plan.shapes))
     copy, updates = plan.layout.sharding(()), plan.accumulation.updates
     if plan.step.optimizer_memory_host_offload:
@@ -80,14 +80,14 @@ def abstract_state(plan: StepPlan) -> TrainState:
 def batch_sharding(
     layout: Layout, fields: Mapping[str, jax.ShapeDtypeStruct] = {}
 ) -> dict[str, jax.sharding.NamedSharding]:
-    """Returns the sharding of each array of a batch, with the fields that `batch_transform` adds."""
+    """Sharding of each array of a batch, including the fields that `batch_transform` adds."""
     ndims = dict.fromkeys(BATCH_ARRAYS, 1) | {name: field.ndim for name, field in fields.items()}
-    # Rows are whole, as the sequence's order over a context axis is the step's own.
+    # Sequences are whole here; the step itself orders and shards them over a context axis.
     return {name: layout.sharding(("batch", *[None] * ndim)) for name, ndim in ndims.items()}
 
 
 def abstract_batch(plan: StepPlan, rows: int, length: int, key: str = "per_device_batch_size") -> Batch:
-    """Returns a batch's abstract arrays, `rows` x `length`; raises UserError, naming `key`, if they do not divide."""
+    """Abstract arrays of a batch, `rows` x `length`; raises UserError, naming `key`, if they do not divide."""
     plan.layout.check((rows,), ("batch",))
     zigzag_order(length, plan.layout)
     check_rows(rows // plan.accumulation.micro_batches, plan.layout, plan.execution, key)
@@ -96,7 +96,7 @@ def abstract_batch(plan: StepPlan, rows: int, length: int, key: str = "per_devic
         sharing, keys = plan.layout.sharded_by("norm_length"), sharing_keys(plan.layout, "norm_length")
         raise UserError(
             f"max_target_length={length} is not divisible by num_vocab_tiling={tiles} times the number of devices that "
-            f"share a row between blocks ({sharing}): use a multiple of {tiles * shards}, or another {keys}"
+            f"share a sequence between blocks ({sharing}): use a multiple of {tiles * shards}, or another {keys}"
         )
     row = {name: jax.ShapeDtypeStruct((length,), dtype) for name, dtype in BATCH_ARRAYS.items()} | dict(plan.fields)
     placed = batch_sharding(plan.layout, plan.fields)

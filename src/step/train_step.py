@@ -1,4 +1,4 @@
-"""The training step: pure functions of pytrees, compiled alike by train.py and train_compile.py."""
+"""The training step: pure functions of pytrees, compiled identically by train.py and train_compile.py."""
 
 import functools
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from src.step.state import TrainState, batch_sharding
 def compile_steps(
     plan: StepPlan, state: TrainState, compiler_options: Mapping[str, str] = {}, loss: LossFunction = next_token_loss
 ) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
-    """Returns the jitted `train_step(state, batch, hparams)`, to minimise `loss`, and `eval_step(weights, batch)`."""
+    """Jits `train_step(state, batch, hparams)`, which minimises `loss`, and `eval_step(weights, batch)`."""
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     batch, copy = batch_sharding(plan.layout, plan.fields), plan.layout.sharding(())
     train = jax.jit(
@@ -29,7 +29,7 @@ def compile_steps(
         in_shardings=(state_shardings, batch, copy),
         out_shardings=(state_shardings, copy),
         donate_argnums=0,
-        compiler_options=dict(compiler_options),  # XLA's
+        compiler_options=dict(compiler_options),  # for XLA
     )
     return train, compile_eval_step(plan)
 
@@ -39,18 +39,18 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """Makes one update on one batch of [B, T].
 
-    The loss is a mean over the whole batch's tokens, however they fall into micro-batches and shards. An update whose
-    loss or gradient is not finite leaves weights and optimizer as they were, and so does a batch of which no token
-    counts in the loss; the step goes on. Whether the updated weights are usable is reported and not undone: that would
-    take a copy of them.
+    The loss is a mean over the whole batch's tokens, however they are split into micro-batches and shards. An update
+    whose loss or gradient is not finite leaves weights and optimizer unchanged, and so does a batch in which no token
+    counts in the loss; the step count still advances. Whether the updated weights are usable is reported but not
+    undone: that would require a copy of them.
 
     Returns:
-        The next state; and `loss` (nats per token), `grad_norm` (before clipping), `tokens` (that count: if none does,
-        the other two are NaN), `finite` (both were: else the update was not made), `usable` (layers can be computed
-        with the weights). Where the step has them also `spike` and `updates_skipped` (`skip_spikes`), `mtp_loss` (mean
+        The next state; and `loss` (nats per token), `grad_norm` (before clipping), `tokens` (number that count: if 0,
+        the other two are NaN), `finite` (both were: otherwise no update was made), `usable` (layers can be computed
+        with the weights). If the step has them, also `spike` and `updates_skipped` (`skip_spikes`), `mtp_loss` (mean
         over the extra prediction layers), `load_balance_loss` and `router_z_loss` (sums over layers; means over
-        micro-batches where one has a weight, else of the whole batch), and of each layer of experts `expert_load_max`
-        (the busiest one's load over the mean) and `tokens_dropped` (the fraction of choices).
+        micro-batches if one has a weight, otherwise of the whole batch), and for each layer of experts
+        `expert_load_max` (the largest load over the mean) and `tokens_dropped` (the fraction of choices).
     """
     counts = count_tokens(batch, plan)
     rows = with_dropout_keys(batch, state.step, plan)
@@ -91,7 +91,7 @@ def train_step(
 
 
 def experts_update(stats: Tree, buffers: Tree, counts: TokenCounts, plan: StepPlan) -> tuple[Tree, Metrics]:
-    """Returns the routers' biases after a step, and each layer's figures, from what its experts did."""
+    """Updates the routers' biases, and computes each layer's metrics, from the experts' counts."""
     from src.model.moe import router
 
     totals, rate = router.totals(buffers), plan.step.routed_bias_update_rate
@@ -102,24 +102,24 @@ def experts_update(stats: Tree, buffers: Tree, counts: TokenCounts, plan: StepPl
 
 
 def loss_metrics(losses: Metrics, counts: TokenCounts) -> Metrics:
-    """Returns the reported losses, and means of a user's own metrics."""
+    """Completes the reported losses, and averages a user's own metrics."""
     if "user_metrics" in losses:
         means = {name: total / count for name, (total, count) in losses["user_metrics"].items()}
         losses = {**losses, "user_metrics": means}
-    if "mtp_loss" in losses:  # a mean over the layers, each of which is to have tokens
+    if "mtp_loss" in losses:  # a mean over the layers, valid only if each has tokens
         losses = {**losses, "mtp_loss": jnp.where(jnp.all(counts.mtp != 0), losses["mtp_loss"], jnp.nan)}
     return losses
 
 
 def with_dropout_keys(batch: Batch, step: jax.Array, plan: StepPlan) -> Batch:
-    """Returns the batch, with each token's key at this step, which moves with it, where the model has dropout."""
+    """Adds each token's dropout key for this step to the batch, if the model has dropout."""
     if plan.spec.dropout_rate == 0 and all(layer.dropout_rate == 0 for layer in plan.spec.layers):
         return batch
     step_key = jax.random.fold_in(random_stream(plan.step.init_weights_seed, DROPOUT), step)
     token_BT = jnp.arange(batch["tokens"].size).reshape(batch["tokens"].shape)
     key_of_token = functools.partial(jax.random.fold_in, step_key)
     keys_BTW = jax.random.key_data(jax.vmap(jax.vmap(key_of_token))(token_BT))
-    if plan.ramped:  # keys come in the order of rows in the data, so that another mesh draws the same
+    if plan.ramped:  # order keys as the data orders sequences, so that every mesh samples the same
         (B, *each), shards = keys_BTW.shape, plan.layout.shards("batch")
         keys_BTW = keys_BTW.reshape(B // shards, shards, *each).swapaxes(0, 1).reshape(B, *each)
     return {**batch, "dropout_keys": plan.layout.constrain(keys_BTW, "batch", None, None)}
@@ -128,12 +128,12 @@ def with_dropout_keys(batch: Batch, step: jax.Array, plan: StepPlan) -> Batch:
 def loss_gradient(
     inputs: tuple[Weights, TokenCounts], batch: Batch, plan: StepPlan, loss: LossFunction
 ) -> tuple[Tree, Any]:
-    """Returns the gradient of a micro-batch's objective by the trainable weights, and what `objective` reports."""
+    """Gradient of a micro-batch's objective with respect to trainable weights, and `objective`'s reported values."""
     weights, counts = inputs
     of_trainable = functools.partial(objective, weights=weights, counts=counts, batch=batch, plan=plan, loss=loss)
     trainable = cast_matrices(weights.trainable, plan) if loss is next_token_loss else weights.trainable
     total, backward, (losses, buffers) = jax.vjp(of_trainable, trainable, has_aux=True)
-    # The loss is there before the backward pass begins: else XLA may keep the logits through it, to sum them up then.
+    # Compute the loss before the backward pass begins: otherwise XLA may hold the logits through it and sum them later.
     one, losses = jax.lax.optimization_barrier((jnp.ones_like(total), losses))
     grads = jax.tree.map(lambda gradient, w: gradient.astype(w.dtype), backward(one)[0], weights.trainable)
     return grads, (losses, buffers)
@@ -143,9 +143,9 @@ def loss_gradient(
 def apply_update(
     grads: Tree, grad_norm: jax.Array, state: TrainState, hparams: HParams, plan: StepPlan, keep_if: jax.Array
 ) -> tuple[Tree, Any, Metrics]:
-    """Returns the trainable weights and the optimizer's state after an update: as they were where not `keep_if`.
+    """Updates the trainable weights and the optimizer's state; both stay unchanged if not `keep_if`.
 
-    And with `log_internals` the norms of weights, gradients and updates by variable.
+    With `log_internals` also returns the norms of weights, gradients and updates by variable.
     """
     weights = state.weights.trainable
     if plan.accumulation.updates != plan.accumulation.weights:
@@ -168,7 +168,7 @@ def apply_update(
 def update(
     grads: Tree, weights: Tree, opt: Any, grad_norm: jax.Array, hparams: HParams, plan: StepPlan
 ) -> tuple[Tree, Any, Tree]:
-    """Returns the weights and the optimizer's state, where it lay, after an update by clipped gradients; its norms."""
+    """Updates weights and optimizer state (in its own memory) by clipped gradients; also returns the updates' norms."""
     offloaded = plan.step.optimizer_memory_host_offload
     on_device = jax.device_put(opt, jax.memory.Space.Device) if offloaded else opt
     updates, new = plan.optimizer(hparams).update(clip(grads, grad_norm, hparams["clip"]), on_device, weights)
@@ -179,7 +179,7 @@ def update(
 
 
 def _norms_by_name(tree: Tree, plan: StepPlan) -> dict[str, jax.Array]:
-    """Returns the norms that `log_internals` records of weights, gradients or updates; without it none."""
+    """Norms that `log_internals` records for weights, gradients or updates; without it none."""
     if not plan.step.log_internals:
         return {}
     from src.step.internals import norms
@@ -189,7 +189,7 @@ def _norms_by_name(tree: Tree, plan: StepPlan) -> dict[str, jax.Array]:
 
 def _usable(trainable: Tree) -> jax.Array:
     # A gated feed-forward multiplies an input by three matrices and twice by the scale of a norm, and none of these
-    # five can be more than the norm of all weights.
+    # five can exceed the norm of all weights.
     return jnp.isfinite(_norm(trainable) ** 5)
 
 

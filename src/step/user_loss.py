@@ -1,4 +1,4 @@
-"""The loss that a configuration names: `next_token_loss`, or a function of the user's whose result is checked."""
+"""The loss that a configuration names: `next_token_loss`, or a user's function whose result is checked."""
 
 import functools
 
@@ -13,12 +13,12 @@ from src.system.user_code import call, check_metrics, class_name, load_function
 
 
 def loss_function(name: str) -> LossFunction:
-    """Returns the function that the key `loss` names; raises UserError if there is none."""
+    """Loads the function that the key `loss` names; raises UserError if there is none."""
     return functools.partial(_checked, load_function(name, "loss")) if name else next_token_loss
 
 
 def _checked(function: LossFunction, model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
-    """Calls a user's loss while a step is traced. Raises UserError where it returns no sums that a step can add up."""
+    """Calls a user's loss while a step is traced. Raises UserError unless it returns sums that a step can add up."""
     sums = call("loss", function, model, batch, plan)
     if not isinstance(sums, LossSums):
         found = "an array" if isinstance(sums, jax.Array) else f"a value of type {class_name(sums)}"
@@ -41,7 +41,7 @@ def _checked(function: LossFunction, model: Decoder, batch: Batch, plan: StepPla
     needed = plan.spec.has_experts or plan.step.log_internals
     if not isinstance(sums.router, dict) or (needed and "segments" not in sums.router):
         raise UserError(
-            f"loss={plan.step.loss} returned LossSums with router={sums.router}: expected the layers' reports, which "
-            "hidden_states returns third"
+            f"loss={plan.step.loss} returned LossSums with router={sums.router}: expected the layers' reports, "
+            "the third result of hidden_states"
         )
     return sums

@@ -131,15 +131,15 @@ def test_a_models_gradients_are_near_those_of_wide_products():
 def test_other_gpus_of_the_generation_make_them_too():
     device = SimpleNamespace(platform="gpu", device_kind="NVIDIA B300", compute_capability="10.3")
     layout = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device])))
-    with pytest.raises(UserError, match="finds no weight"):  # and not that the device makes none
+    with pytest.raises(UserError, match="leaves no weight"):  # and not that the device makes none
         select(load(quantization="mxfp8").step, {}, layout)
 
 
 @pytest.mark.parametrize(
     ("length", "width", "message"),
     [
-        (32, 48, r"together: 48 of a weight's dim on a device are no multiple .* quantization_exclude"),
-        (40, 64, r"together: 40 tokens of a row on a device .* Change max_target_length or ici_context"),
+        (32, 48, r"together: 48 of a weight's dim on a device are not a multiple .* quantization_exclude"),
+        (40, 64, r"together: 40 tokens of a sequence on a device .* Change max_target_length or ici_context"),
     ],
 )
 def test_parts_without_whole_blocks_are_refused(length, width, message):

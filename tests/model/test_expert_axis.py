@@ -214,7 +214,7 @@ def test_adapted_experts_on_a_mesh():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({}, "this model has none .num_experts=1.: set ici_expert_parallelism=1"),
+        ({}, "this model has no experts .num_experts=1.: set ici_expert_parallelism=1"),
         ({**EXPERTS, "num_experts": 6}, "num_experts=6 is not divisible by expert=4: change it, or ici_expert_par"),
     ],
 )

@@ -153,7 +153,7 @@ def test_a_mesh_trains_as_one_device(mesh):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"ici_context_parallelism": 2}, "hands a state from token to token: set ici_context_parallelism=1"),
+        ({"ici_context_parallelism": 2}, "passes a state from token to token: set ici_context_parallelism=1"),
         ({"ici_tensor_parallelism": 2, "gdn_num_key_heads": 1}, r"heads = 1 \(.* or gdn_num_key_heads\) is not"),
     ],
 )

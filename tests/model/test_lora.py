@@ -149,10 +149,10 @@ def test_adapters_shard_as_their_weights_do():
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({**ADAPTED, "lora_parameters": "[attention.qurey]"}, "lora_parameters: attention.qurey fits no weight"),
-        ({**ADAPTED, "lora_parameters": "[embedding]"}, "fits no weight that is multiplied by"),
-        ({"trainable_parameters": "[nothing]"}, "trainable_parameters: nothing fits no weight"),
-        ({"trainable_parameters": "[layer_scalar]", "layer_scalar": "true"}, "layer_scalar fits no weight"),
+        ({**ADAPTED, "lora_parameters": "[attention.qurey]"}, "lora_parameters: attention.qurey matches no weight"),
+        ({**ADAPTED, "lora_parameters": "[embedding]"}, "matches no weight used in matmuls"),
+        ({"trainable_parameters": "[nothing]"}, "trainable_parameters: nothing matches no weight"),
+        ({"trainable_parameters": "[layer_scalar]", "layer_scalar": "true"}, "layer_scalar matches no weight"),
         ({"lora_rank": 4}, "lora_rank needs load_parameters_path"),
         ({**ADAPTED, "lora_parameters": "[]"}, "lora_rank needs lora_parameters"),
     ],

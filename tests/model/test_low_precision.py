@@ -275,19 +275,19 @@ def test_excluded_weights_stay():
     _, plan = make(quantization="int8", quantization_exclude="[output,attention.*,feed_forward.wo]")
     assert [path[-1] for path in plan.quantization.places] == ["wi"]
     assert plan.quantization.description == (
-        "int8 in 2 products with weights, forward and backward; 11 not (output, key, out, query, value and 1 more)"
+        "int8 in 2 weight matmuls, forward and backward; 11 not (output, key, out, query, value and 1 more)"
     )
     _, tied = make(quantization="int8", logits_via_embedding="true")
-    assert tied.quantization.description.endswith("12 products with weights, forward and backward; 1 not (embedding)")
+    assert tied.quantization.description.endswith("12 weight matmuls, forward and backward; 1 not (embedding)")
 
 
 def test_weights_that_no_pattern_may_mean_are_refused():
     for facts, message in [
-        ({"quantization_exclude": "[atention.query]"}, r"atention.query fits no weight.*attention.query"),
-        ({"quantization_exclude": "['*']"}, "finds no weight that quantization_exclude leaves"),
+        ({"quantization_exclude": "[atention.query]"}, r"atention.query matches no weight.*attention.query"),
+        ({"quantization_exclude": "['*']"}, "quantization_exclude leaves no weight for quantization="),
         (
             {"quantization": "fp8", **EXPERTS},
-            r"=fp8 has no products of experts.*quantization_exclude=\[output,router,embedding,.*,feed_forward.wi",
+            r"=fp8 has no matmuls for experts.*quantization_exclude=\[output,router,embedding,.*,feed_forward.wi",
         ),
     ]:
         with pytest.raises(UserError, match=message):
@@ -335,7 +335,7 @@ def test_devices_without_the_products_are_refused(kind, device, capability):
     fake = SimpleNamespace(platform=platform, device_kind=device, compute_capability=capability)
     layout = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([fake])))
     of = {"fp8": "TPU7x, NVIDIA H100 80GB HBM3", "int8": "TPU v5 lite", "mxfp8": "NVIDIA B200"}[kind]
-    makes = rf"MinText makes no such products on a {device}\. It does on: {of}"
+    makes = rf"MinText has no such matmuls for a {device}\. It has them for: {of}"
     with pytest.raises(UserError, match=f"quantization={kind}: {makes}"):
         select(load(quantization=kind).step, {}, layout)
     assert peak_flops(device, kind) is None

@@ -47,13 +47,13 @@ def test_a_size_of_minus_one_takes_the_devices_that_are_left(sizes, mesh):
 @pytest.mark.parametrize(
     ("sizes", "parts"),
     [
-        ({"ici_fsdp_parallelism": 4}, ["ici_fsdp_parallelism=4 against 8 devices", "whose product is 8"]),
+        ({"ici_fsdp_parallelism": 4}, ["ici_fsdp_parallelism=4 for 8 devices", "whose product is 8"]),
         ({"ici_tensor_parallelism": 3}, ["ici_tensor_parallelism=3 does not divide 8 devices", "1, 2, 4 or 8 do"]),
         ({"ici_pipeline_parallelism": 3, "ici_tensor_parallelism": 4}, ["=3 x ici_tensor_parallelism=4 = 12 does not"]),
         ({"ici_tensor_parallelism": 16}, ["ici_tensor_parallelism=16 does not divide 8 devices"]),
         (
             {"ici_fsdp_parallelism": 8, "dcn_data_parallelism": 2},
-            ["dcn_data_parallelism=2 against 1 slice or host", "which JAX did not find"],
+            ["dcn_data_parallelism=2 for 1 slice or host", "which JAX did not find"],
         ),
     ],
 )
@@ -96,7 +96,7 @@ def test_dcn_axes_run_between_slices_and_ici_axes_within():
         assert set(slices[index].flat) == {index}
     with pytest.raises(UserError, match="2 slices or hosts"):
         make_layout(load(dcn_data_parallelism=4).mesh, devices)
-    with pytest.raises(UserError, match=r"Between the 2 slices or hosts sizes are dcn_\*_parallelism"):
+    with pytest.raises(UserError, match=r"Sizes between the 2 slices or hosts are dcn_\*_parallelism"):
         make_layout(load(ici_tensor_parallelism=8).mesh, devices)
 
 

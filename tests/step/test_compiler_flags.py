@@ -55,7 +55,7 @@ def test_a_flag_alone_is_true_and_the_last_of_a_name_counts():
     ],
 )
 def test_what_is_no_flag_is_refused(text, wrong):
-    with pytest.raises(UserError, match=f"compile_xla_flags: {wrong} is no flag; expected --name=value"):
+    with pytest.raises(UserError, match=f"compile_xla_flags: {wrong} is not a flag; expected --name=value"):
         parse_flags(text)
 
 
@@ -65,9 +65,9 @@ def test_every_unknown_flag_is_named_before_anything_is_written(monkeypatch, cap
         compile_xla_flags="--xla_cpu_enable_fast_mth=true --xla_cpu_use_acl=no --xla_gpu_enable_async_collective",
     )
     message = runs.refusal(monkeypatch, capsys, argv)
-    assert "xla_cpu_enable_fast_mth is no option of jaxlib" in message
+    assert "xla_cpu_enable_fast_mth is not an option of jaxlib" in message
     assert "xla_cpu_use_acl, 'no' is not a valid bool value" in message
-    assert "xla_gpu_enable_async_collective is no option of jaxlib" in message
+    assert "xla_gpu_enable_async_collective is not an option of jaxlib" in message
     assert not list(tmp_path.iterdir())
 
 
@@ -116,7 +116,7 @@ def test_a_retired_flag_is_left_out_where_xla_does_so_by_itself(capsys):
 def test_a_retired_flag_is_answered_with_what_is_in_its_place(flag, instead):
     with pytest.raises(UserError) as refused:
         compiler_options(flag, jax.devices()[0], 1)
-    assert f"It is retired: {instead} is in its place." in str(refused.value)
+    assert f"It is retired: {instead} replaces it." in str(refused.value)
 
 
 def test_a_retired_flag_is_not_answered_with_its_opposite(monkeypatch):
@@ -125,7 +125,7 @@ def test_a_retired_flag_is_not_answered_with_its_opposite(monkeypatch):
     )
     off = {"pipeline": "COLLECTIVE_PIPELINING_MODE_OFF", "enable_pipelined": "false"}
     for what in ("all_gather", "all_reduce", "reduce_scatter"):
-        with pytest.raises(UserError, match=f"--xla_gpu_{own}_{what}={off[own]} is in its place"):
+        with pytest.raises(UserError, match=f"--xla_gpu_{own}_{what}={off[own]} replaces it"):
             compiler_options(f"--xla_gpu_{other}_{what}={off[other]}", jax.devices()[0], 1)
     with pytest.raises(UserError) as refused:
         compiler_options("--xla_gpu_enable_async_collectives=maybe", jax.devices()[0], 1)
@@ -167,7 +167,7 @@ def test_what_is_in_a_retired_flags_place_is_there():
 def test_the_compiler_of_each_hardware_takes_its_preset(topology, slices, holds):
     device = abstract_device(topology, slices)
     assert holds.items() <= compiler_options("auto", device, slices).items()
-    with pytest.raises(UserError, match="xla_no_such is no option of"):
+    with pytest.raises(UserError, match="xla_no_such is not an option of"):
         compiler_options("--xla_no_such=1", device, slices)
 
 
@@ -195,7 +195,7 @@ def test_a_tpu_names_the_flag_whose_value_is_wrong():
         compiler_options("--xla_enable_async_all_gather=maybe", device, 1)
     with pytest.raises(UserError, match=r"'abc' into flag xla_tpu_scoped_vmem_limit_kib$"):
         compiler_options("--xla_tpu_scoped_vmem_limit_kib=abc", device, 1)
-    with pytest.raises(UserError, match=r"xla_latency_hiding_scheduler is no option of libtpu "):
+    with pytest.raises(UserError, match=r"xla_latency_hiding_scheduler is not an option of libtpu "):
         compiler_options("--xla_latency_hiding_scheduler=true", device, 1)
 
 
@@ -211,10 +211,10 @@ def test_options_that_the_pages_show_are_taken():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--xla_gpu_async_collectives=true", "--xla_gpu_async_collectives=true is no flag of jaxlib"),
-        ("--xla_gpu_enable_async_collectives=false", "--xla_gpu_disable_async_collectives=ALLCOLLECTIVES is in its"),
-        ("--xla_cpu_enable_fast_mth --xla_dump_to=x --xla_no_such=1", "--xla_cpu_enable_fast_mth is no flag of"),
-        ("--xla_dump_to=x --xla_a=1 --xla_no_such=1", "--xla_no_such=1 is no flag of"),
+        ("--xla_gpu_async_collectives=true", "--xla_gpu_async_collectives=true is not a flag of jaxlib"),
+        ("--xla_gpu_enable_async_collectives=false", "--xla_gpu_disable_async_collectives=ALLCOLLECTIVES replaces it"),
+        ("--xla_cpu_enable_fast_mth --xla_dump_to=x --xla_no_such=1", "--xla_cpu_enable_fast_mth is not a flag of"),
+        ("--xla_dump_to=x --xla_a=1 --xla_no_such=1", "--xla_no_such=1 is not a flag of"),
         ("--xla_cpu_enable_fast_math=yes", "value yes for flag xla_cpu_enable_fast_math"),
         ("no_such_file", 'Could not open file "no_such_file"'),
     ],
@@ -244,7 +244,7 @@ def test_retired_xla_flags_are_taken_out_with_a_line(monkeypatch, capsys):
 def test_a_retired_flag_in_a_file_of_flags_is_answered(monkeypatch, write):
     """XLA_FLAGS may name a file, from which nothing can be taken out: no endless search for the flag."""
     monkeypatch.setenv("XLA_FLAGS", str(write("flags.txt", "--xla_gpu_enable_async_collectives=true\n")))
-    with pytest.raises(UserError, match=r"async_collectives=true is no flag of .* Take it out: it is retired"):
+    with pytest.raises(UserError, match=r"async_collectives=true is not a flag of .* Remove it: it is retired"):
         check_environment(uses_tpu=False)
 
 
@@ -271,8 +271,8 @@ def test_libtpus_arguments_are_read_where_a_tpu_is_used(monkeypatch):
     with pytest.raises(UserError) as refused:
         check_environment(uses_tpu=True)
     message = str(refused.value)
-    assert "LIBTPU_INIT_ARGS in the environment: xla_no_such is no flag of libtpu" in message
-    assert "xla_tpu_enable_async_colective_fusion is no flag of libtpu" in message
+    assert "LIBTPU_INIT_ARGS in the environment: xla_no_such is not a flag of libtpu" in message
+    assert "xla_tpu_enable_async_colective_fusion is not a flag of libtpu" in message
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=many")
     with pytest.raises(UserError, match="'many' specified for flag 'xla_tpu_scoped_vmem_limit_kib'"):
         check_environment(uses_tpu=True)

@@ -84,7 +84,7 @@ def test_at_the_base_nothing_changes():
         ({"logits_via_embedding": "true"}, "needs logits_via_embedding=false"),
         ({"scale_embedding": "true"}, "needs scale_embedding=false"),
         ({"lora_rank": 4}, "needs lora_rank=0"),
-        ({"mtp_num_layers": 1}, "projection writes to dims that do not go with the model's width"),
+        ({"mtp_num_layers": 1}, "projection writes to dims that do not scale with the model's width"),
     ],
 )
 def test_what_no_rate_is_known_for_is_refused(keys, message):

@@ -316,11 +316,11 @@ def test_rules_give_each_weight_its_own_optimizer_and_rates():
 
 
 def test_a_rule_that_takes_nothing_is_refused():
-    with pytest.raises(UserError, match=r"optimizer_rules: \*\.nrom fits no weight that is trained: attention"):
+    with pytest.raises(UserError, match=r"optimizer_rules: \*\.nrom matches no weight that is trained: attention"):
         make(optimizer_rules='[{match: "*.nrom"}]')
-    with pytest.raises(UserError, match=r"every weight that \*norm.scale fits is taken by a rule before it"):
+    with pytest.raises(UserError, match=r"earlier rules take every weight that \*norm.scale matches"):
         make(optimizer_rules='[{match: "*.scale"}, {match: "*norm.scale"}]')
-    with pytest.raises(UserError, match="fits no weight that is trained"):
+    with pytest.raises(UserError, match="matches no weight that is trained"):
         make(optimizer_rules="[{match: embedding}]", trainable_parameters="[attention.query]")
     config, plan = make(optimizer_rules='[{match: "*.scale", opt_type: sgd}, {match: embedding, weight_decay: 0}]')
     assert describe_rules(config.step, plan.rules, plan.shapes).splitlines() == [

@@ -1,11 +1,11 @@
-"""Attention in tiles, in plain JAX for any device: no array has an entry for every pair of a query and a key.
+"""Tiled attention in plain JAX, for any device: no array holds an entry for every query-key pair.
 
-A tile of queries meets one tile of keys after the other, and its softmax is corrected as larger scores come (Milakov
-and Gimelshein 2018, arXiv:1805.02867). The backward pass computes a tile's scores again from the logarithm of the
-softmax's normaliser (FlashAttention-2, Dao 2023, arXiv:2307.08691). Pairs of tiles that the mask hides are left out.
+Each tile of queries visits the tiles of keys one by one, and its softmax is rescaled as larger scores appear (Milakov
+and Gimelshein 2018, arXiv:1805.02867). The backward pass recomputes a tile's scores from the saved logarithm of the
+softmax normaliser (FlashAttention-2, Dao 2023, arXiv:2307.08691). Fully masked pairs of tiles are skipped.
 
-Letters beside those of src/model/spec.py: i tiles of t queries, j tiles of s keys, G query heads that read one head of
-keys, R = G t, V size of values, n devices that share a row, P pairs of tiles.
+Letters in addition to those in src/model/spec.py: i tiles of t queries, j tiles of s keys, G query heads that read one
+head of keys, R = G t, V size of values, n devices that share a sequence, P pairs of tiles.
 """
 
 from collections.abc import Callable
@@ -21,16 +21,17 @@ from src.model.products import with_gradient
 from src.parallel.mesh import Layout
 from src.parallel.sequence import replicate_rows, zigzag_order, zigzag_parts
 
-# Queries or keys of a tile, at most. Small ones stay in a CPU's caches; others start fewer kernels for large ones.
+# Largest number of queries or keys in a tile. Small tiles stay in a CPU's caches; on accelerators, large ones launch
+# fewer kernels.
 TILE = {"cpu": 128, "gpu": 1024, "tpu": 1024}
 
 
 def blocked(
     q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, spec: ScoreSpec, sinks_N: Array | None, context: ForwardContext
 ) -> Array:
-    """Attends with q [B, T, N, H] to k, v [B, n S, K, H] on each device's rows, heads and queries."""
+    """Attends with q [B, T, N, H] to k, v [B, n S, K, H]; each device handles its own sequences, heads and queries."""
     layout = context.layout
-    # `attend` made segments of chunks; a window of their length spares the tiles beyond.
+    # `attend` has already made each chunk a segment; a window of the chunk's length skips the tiles outside it.
     pairs_nP3 = tile_pairs(q_BTNH.shape[1], spec.window or spec.chunk, layout)
     sharded, rows = layout.spec(("batch", "length", "heads", None)), layout.spec(("batch", "length"))
     arrays = (q_BTNH, k_BSKH, v_BSKH, context.segment_ids_BT, replicate_rows(context.segment_ids_BT, layout))
@@ -43,21 +44,21 @@ def blocked(
 
 
 def tile_size(length: int, tile: int) -> int:
-    """Returns the size of the fewest equal tiles that cover `length` tokens, the last of them perhaps in part."""
+    """Size of the fewest equal tiles, of at most `tile`, that cover `length` tokens; the last may be partial."""
     return -(-length // -(-length // tile))
 
 
 def tile_pairs(length: int, window: int, layout: Layout) -> np.ndarray:
-    """Returns each device's pairs of tiles, [n, P, (queries' tile, keys' tile, the first query's index in the text)].
+    """Lists each device's pairs of tiles: [n, P, (query tile, key tile, index of the first query in the text)].
 
-    Those are the pairs in which a query may see a key, which is not after it, nor before its window (0: none). A device
-    with fewer pairs than others has more at the end, whose queries come before all keys.
+    A pair is listed if some query may see some key in it: a key at or before the query and within its window (0: no
+    window). Devices with fewer pairs are padded with pairs whose queries come before all keys.
     """
     n, parts = layout.shards("length"), zigzag_parts(layout.shards("length"))
     part = length // parts
     t, s = (tile_size(size, TILE[layout.platform]) for size in (part, length))
     first_ni = zigzag_order(length, layout).reshape(n, parts // n, part)[:, :, ::t].reshape(n, -1)
-    distance_nij = first_ni[..., None] - np.arange(0, length, s)  # from the first key to the first query
+    distance_nij = first_ni[..., None] - np.arange(0, length, s)  # tokens from a tile's first key to its first query
     seen_nij = (distance_nij + t > 0) & (distance_nij - s + 1 < (window or length))
     pairs_nP3 = np.full((n, seen_nij.sum((1, 2)).max(), 3), (0, 0, -length), np.int32)
     for pairs_P3, seen_ij, first_i in zip(pairs_nP3, seen_nij, first_ni, strict=True):
@@ -67,20 +68,20 @@ def tile_pairs(length: int, window: int, layout: Layout) -> np.ndarray:
 
 
 def _on_device(spec: ScoreSpec, parts: int, tile: int) -> Callable[..., Array]:
-    """Returns attention on one device, whose queries come in `parts` that each are neighbours in the text.
+    """Builds attention for one device, whose queries are `parts` runs of consecutive tokens.
 
-    The function takes q [B, T, N, H], k, v [B, S, K, H], their segments [B, T] and [B, S], pairs [1, P, 3], and perhaps
-    sinks [N].
+    The function takes q [B, T, N, H], k, v [B, S, K, H], their segments [B, T] and [B, S], pairs [1, P, 3], and
+    optionally sinks [N].
     """
 
     def cut(q: Array, k: Array, v: Array, q_ids: Array, k_ids: Array) -> tuple[Array, ...]:
         K = k.shape[2]
         heads = (_heads(x, K, of, tile) for x, of in ((q, parts), (k, 1), (v, 1)))
-        # What pads the last tiles, with 0, is a segment of its own.
+        # Padding of the last tiles has segment id 0; shifting the real ids by 1 keeps it a separate segment.
         return *heads, _cut(q_ids + 1, parts, tile), _cut(k_ids + 1, 1, tile)
 
     def score(q_BKRH: Array, k_BKsH: Array, q_ids_Bt: Array, k_ids_Bs: Array, pair: Array) -> tuple[Array, Array]:
-        """Returns a tile's scores [B, K, R, s], masked, and their derivatives by the products of queries and keys."""
+        """Masked scores of a tile [B, K, R, s], and their derivatives with respect to the products q k."""
         B, K, R, _ = q_BKRH.shape
         t, s = q_ids_Bt.shape[1], k_ids_Bs.shape[1]
         scores = _sum("BKRH,BKsH->BKRs", q_BKRH, k_BKsH) * spec.scale
@@ -121,7 +122,7 @@ def _on_device(spec: ScoreSpec, parts: int, tile: int) -> Callable[..., Array]:
         out_BTNV, normaliser_BTN1 = (
             _rows(x, arrays[0], parts) for x in (out / total[..., None], normaliser[..., None])
         )
-        for sinks_N in sinks:  # each a key of its own, without a value
+        for sinks_N in sinks:  # each sink acts as a key without a value
             of_keys_BTN1, normaliser_BTN1 = normaliser_BTN1, jnp.logaddexp(normaliser_BTN1, sinks_N[:, None])
             out_BTNV *= jnp.exp(of_keys_BTN1 - normaliser_BTN1)
         out_BTNV = out_BTNV.astype(v.dtype)
@@ -130,7 +131,7 @@ def _on_device(spec: ScoreSpec, parts: int, tile: int) -> Callable[..., Array]:
     def gradients(kept: tuple, d_out_BTNV: Array) -> tuple[Array | None, ...]:
         *arrays, pairs, sinks, out_BTNV, normaliser_BTN1 = kept
         (q, k, v, q_ids, k_ids), dtype = cut(*arrays), normaliser_BTN1.dtype
-        # The mean of the weights' gradients, by the weights.
+        # The mean of the softmax weights' gradients, weighted by the softmax weights themselves.
         mean_BTN1 = jnp.sum(d_out_BTNV.astype(dtype) * out_BTNV.astype(dtype), axis=-1, keepdims=True)
         d_out, mean, normaliser = (_heads(x, k.shape[2], parts, tile) for x in (d_out_BTNV, mean_BTN1, normaliser_BTN1))
 
@@ -162,7 +163,7 @@ def _sum(einsum: str, x: Array, y: Array) -> Array:
 
 
 def _cut(x_BT: Array, parts: int, tile: int) -> Array:
-    """Cuts each part of the rows [B, T, ...] into tiles, the last one padded: [i, B, t, ...]."""
+    """Cuts each part of the sequences [B, T, ...] into tiles, padding the last one: [i, B, t, ...]."""
     B, T, *rest = x_BT.shape
     size = tile_size(T // parts, tile)
     x_BT = x_BT.reshape(B * parts, T // parts, *rest)
@@ -171,14 +172,14 @@ def _cut(x_BT: Array, parts: int, tile: int) -> Array:
 
 
 def _heads(x_BTNH: Array, K: int, parts: int, tile: int) -> Array:
-    """Cuts rows into tiles whose queries are together by the head of keys that they read: [i, B, K, R, H]."""
+    """Cuts sequences into tiles and groups query heads by the key head they read: [i, B, K, R, H]."""
     x_iBtNH = _cut(x_BTNH, parts, tile)
     i, B, t, N, H = x_iBtNH.shape
     return jnp.moveaxis(x_iBtNH, 2, 3).reshape(i, B, K, N // K * t, H)
 
 
 def _rows(x_iBKRH: Array, like_BTNH: Array, parts: int) -> Array:
-    """Joins tiles to rows as long as those of `like_BTNH`: the inverse of `_heads`."""
+    """Joins tiles back into sequences of the length of `like_BTNH`: the inverse of `_heads`."""
     B, T, N, _ = like_BTNH.shape
     x_iBNtH = x_iBKRH.reshape(x_iBKRH.shape[0], B, N, -1, x_iBKRH.shape[-1])
     x_BitNH = jnp.moveaxis(x_iBNtH, (0, 3), (1, 2))

@@ -1,4 +1,4 @@
-"""Chooses an attention kernel: cuDNN's on NVIDIA GPUs, Pallas's (splash) on TPUs, or plain JAX's, whole or in tiles."""
+"""Chooses an attention kernel: cuDNN's on NVIDIA GPUs, Pallas's (splash) on TPUs, or plain JAX, tiled or not."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,12 +8,12 @@ from src.parallel.mesh import Layout
 from src.parallel.sequence import zigzag_parts
 from src.system.errors import UserError
 
-PLATFORMS = {"flash": "tpu", "cudnn_flash": "gpu"}  # of the fused kernels
-LONGEST_WHOLE = {"cpu": 64, "gpu": 4096, "tpu": 4096}  # keys of which dot_product is chosen to hold all scores
+PLATFORMS = {"flash": "tpu", "cudnn_flash": "gpu"}  # where each fused kernel runs
+LONGEST_WHOLE = {"cpu": 64, "gpu": 4096, "tpu": 4096}  # most keys for which dot_product, holding all scores, is chosen
 
 
 class Kernel(NamedTuple):
-    """An attention kernel, and why it is not the one that fuses attention on its platform; "" if it is, or has none."""
+    """An attention kernel, and why it is not the platform's fused kernel; "" if it is, or if no fused one exists."""
 
     name: str
     why_not_fused: str = ""
@@ -22,9 +22,9 @@ class Kernel(NamedTuple):
 def choose_kernel(
     attention: str, platform: str, scores: Sequence[ScoreSpec], dtype: str, length: int, layout: Layout
 ) -> Kernel:
-    """Returns the kernel that the key `attention` means on this platform, for layers of these scores.
+    """Resolves the key `attention` to a kernel for this platform and the layers' score settings.
 
-    Raises UserError if the kernel asked for does not run here.
+    Raises UserError if the requested kernel does not run here.
     """
     given = (platform, scores, dtype, length, layout)
     if attention != "autoselected" and (problem := kernel_obstacle(attention, *given)):
@@ -42,7 +42,7 @@ def choose_kernel(
 def kernel_obstacle(
     kernel: str, platform: str, scores: Sequence[ScoreSpec], dtype: str, length: int, layout: Layout
 ) -> str:
-    """Says why a kernel does not run here; "" where it does."""
+    """Explains why a kernel cannot run here; "" if it can."""
     home = PLATFORMS.get(kernel, platform)
     if platform != home:
         return f"runs on {home}, and this is {platform}"
@@ -56,7 +56,7 @@ def kernel_obstacle(
             return f"needs an even max_target_length, not {length}"
         from src.parallel.topology import compute_capability
 
-        # As JAX's own function checks (cuDNN 9.10 and newer).
+        # The same checks as JAX's own function makes (cuDNN 9.10 and newer).
         hopper = compute_capability(layout.mesh.devices.flat[0]) >= 9.0
         largest, on_these = (256, "") if hopper else (128, " on GPUs older than Hopper (H100)")
         sizes = sorted({size for spec in scores for size in (spec.head_dim, spec.value_dim)})

@@ -1,14 +1,15 @@
 """cuDNN's fused attention, for NVIDIA GPUs.
 
-A long row of several segments, or one that devices share, is attended to in pieces, and no mask is as large as T x T.
-Of two neighbouring blocks one segment at most is in both, so that the first queries of the later block see the last
-keys of the earlier one: with its keys in reverse, two numbers say which. Blocks of twice the size are joined each time;
-with a window each block is joined with the few before it. The pieces' outputs are weighted by their softmax's
-normalisers. Backward, each piece is given normaliser and output of the whole, by which its gradients are those of the
-whole (as in Ring Attention, Liu et al. 2023, arXiv:2310.01889).
+A long sequence of several segments, or one that devices share, is computed in pieces, and no mask is as large as T x T.
+At most one segment spans the border of two neighbouring blocks, so only the first queries of the later block see the
+last keys of the earlier one: with the keys reversed, two lengths describe this mask. Blocks are joined pairwise,
+doubling in size each time; with a window, each block is joined with the few before it. The pieces' outputs are
+averaged, weighted by their softmax normalisers. In the backward pass each piece receives the normaliser and output of
+the whole sequence, so that its gradients equal full attention's (as in Ring Attention, Liu et al. 2023,
+arXiv:2310.01889).
 
-JAX's own function asks the device at hand what it can do, has values of the queries' size only, and takes no normaliser
-backward. So its primitives are called here, of the versions that requirements/ pins.
+JAX's own function queries the local device for its abilities, requires values of the queries' size, and accepts no
+normaliser in the backward pass. This module therefore calls its primitives, in the versions that requirements/ pins.
 """
 
 import dataclasses
@@ -27,15 +28,15 @@ from src.model.forward_context import ForwardContext
 from src.model.products import with_gradient
 from src.parallel.sequence import replicate_rows, zigzag_order, zigzag_parts
 
-LONGEST_MASK = 4096  # tokens of a row whose mask [T, T] is made
-BLOCK = 1024  # tokens of a block of a longer row, at most
-NO_WEIGHT = 1e30  # a normaliser beside which any score vanishes
+LONGEST_MASK = 4096  # longest sequence whose mask [T, T] is built
+BLOCK = 1024  # most tokens in a block of a longer sequence
+NO_WEIGHT = 1e30  # a normaliser so large that any score's weight becomes 0
 
 
 def cudnn(
     q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, spec: ScoreSpec, sinks_N: Array | None, context: ForwardContext
 ) -> Array:
-    """Attends with q [B, T, N, H] to k, v [B, n S, K, H] on each device's rows, heads and queries."""
+    """Attends with q [B, T, N, H] to k, v [B, n S, K, H]; each device handles its own sequences, heads and queries."""
     assert sinks_N is None, "choose_kernel"
     layout, T = context.layout, q_BTNH.shape[1]
     shards, window = layout.shards("length"), spec.window if spec.window < T else 0
@@ -51,51 +52,51 @@ def cudnn(
 
 
 class _Mask(NamedTuple):
-    """What a piece's queries see: keys up to themselves and by a bias, keys by a bias, or its first queries first keys.
+    """Mask of a piece: causal with an optional bias, a bias only, or the first queries to the first keys.
 
-    A query that sees nothing, and a key that none sees, have results that cuDNN does not document: they are not used.
+    cuDNN does not document its results for a query that sees nothing or a key that no query sees: they are not used.
     """
 
     bias_b1ts: Array | None = None
-    lengths: tuple[Array, Array] | None = None  # [b]: numbers of the first queries and keys
-    used: tuple[Array, Array] | None = None  # [b, t] and [b, s]: which queries see a key, and the reverse; None: all
+    lengths: tuple[Array, Array] | None = None  # [b]: numbers of the first queries and of the first keys
+    used: tuple[Array, Array] | None = None  # [b, t] and [b, s]: queries seeing a key, and keys seen; None: all
 
     def of_queries(self, x_bt: Array, otherwise: float = 0.0) -> Array:
-        """Replaces what belongs to queries that see no key."""
+        """Replaces the entries of queries that see no key."""
         return x_bt if self.used is None else _where(self.used[0], x_bt, otherwise)
 
     def of_keys(self, x_bs: Array) -> Array:
-        """Replaces what belongs to keys that no query sees by zeros."""
+        """Zeroes the entries of keys that no query sees."""
         return x_bs if self.used is None else _where(self.used[1], x_bs, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pieces:
-    """Attention on one device. A piece has b rows of t queries and s keys: its blocks, or what joins two of them."""
+    """Attention on one device. A piece has b rows of t queries and s keys: one of its blocks, or two joined blocks."""
 
     scale: float
     window: int
     packed: bool
-    shards: int  # devices that share a row, of which each has two parts
-    length: int  # tokens of a row, or of such a part
+    shards: int  # devices that share a sequence; each holds two parts of it
+    length: int  # tokens of a sequence, or of such a part
 
     @property
     def levels(self) -> int:
-        """Counts how often a row or part is halved to make blocks."""
+        """How many times a sequence or part is halved to make blocks."""
         in_blocks = self.packed and (self.shards > 1 or self.length > LONGEST_MASK)
         return (-(-self.length // BLOCK) - 1).bit_length() if in_blocks else 0
 
     @property
     def block(self) -> int:
-        """Counts the tokens of a block: of several, a multiple of 8, for which a row or part is padded."""
+        """Tokens in a block. If there are several blocks, a multiple of 8, to which a sequence or part is padded."""
         size = -(-self.length >> self.levels)
         return size if self.levels == 0 and self.shards == 1 else -(-size // 8) * 8
 
     @property
     def joins(self) -> list[tuple[str, int]]:
-        """Lists what joins blocks: halves of so many blocks each, or with a window each block and that so many before.
+        """Joins of blocks: ("halves", blocks per half), or with a window ("before" or "biased", distance in blocks).
 
-        Where the window ends within that block, a bias says what is seen.
+        If the window ends inside the earlier block, the join is "biased": a bias masks the keys beyond.
         """
         if not self.window:
             return [("halves", 1 << level) for level in range(self.levels)]
@@ -106,7 +107,7 @@ class _Pieces:
         ]
 
     def queries(self, x_BT: Array, fill: int = 0) -> list[Array]:
-        """Returns each piece's queries [b, t, ...] of arrays by query."""
+        """Splits an array by query into each piece's queries [b, t, ...]."""
         blocks, sizes = self._blocks(x_BT, fill), x_BT.shape[2:]
         pieces = [blocks.reshape(-1, self.block, *sizes)]
         for kind, number in self.joins:
@@ -116,7 +117,7 @@ class _Pieces:
         return pieces if self.shards == 1 else [*pieces, parts[:, 0], parts[:, 1]]
 
     def keys(self, x_BS: Array, starts_1p: Array, fill: int = 0) -> list[Array]:
-        """Returns each piece's keys [b, s, ...]; a device's parts of a row begin at `starts_1p`."""
+        """Splits an array by key into each piece's keys [b, s, ...]; a device's parts begin at `starts_1p`."""
         own, sizes = x_BS, x_BS.shape[2:]
         if self.shards > 1:
             parts = [jax.lax.dynamic_slice_in_dim(x_BS, start, self.length, axis=1) for start in starts_1p[0]]
@@ -130,21 +131,21 @@ class _Pieces:
                 earlier = _pad(blocks[:, :-number], (number, 0), fill).reshape(-1, self.block, *sizes)
             pieces.append(earlier if kind == "biased" else jnp.flip(earlier, axis=1))
         if self.shards > 1:
-            back = _pad(jnp.flip(x_BS, axis=1), (0, x_BS.shape[1]), fill)  # from a part's start on, all before it
+            back = _pad(jnp.flip(x_BS, axis=1), (0, x_BS.shape[1]), fill)  # from a part's start: all keys before it
             for start, most in zip(starts_1p[0], (self.shards - 1, 2 * self.shards - 1), strict=True):
                 first = x_BS.shape[1] - start
                 pieces.append(jax.lax.dynamic_slice_in_dim(back, first, most * self.length, axis=1))
         return pieces
 
     def _blocks(self, x_BT: Array, fill: int) -> Array:
-        """Cuts a device's rows to [rows or parts of rows, blocks, tokens of a block, ...]."""
+        """Cuts a device's sequences to [sequences or their parts, blocks, tokens of a block, ...]."""
         x_rt = x_BT.reshape(-1, self.length, *x_BT.shape[2:])
         x_rt = _pad(x_rt, (0, (self.block << self.levels) - self.length), fill)
         return x_rt.reshape(x_rt.shape[0], -1, self.block, *x_BT.shape[2:])
 
     def masks(self, q_ids_BT: Array, k_ids_BS: Array, starts_1p: Array, dtype: jnp.dtype) -> list[_Mask]:
-        """Returns each piece's mask, by the segments of queries and keys."""
-        if not self.packed:  # one segment, and what follows it needs no mask
+        """Builds each piece's mask from the segments of queries and keys."""
+        if not self.packed:  # one segment; the padding after it needs no mask
             q_ids_BT, k_ids_BS = jnp.ones_like(q_ids_BT), jnp.ones_like(k_ids_BS)
         ids = list(zip(self.queries(q_ids_BT, -1), self.keys(k_ids_BS, starts_1p, -1), strict=True))
 
@@ -161,14 +162,14 @@ class _Pieces:
             if kind == "biased":
                 seen = seen_bts(q_bt, k_bs, number * self.block)
                 masks.append(_Mask(bias_b1ts(seen), None, (seen.any(axis=2), seen.any(axis=1))))
-            else:  # each row's first segment, where queries and keys have it in common
+            else:  # the first segment of each row, if queries and keys share it
                 shared_b1 = q_bt[:, :1] == k_bs[:, :1]
                 used = tuple(jnp.cumprod((x == x[:, :1]) & shared_b1, axis=1) > 0 for x in (q_bt, k_bs))
                 masks.append(_Mask(None, tuple(jnp.sum(x, axis=1, dtype=jnp.int32) for x in used), used))
         return masks
 
     def run(self, *given: Array) -> tuple[Array, tuple[Array, ...]]:
-        """Returns the output of q, k, v, the segments of queries and keys, and starts; and what `gradients` takes."""
+        """Computes attention from q, k, v, segments of queries and keys, and starts; also residuals for `gradients`."""
         q, k, v, q_ids, k_ids, starts_1p = given
         masks = self.masks(q_ids, k_ids, starts_1p, q.dtype)
         outs, normalisers = [], []
@@ -188,7 +189,7 @@ class _Pieces:
         return out_BTNV, (*given, out_BTNV, normaliser_BTN)
 
     def gradients(self, kept: tuple[Array, ...], d_out_BTNV: Array) -> tuple[Array | None, ...]:
-        """Returns the gradients of q, k and v, from what `run` kept and the output's."""
+        """Gradients of q, k and v, from the residuals of `run` and the gradient of the output."""
         q, k, v, q_ids, k_ids, starts_1p, *of_out = kept
         masks, of_keys = self.masks(q_ids, k_ids, starts_1p, q.dtype), functools.partial(self.keys, starts_1p=starts_1p)
         found = []
@@ -209,7 +210,7 @@ class _Pieces:
         return whole(d_q, q, self.queries), whole(d_k, k, of_keys), whole(d_v, v, of_keys), None, None, None
 
     def _rows(self, p: int, x_bt: Array, shape: Sequence[int]) -> Array:
-        """Puts what belongs to a piece's queries into zeros [B, T, ...] of this shape."""
+        """Scatters the values of a piece's queries into zeros [B, T, ...] of this shape."""
         zeros = jax.ShapeDtypeStruct(shape, x_bt.dtype)
         return jax.linear_transpose(lambda x: self.queries(x)[p], zeros)(x_bt)[0]
 
@@ -222,7 +223,7 @@ class _Pieces:
             "scale": self.scale,
             "seed": 0,
             "dropout_rate": 0.0,
-            "variadic_args": (has_bias, False),  # no gradient of the bias
+            "variadic_args": (has_bias, False),  # the bias needs no gradient
             "mask_type": kind,
             "layout": fused.AttentionLayout.BTNH.value,
             "sliding_window_length": None if self.packed else self.window or None,

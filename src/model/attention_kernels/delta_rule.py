@@ -1,12 +1,12 @@
-"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464): in chunks of a row, and for one token after its past.
+"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464): chunked for a sequence, and one step for decoding.
 
-A value head has a state S [H, P]. A token decays it, and then moves what its key reads there towards its value:
+A value head has a state S [H, P]. A token decays it, and then moves the value stored at its key towards its own value:
 
-    S = exp(g) S;  S = S + k beta (v - k S);  out = q S
+S = exp(g) S; S = S + k beta (v - k S); out = q S
 
-Beside the letters of src/model/spec.py: K key heads, each with G value heads, H size of queries and keys, P of values,
-C tokens of a chunk, n chunks. All arrays are float32, but TPUs and GPUs round what products take as `matmul_precision`
-says, except in the inverse, where each round would add to the errors of those before it.
+Letters in addition to those in src/model/spec.py: K key heads, each with G value heads, H size of queries and keys, P
+of values, C tokens of a chunk, n chunks. All arrays are float32, but TPUs and GPUs round the inputs of matmuls as
+`matmul_precision` says, except in the inverse, where each round would add to the errors of earlier ones.
 """
 
 import jax
@@ -22,10 +22,11 @@ CHUNK = 64
 def in_chunks(
     q_BTKH: Array, k_BTKH: Array, v_BTKGP: Array, g_BTKG: Array, beta_BTKG: Array, documents_BT: Array, S_BKGHP: Array
 ) -> tuple[Array, Array]:
-    """Returns the outputs [B, T, K, G, P], and the states after the last token, given zeros of their shape.
+    """Runs the rule over whole sequences: outputs [B, T, K, G, P], and the states after the last token.
 
-    A row's documents, which rising numbers tell apart, each begin with a state of zeros. The products of a chunk with
-    itself are those of section 3.3 of the paper; a scan over chunks hands the states on.
+    `S_BKGHP` must be zeros. Each document of a sequence begins with a state of zeros; `documents_BT` are rising numbers
+    that identify documents. The matmuls within a chunk follow section 3.3 of the paper; a scan over chunks passes the
+    states on.
     """
     T = q_BTKH.shape[1]
     C = min(CHUNK, T)
@@ -41,10 +42,10 @@ def in_chunks(
     q_nBKCH, k_nBKCH, v_nBKGCP = chunks(q_BTKH, 1), chunks(k_BTKH, 1), chunks(v_BTKGP, 2)
     g_nBKGC, beta_nBKGC = chunks(g_BTKG, 2), chunks(beta_BTKG, 2)
     before_nB1 = jnp.concatenate([documents_nBC[:1, :, :1], documents_nBC[:-1, :, -1:]])
-    # Of tokens: whether a state of the chunk before is theirs too, and whether theirs is the last one's.
+    # For each token: is it in the document that the previous chunk ended in, and in the one that this chunk ends in?
     carried_nBC, last_nBC = documents_nBC == before_nB1, documents_nBC == documents_nBC[..., -1:]
     same_nBCc = documents_nBC[..., None] == documents_nBC[..., None, :]
-    # Sums from token to token: differences of sums from the chunk's start would lose digits where a token decays much.
+    # Sum between each pair of tokens: subtracting prefix sums would lose digits if a token decays strongly.
     decay_nBKGCc = jnp.cumsum(jnp.where(np.tri(C, k=-1, dtype=bool), g_nBKGC[..., None], 0.0), axis=-2)
     within_nBKGCc = _exp_where(same_nBCc & np.tri(C, dtype=bool), decay_nBKGCc)
     from_start_nBKGC = _exp_where(carried_nBC, jnp.cumsum(g_nBKGC, axis=-1))
@@ -53,7 +54,7 @@ def in_chunks(
     keys_nBKCc = jnp.einsum("nBKCH,nBKcH->nBKCc", k_nBKCH, k_nBKCH)
     mixed_nBKGCc = keys_nBKCc[:, :, :, None] * within_nBKGCc * beta_nBKGC[..., None]
     solved_nBKGCc = _invert(jnp.where(np.tri(C, k=-1, dtype=bool), mixed_nBKGCc, 0.0))
-    # What tokens write, and what of it depends on the chunk's first state.
+    # What tokens write given a zero initial state, then the correction that depends on the chunk's initial state.
     written_nBKGCP = jnp.einsum("nBKGCc,nBKGcP->nBKGCP", solved_nBKGCc, v_nBKGCP * beta_nBKGC[..., None])
     solved_nBKGCc *= (beta_nBKGC * from_start_nBKGC)[..., None, :]
     read_nBKGCH = jnp.einsum("nBKGCc,nBKcH->nBKGCH", solved_nBKGCc, k_nBKCH)
@@ -76,7 +77,7 @@ def in_chunks(
 def one_token(
     q_BKH: Array, k_BKH: Array, v_BKGP: Array, g_BKG: Array, beta_BKG: Array, S_BKGHP: Array
 ) -> tuple[Array, Array]:
-    """Returns a token's output [B, K, G, P] after a past of these states, and the states with it."""
+    """Advances the states by one token: its output [B, K, G, P], and the new states."""
     S_BKGHP = S_BKGHP * jnp.exp(g_BKG)[..., None, None]
     new_BKGP = (v_BKGP - jnp.einsum("BKH,BKGHP->BKGP", k_BKH, S_BKGHP)) * beta_BKG[..., None]
     S_BKGHP += jnp.einsum("BKH,BKGP->BKGHP", k_BKH, new_BKGP)
@@ -84,15 +85,15 @@ def one_token(
 
 
 def _exp_where(mask_nB: Array, x_nBKG: Array) -> Array:
-    """Returns exp(x) where the mask of rows, which has no heads, is true, else 0; also where exp is infinite."""
+    """Masked exponential: exp(x), or 0 if the mask (without head dims) is false, even if exp(x) is infinite."""
     return jnp.exp(jnp.where(mask_nB[:, :, None, None], x_nBKG, -jnp.inf))
 
 
 def _inverse_of_unit_lower(lower: Array) -> Array:
-    """Returns (I + lower)^-1 of strictly lower triangular matrices [..., C, C].
+    """Inverts I + lower, for strictly lower triangular matrices [..., C, C].
 
-    Inverses of blocks along the diagonal give those of blocks twice as large: in log2(C) rounds of products, where
-    substitution takes C; powers of `lower`, which are as many, would grow where keys are alike.
+    Inverses of diagonal blocks are combined into inverses of blocks twice as large: log2(C) rounds of matmuls, compared
+    to C steps of substitution. A series in powers of `lower` needs as many rounds but overflows if keys are alike.
     """
     C = lower.shape[-1]
     block, inverse = np.arange(C), jnp.broadcast_to(jnp.eye(C, dtype=lower.dtype), lower.shape)

@@ -1,4 +1,4 @@
-"""Describes what attention kernels compute (ScoreSpec), and is the plain one, which holds all scores."""
+"""Describes what attention kernels compute (ScoreSpec), and implements the plain kernel, which holds all scores."""
 
 import math
 from dataclasses import dataclass
@@ -11,26 +11,26 @@ from src.model.forward_context import ForwardContext
 from src.model.spec import LayerSpec
 from src.parallel.sequence import replicate_rows, zigzag_order
 
-FLASH_BLOCK = 128  # least block of the TPU kernel, which takes whole blocks only
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a row of padding alone gives numbers, not NaN
+FLASH_BLOCK = 128  # smallest block of the TPU kernel, which needs whole blocks
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that a sequence of only padding gives numbers, not NaN
 
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """The scores of queries and keys: a query attends to its segment's keys up to itself, by window or chunk."""
+    """Scores between queries and keys: causal within a segment, optionally limited to a window or chunk."""
 
     num_heads: int  # N
     head_dim: int  # H of queries and keys
     value_dim: int  # H of values
-    scale: float  # of q k
-    window: int = 0  # keys attended to, the query's own among them; 0: all
-    chunk: int = 0  # positions of a block, within which tokens attend; 0: one block
+    scale: float  # multiplies q k
+    window: int = 0  # keys that a query sees, including its own; 0: all
+    chunk: int = 0  # positions per block; tokens attend within their block; 0: one block
     soft_cap: float = 0.0
     sink: bool = False
 
 
 def score_spec(layer: LayerSpec, head_dim: int) -> ScoreSpec:
-    """Returns the scores that a layer's facts ask for, with heads of this size."""
+    """Builds the score settings of a layer whose heads have this size."""
     return ScoreSpec(
         num_heads=layer.num_query_heads,
         head_dim=head_dim,
@@ -54,7 +54,7 @@ def dot_product(
 
 
 def causal_mask(context: ForwardContext, window: int) -> Array:
-    """Returns bool [B, n, t, S]: which of a row's S tokens each of t queries on each of n devices attends to."""
+    """Mask, bool [B, n, t, S]: which of a sequence's S keys each of the t queries on each of n devices sees."""
     B, S = context.segment_ids_BT.shape
     n = context.layout.shards("length")
     segments_Bnt = context.segment_ids_BT.reshape(B, n, -1)
@@ -70,7 +70,7 @@ def masked_attention(
 ) -> Array:
     """Attends with T queries to the S keys where `mask_BTS` is true; B may be several dims.
 
-    The head size of values may differ from that of keys.
+    The head size of values may differ from the head size of keys.
     """
     *B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[-2]
@@ -84,7 +84,7 @@ def masked_attention(
         sinks = sinks_N.astype(jnp.float32).reshape(K, N // K, 1, 1)
         largest = jnp.maximum(largest, sinks)
     largest = jax.lax.stop_gradient(largest)
-    # Softmax divides last: [B, T, N, H] is smaller than the scores.
+    # Divide by the softmax normaliser last: the output [B, T, N, H] is smaller than the scores.
     unnormalised = jnp.exp(scores - largest)
     normaliser = jnp.sum(unnormalised, axis=-1, keepdims=True)
     if sinks_N is not None:

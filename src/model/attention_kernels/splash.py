@@ -1,4 +1,4 @@
-"""JAX's Pallas attention kernel for TPUs (splash attention), on rows that devices may share."""
+"""JAX's Pallas attention kernel for TPUs (splash attention), for sequences that devices may share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,29 +14,29 @@ from src.model.attention_kernels.scores import FLASH_BLOCK, ScoreSpec
 from src.model.forward_context import ForwardContext
 from src.parallel.sequence import replicate_rows, zigzag_order, zigzag_parts
 
-BLOCKS = tuple(FLASH_BLOCK << power for power in range(5))  # sizes of the kernel's blocks, up to 2048
+BLOCKS = tuple(FLASH_BLOCK << power for power in range(5))  # the kernel's block sizes, up to 2048
 COMPUTED = 512  # keys of a block whose scores are in vector memory at once
-# In blocks of 2,048 keys: with 512 the compiler of JAX 0.11 finds no room in the 16 MiB of v4 and v5p.
+# For blocks of 2,048 keys: with 512, the compiler of JAX 0.11 runs out of the 16 MiB of v4 and v5p.
 COMPUTED_OF_LARGE = COMPUTED if jax.__version_info__ < (0, 11) else 256
 
 
 @dataclass(frozen=True)
 class CausalWindow:
-    """Tells by indices in the text which keys a query attends to: those up to itself, the last `window` (0: all)."""
+    """Decides by indices in the text which keys a query sees: those up to itself, the last `window` (0: all)."""
 
     window: int
 
     def __call__(self, query: Array, key: Array) -> Array:
-        """Compares indices of one shape; the kernel calls this on its blocks."""
+        """Compares index arrays of equal shape; the kernel calls this on its blocks."""
         return (query >= key) & (query - self.window < key) if self.window else query >= key
 
 
 class ZigzagCausalMask(sa.Mask):
-    """A causal mask of queries in the order of `q_sequence` on keys in the text's, computed within the kernel.
+    """Causal mask for queries in the order `q_sequence` and keys in text order, computed within the kernel.
 
-    The kernel needs to know beforehand which of its blocks are masked in part or wholly. JAX's own masks find out by
-    computing all blocks on the host, which takes minutes at 131,072 tokens; the corners of a block of neighbouring
-    queries suffice.
+    The kernel needs to know in advance which of its blocks are partly or fully masked. JAX's own masks find out by
+    computing all blocks on the host, which takes minutes at 131,072 tokens; for blocks of consecutive queries, checking
+    the corners is enough.
     """
 
     def __init__(self, q_sequence: np.ndarray, window: int) -> None:
@@ -49,13 +49,13 @@ class ZigzagCausalMask(sa.Mask):
         return 2 * self.q_sequence.shape
 
     def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
-        """Returns [any, all] of a block's mask in place of the mask; its queries must be neighbours in the text.
+        """Gives [any, all] of a block's mask instead of the mask; its queries must be consecutive in the text.
 
-        JAX uses nothing else of it, since it loads no mask for blocks of which it has a `mask_function`.
+        JAX reads nothing else from it: it does not load masks of blocks for which it has a `mask_function`.
         """
         queries, keys = block
         first, last = self.q_sequence[queries.start], self.q_sequence[queries.stop - 1]
-        nearest, furthest = first - (keys.stop - 1), last - keys.start  # tokens back from a query to a key
+        nearest, furthest = first - (keys.stop - 1), last - keys.start  # distance in tokens from a query back to a key
         reach = self.mask_function.window or len(self.q_sequence)
         return np.array([furthest >= 0 and nearest < reach, nearest >= 0 and furthest < reach])
 
@@ -67,13 +67,13 @@ class ZigzagCausalMask(sa.Mask):
 
 
 def block_sizes(queries: int, keys: int, window: int, head_dim: int, dtype: jnp.dtype) -> sa.BlockSizes:
-    """Returns the kernel's blocks, for numbers of neighbouring queries and of keys that they divide.
+    """Chooses the kernel's block sizes, which divide `keys` and `queries`, the number of consecutive queries.
 
-    A larger block takes fewer instructions a score and computes more that the mask hides; docs/performance.md counts
-    both for heads of 128 in bfloat16, alike for v4, v5e, v5p and v6e. Others have blocks as before: in float32, larger
-    ones don't fit in a v4's 16 MiB of vector memory. One kernel for all gradients takes fewer than two, and writes
-    those of queries once for each block of keys, memory that grows with a row's length: long rows and large heads have
-    two.
+    A larger block needs fewer instructions per score but computes more scores that the mask hides; docs/performance.md
+    counts both for heads of 128 in bfloat16, which are the same for v4, v5e, v5p and v6e. Other heads and dtypes use
+    the smaller blocks: in float32, larger ones do not fit in a v4's 16 MiB of vector memory. One fused kernel for all
+    gradients needs fewer instructions than two, but writes the query gradients once per block of keys, memory that
+    grows with sequence length: long sequences and large heads use two kernels.
     """
     large = dtype.itemsize == 2 and head_dim <= 128
     largest = max(COMPUTED, min(window or 1024, 1024)) if large else COMPUTED
@@ -100,14 +100,14 @@ def splash(
     context: ForwardContext,
     interpret: bool = False,
 ) -> Array:
-    """Attends with q [B, T, N, H] to k, v [B, n S, K, H] on each device's rows, heads and queries.
+    """Attends with q [B, T, N, H] to k, v [B, n S, K, H]; each device handles its own sequences, heads and queries.
 
-    Blocks that are masked wholly are skipped. `interpret` runs the kernel without a TPU, slowly, for tests.
+    Fully masked blocks are skipped. `interpret` runs the kernel without a TPU, slowly, for tests.
     """
     layout = context.layout
     T, N = q_BTNH.shape[1:3]
     shards = layout.shards("length")
-    window = spec.window or spec.chunk  # `attend` made segments of chunks; as a window they spare the blocks beyond
+    window = spec.window or spec.chunk  # `attend` made chunks segments; as a window they skip blocks
     head_dim = max(spec.head_dim, spec.value_dim)
     mask = ZigzagCausalMask(zigzag_order(T, layout), window)
     kernel = sa.make_splash_mha(
@@ -119,7 +119,7 @@ def splash(
         interpret=interpret,
     )
     sharded, rows = layout.spec(("batch", "length", "heads", None)), layout.spec(("batch", "length"))
-    # On the mesh itself: of one that an outer shard_map maps over, JAX does not know a part's shape.
+    # Use the physical mesh: inside an outer shard_map, JAX does not know the shape of a part of the abstract one.
     by_query = NamedSharding(layout.mesh, layout.spec((None, "length")))
 
     def on_device(kernel: Callable, q: Array, k: Array, v: Array, q_ids: Array, kv_ids: Array, *sinks: Array) -> Array:
@@ -130,7 +130,7 @@ def splash(
         return jnp.swapaxes(jax.vmap(of_row)(q, k, v, q_ids, kv_ids), 1, 2)
 
     arrays = (q_BTNH, k_BSKH, v_BSKH, context.segment_ids_BT, replicate_rows(context.segment_ids_BT, layout))
-    specs = (kernel.manual_sharding_spec(by_query), sharded, sharded, sharded, rows, rows)  # first each device's mask
+    specs = (kernel.manual_sharding_spec(by_query), sharded, sharded, sharded, rows, rows)  # device masks first
     if sinks_N is not None:
         arrays, specs = (*arrays, sinks_N.astype(jnp.float32)), (*specs, layout.spec(("heads",)))
     return layout.shard_map(on_device, specs, sharded)(kernel, *arrays)

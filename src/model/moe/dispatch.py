@@ -1,7 +1,7 @@
-"""Sends tokens to the experts that they chose, on whichever device those are, and combines the experts' outputs.
+"""Sends tokens to the experts that they chose, on any device, and combines the experts' outputs.
 
-All of it runs on one device's parts, within a `shard_map`. The P devices of an expert group, along the mesh axes of
-`expert`, have E / P experts each. Letters: X tokens of a device, k experts per token, M = X k choices, R rows of a
+Everything here runs on one device's arrays, within a `shard_map`. The P devices of an expert group, along the mesh axes
+of `expert`, have E / P experts each. Letters: X tokens of a device, k experts per token, M = X k choices, R rows of a
 buffer, C rows that an expert has in a buffer; the others are in src/model/spec.py.
 """
 
@@ -17,50 +17,50 @@ from jax import Array
 
 from src.model.products import with_gradient
 
-BUFFER_SLACK = 1.25  # rows that an exchange's buffer has, over those that arrive when all experts are chosen as often
+BUFFER_SLACK = 1.25  # rows of an exchange buffer, relative to the rows that arrive under balanced load
 
 
 class ExpertGroup(NamedTuple):
-    """The devices that have all experts between them."""
+    """Devices that hold all experts between them."""
 
     axes: tuple[str, ...]  # the mesh axes along which they differ; none: each device has all experts
     count: int  # P
-    in_step: tuple[str, ...]  # the mesh axes along which, and along `axes`, devices run as many windows
+    in_step: tuple[str, ...]  # mesh axes along which, with `axes`, devices run equally many windows
     platform: str
 
 
 class ExchangePlan(NamedTuple):
-    """The rows that a device sends to its group, and how many it gets: int32 [E] each, those of device 0 first."""
+    """The rows that a device sends to its group and the rows that it receives: int32 [E] each, device 0 first."""
 
-    sent_from: Array  # the first row, on this device
-    sent: Array  # rows
-    sent_to: Array  # the first row, on the receiver
-    received: Array  # rows
+    sent_from: Array  # first row, on this device
+    sent: Array  # number of rows
+    sent_to: Array  # first row, on the receiver
+    received: Array  # number of rows
 
 
-Rows = tuple[Array, Array | None]  # of tokens, and factors of their hidden units; None: no factors
+Rows = tuple[Array, Array | None]  # tokens, and factors for their hidden units; None: no factors
 
 
 @jax.named_scope("dispatch")
 def dropless(
     tokens: Rows, experts_Xk: Array, kernels: Any, feed: Callable[[Rows, Any, Array], Array], group: ExpertGroup
 ) -> Array:
-    """Sums the outputs of each token's experts, [X, D] to [X, D]; no choice is dropped, however uneven.
+    """Sums the outputs of each token's experts, [X, D] to [X, D]; no choice is dropped, however uneven the load.
 
-    Across devices, the rows that one gets, sorted by expert and then by sender, pass through a buffer of R rows window
-    by window. R is `BUFFER_SLACK` times the M rows that one gets when all experts are chosen as often, or all that
-    could come, P X min(k, E / P), if that is less: one window does for balanced experts, and uneven ones take more time
-    and no more memory. Windows after the first are computed again in the backward pass. A token moves 2 k D numbers of
-    the compute dtype forward and as many backward, less the 1 / P of them that stay.
+    With several devices, the rows that a device receives, sorted by expert and then by sender, pass through a buffer of
+    R rows, one window at a time. R is `BUFFER_SLACK` times M, the rows received under balanced load, or P X min(k, E /
+    P), the most that could arrive, if that is less: balanced experts need one window, and uneven ones take more time
+    but no more memory. Windows after the first are recomputed in the backward pass. A token moves 2 k D numbers of the
+    compute dtype forward and as many backward, except for the 1 / P of them that stay on their device.
 
-    `tokens` have the weights [X, k] of their choices beside them; expert E in `experts_Xk` is none, whose output is 0.
-    `feed(rows, kernels, rows per expert)` returns the experts' outputs for rows sorted by expert.
+    `tokens` includes the weights [X, k] of the choices; id E in `experts_Xk` means no expert, with output 0.
+    `feed(rows, kernels, rows per expert)` computes the experts' outputs for rows sorted by expert.
     """
     X, k = experts_Xk.shape
     chosen_M, experts = experts_Xk.reshape(-1), len(jax.tree.leaves(kernels)[0]) * group.count
     order_R = jnp.argsort(chosen_M)
     rows_E = jnp.bincount(chosen_M, length=experts).astype(jnp.int32)
-    # Rows past the last expert's belong to none: their outputs and gradients are undefined.
+    # Rows past the last expert's belong to no expert: their outputs and gradients are undefined.
     choice_R = jnp.where(jnp.arange(X * k) < jnp.sum(rows_E), order_R, X * k)
     row_M = jnp.where(chosen_M < experts, jnp.argsort(order_R), X * k)
     rows = _fill_buffers(tokens, choice_R, row_M, k)
@@ -84,14 +84,14 @@ def _fill_buffers(tokens: Rows, choice_R: Array, row_M: Array, k: int) -> Rows:
 
 @dataclass(frozen=True)
 class Windows:
-    """Takes rows to a group's experts and back in windows of `room` rows each; `rows_PE`: each device's per expert."""
+    """Sends rows to a group's experts and back in windows of `room` rows; `rows_PE`: each device's rows per expert."""
 
     feed: Callable[[Rows, Any, Array], Array]
     room: int
     group: ExpertGroup
 
     def run(self, rows: Rows, kernels: Any, rows_PE: Array, window: Array | int) -> Array:
-        """Returns the experts' outputs for this device's sorted rows that are in the window, 0 for others."""
+        """Computes the experts' outputs for this device's sorted rows inside the window; 0 for others."""
         device = jax.lax.axis_index(self.group.axes)
         send_plan, return_plan, rows_e = exchange_plans(rows_PE, window, self.room, device)
         sizes = len(rows[0]), self.room
@@ -99,13 +99,13 @@ class Windows:
         return exchange(self.feed(arrived, kernels, rows_e), return_plan, send_plan, sizes[::-1], self.group)
 
     def count(self, rows_PE: Array) -> Array:
-        """Returns how many windows devices run: those of one slice run as many, since they meet in collectives."""
+        """Number of windows to run: the same on all devices of a slice, because they meet in collectives."""
         max_rows = jnp.max(jnp.sum(rows_PE.reshape(self.group.count, self.group.count, -1), axis=(0, 2)))
         return jax.lax.pmax(-(-max_rows // self.room), tuple(dict.fromkeys(self.group.axes + self.group.in_step)))
 
 
 def _later_windows(windows: Windows, out_RD: Array, rows: Rows, kernels: Any, rows_PE: Array) -> Array:
-    """Adds the windows after the first to `out_RD`: as many as the device with the most rows needs."""
+    """Adds the later windows to `out_RD`, as many as the device with the most rows needs."""
 
     def run(out_RD: Array, rows: Rows, kernels: Any, rows_PE: Array) -> tuple[Array, tuple]:
         def add(window: Array, out_RD: Array) -> Array:
@@ -118,11 +118,11 @@ def _later_windows(windows: Windows, out_RD: Array, rows: Rows, kernels: Any, ro
 
         def add(window: Array, sums: Any) -> Any:
             _, to_inputs = jax.vjp(lambda x, w: windows.run(x, w, rows_PE, window), rows, kernels)
-            # Codes of weights, which are integers, have no gradient.
+            # Quantized weights are integers and have no gradient.
             return jax.tree.map(lambda x, y: x if y.dtype == jax.dtypes.float0 else x + y, sums, to_inputs(gradient_RD))
 
-        # Weights' too are summed in the compute dtype, which a window's gradients have: sums in float32 would take
-        # their memory even without later windows (docs/log.md).
+        # Weight gradients are summed in the compute dtype too, the dtype of a window's gradients: float32 sums would
+        # take memory even without later windows (docs/log.md).
         zeros = jax.tree.map(jnp.zeros_like, (rows, kernels))
         return gradient_RD, *jax.lax.fori_loop(1, windows.count(rows_PE), add, zeros), None
 
@@ -132,9 +132,9 @@ def _later_windows(windows: Windows, out_RD: Array, rows: Rows, kernels: Any, ro
 def exchange_plans(
     rows_PE: Array, window: Array | int, room: int, device: Array
 ) -> tuple[ExchangePlan, ExchangePlan, Array]:
-    """Plans which rows each device sends where in a window of `room` rows; `device` is this one's number.
+    """Plans which rows each device sends where in a window of `room` rows; `device` is this device's number.
 
-    Returns the plan to the experts, the plan back, and the rows [E / P] that this device's experts get.
+    Returns the plan to the experts, the plan back, and the rows [E / P] that this device's experts receive.
     """
     P, E = rows_PE.shape
     rows_EP = rows_PE.T
@@ -158,7 +158,7 @@ def exchange_plans(
 
 
 def _linear(transpose: Callable, static: tuple[int, ...]) -> Callable[[Callable], Callable]:
-    """Gives f(x, indices, inverse, *static), linear in x, the derivative transpose(., inverse, indices, *static)."""
+    """Makes transpose(., inverse, indices, *static) the derivative of f(x, indices, inverse, *static), linear in x."""
 
     def decorate(function: Callable) -> Callable:
         differentiable = functools.wraps(function)(jax.custom_vjp(function, nondiff_argnums=static))
@@ -180,10 +180,10 @@ def _linear(transpose: Callable, static: tuple[int, ...]) -> Callable[[Callable]
 def exchange(
     rows_RD: Array, plan: ExchangePlan, reverse: ExchangePlan, sizes: tuple[int, int], group: ExpertGroup
 ) -> Array:
-    """Returns the rows that a device gets when each sends by `plan`; 0 where it gets none.
+    """Exchanges rows by `plan`: the rows that a device receives; 0 in rows that receive none.
 
-    `reverse` sends each row back to where it came from, as the gradient does. `sizes` are the numbers of rows that a
-    device has before and after.
+    `reverse` sends each row back to its origin, as the gradient does. `sizes` are the numbers of rows that a device has
+    before and after.
     """
     if group.platform == "cpu":
         return _exchange_by_gathering(rows_RD, plan, sizes[1], group)
@@ -192,7 +192,7 @@ def exchange(
 
 
 def _exchange_by_gathering(rows_RD: Array, plan: ExchangePlan, room: int, group: ExpertGroup) -> Array:
-    """Does `ragged_all_to_all` on CPUs, for which XLA has none: every device gathers all rows and takes its own."""
+    """Emulates `ragged_all_to_all` on CPUs, where XLA lacks it: every device gathers all rows and takes its own."""
     device = jax.lax.axis_index(group.axes)
     all_PRD = jax.lax.all_gather(rows_RD, group.axes)
 
@@ -212,7 +212,7 @@ def _exchange_by_gathering(rows_RD: Array, plan: ExchangePlan, room: int, group:
 def with_capacity(
     tokens: Rows, slots: "CapacitySlots", kernels: Any, feed: Callable[[Rows, Any], Array], group: ExpertGroup
 ) -> Array:
-    """Sums the outputs of those of each token's experts in which it has a slot, [X, D] to [X, D]."""
+    """Sums the outputs of each token's experts, counting only those in which it has a slot: [X, D] to [X, D]."""
 
     def to_experts(rows: Array) -> Array:
         rows = rows.reshape(slots.experts, -1, rows.shape[1])
@@ -227,22 +227,22 @@ def with_capacity(
 
 
 class CapacitySlots(NamedTuple):
-    """Says which choice has which row of a buffer [E, B, C]."""
+    """Assignment of choices to the rows of a buffer [E, B, C]."""
 
-    choice_R: Array  # M: none
-    row_M: Array  # R: none
+    choice_R: Array  # the choice in each row; M: none
+    row_M: Array  # the row of each choice; R: none
     experts: int
 
     def kept_M(self) -> Array:
-        """Returns whether each choice has a row."""
+        """Mask of the choices that have a row."""
         return self.row_M < len(self.choice_R)
 
 
 def assign_slots(experts_BTk: Array, non_padding_BT: Array, experts: int, capacity: int) -> CapacitySlots:
-    """Assigns the `capacity` slots that each expert has in each row of the batch to the choices that come first.
+    """Assigns each expert's `capacity` slots per sequence to the choices that come first.
 
-    First choices come before second ones, and among them tokens in their order (GShard, arXiv:2006.16668, algorithm 1).
-    Padding gets none.
+    First choices come before second ones, and within each, tokens in their order (GShard, arXiv:2006.16668, algorithm
+    1). Padding gets no slots.
     """
     B, T, k = experts_BTk.shape
     by_rank_BM = jnp.where(non_padding_BT[..., None], experts_BTk, experts).swapaxes(1, 2).reshape(B, k * T)
@@ -250,14 +250,14 @@ def assign_slots(experts_BTk: Array, non_padding_BT: Array, experts: int, capaci
     chosen_BM = jnp.take_along_axis(by_rank_BM, order_BM, axis=1)
     rows_BE = jnp.sum(jax.nn.one_hot(by_rank_BM, experts, dtype=jnp.int32), axis=1)
     first_BE = jnp.cumsum(rows_BE, axis=1) - rows_BE
-    # Of each slot, the choice: that many after its expert's first.
+    # The choice in each slot: slot c of an expert holds its c-th choice in sorted order.
     slot_C = jnp.arange(capacity)
     sorted_BEC = first_BE[..., None] + slot_C
     rank_BEC = jnp.take_along_axis(order_BM, jnp.minimum(sorted_BEC, k * T - 1).reshape(B, -1), axis=1)
     choice_BM = (jnp.arange(B)[:, None] * T + rank_BEC % T) * k + rank_BEC // T
     taken_BEC = slot_C < rows_BE[..., None]
     choice_BEC = jnp.where(taken_BEC, choice_BM.reshape(taken_BEC.shape), B * T * k)
-    # Of each choice, the slot.
+    # The slot of each choice.
     first_BM = jnp.take_along_axis(first_BE, jnp.minimum(chosen_BM, experts - 1), axis=1)
     slot_BM = jnp.arange(k * T) - first_BM
     row_BM = (chosen_BM * B + jnp.arange(B)[:, None]) * capacity + slot_BM
@@ -269,16 +269,16 @@ def assign_slots(experts_BTk: Array, non_padding_BT: Array, experts: int, capaci
 
 @_linear(lambda *arguments: combine(*arguments), static=(3,))
 def fill_buffer(x_XD: Array, choice_R: Array, row_M: Array, k: int) -> Array:
-    """Fills a buffer [R, D] with the tokens whose choices its rows are for, k choices each, one after the other.
+    """Fills a buffer [R, D] with tokens; each token has k consecutive choices.
 
-    `choice_R` is the choice that each row is for (M: none, and the row is 0), `row_M` the inverse (R: none). Forward
-    and backward are gathers, since adding to scattered rows is slow on every accelerator.
+    `choice_R` is the choice that fills each row (M: none, and the row is 0), `row_M` the inverse (R: none). Forward and
+    backward are gathers, because scatter-add is slow on every accelerator.
     """
     return x_XD.at[choice_R // k].get(mode="fill", fill_value=0)
 
 
 @_linear(fill_buffer, static=(3,))
 def combine(rows_RD: Array, row_M: Array, choice_R: Array, k: int) -> Array:
-    """Sums each token's rows of a buffer [R, D] to [X, D]: the transpose of `fill_buffer`, with the same arguments."""
+    """Sums each token's rows of a buffer, [R, D] to [X, D]: the transpose of `fill_buffer`, with the same arguments."""
     rows_MD = rows_RD.at[row_M].get(mode="fill", fill_value=0)
     return jnp.sum(rows_MD.reshape(-1, k, rows_RD.shape[1]), axis=1)

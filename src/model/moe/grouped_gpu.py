@@ -1,6 +1,6 @@
-"""Grouped products on NVIDIA GPUs: two Pallas kernels compiled by Triton; each tile of rows is of one group.
+"""Grouped matmuls on NVIDIA GPUs: two Pallas kernels compiled by Triton; each tile of rows belongs to one group.
 
-Letters: R rows, G groups, X summed over, Y made, V tiles of rows.
+Letters: R rows, G groups, X summed dim, Y output dim, V tiles of rows.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 TILE = 128  # rows and columns of the output that one program computes
-SUMMED_BYTES = 128  # along the summed dim, that a program's loop takes per step
+SUMMED_BYTES = 128  # bytes along the summed dim per step of a program's loop
 Part = tuple[Any, Array]  # indices along a dim, and which of them are in bounds
 PARAMETERS = triton.CompilerParams(num_warps=8, num_stages=4)
 
@@ -21,7 +21,7 @@ PARAMETERS = triton.CompilerParams(num_warps=8, num_stages=4)
 def rows_times_kernel(x_RX: Array, kernel: Array, rows_G: Array, interpret: bool, transposed: bool) -> Array:
     """Multiplies [R, X] by [G, X, Y], or [G, Y, X] with `transposed`, to [R, Y]; undefined past the last group.
 
-    Each group's rows are cut into tiles of their own: R / TILE of them, and at most one more per group.
+    Each group's rows are cut into tiles separately: R / TILE tiles, plus at most one per group.
     """
     (R, X), Y = x_RX.shape, kernel.shape[1 if transposed else 2]
     step = SUMMED_BYTES // x_RX.dtype.itemsize
@@ -51,13 +51,13 @@ def rows_times_kernel(x_RX: Array, kernel: Array, rows_G: Array, interpret: bool
             sum_RY = jax.lax.fori_loop(0, pl.cdiv(X, step), add, jnp.zeros((TILE, TILE), jnp.float32))
             _store(out_ref, sum_RY, rows, columns)
 
-    # Programs of one tile of rows follow each other, and share its rows in the cache.
+    # Programs of the same tile of rows run consecutively and share its rows in the cache.
     grid = (pl.cdiv(Y, TILE), len(tile_V))
     return _run(program, grid, (R, Y), interpret, group_V, first_V, end_V, x_RX, kernel)
 
 
 def rows_times_rows(x_RX: Array, y_RY: Array, rows_G: Array, interpret: bool) -> Array:
-    """Multiplies each group's [rows, X], transposed, by its [rows, Y], to [G, X, Y]."""
+    """Multiplies each group's transposed [rows, X] by its [rows, Y], to [G, X, Y]."""
     (_, X), Y, G = x_RX.shape, y_RY.shape[1], len(rows_G)
     step = SUMMED_BYTES // x_RX.dtype.itemsize
     end_G = jnp.cumsum(rows_G)
@@ -84,7 +84,7 @@ def _run(program: Callable, grid: tuple[int, ...], shape: tuple[int, ...], inter
 
 
 def _part(first: Array, size: int, end: Array | int) -> Part:
-    """Returns `size` indices of a dim, and which of them are before `end`."""
+    """Selects `size` indices of a dim, with a mask of those before `end`."""
     return pl.ds(first, size), first + jnp.arange(size) < end
 
 

@@ -1,8 +1,8 @@
-"""Multiplies rows by the weight of their group: experts whose tokens are contiguous.
+"""Multiplies rows by the weight of their group: for experts, whose tokens are contiguous.
 
-In 8 bits, rows and gradients are rounded as low_precision.py does, and weights before they are gathered.
+In 8 bits, rows and gradients are rounded as in low_precision.py, and weights are rounded before they are gathered.
 
-Letters: R rows, G groups, X summed over, Y made.
+Letters: R rows, G groups, X summed dim, Y output dim.
 """
 
 import functools
@@ -22,10 +22,10 @@ from src.model.quantization import Quantized
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GroupedCodes:
-    """Weights of groups as codes, [G, X, Y] or [G, Y, X].
+    """Weights of groups in 8 bits, [G, X, Y] or [G, Y, X].
 
-    Codes are integers, which have no gradient: it goes to `wide`, the same weights, which no product reads. So XLA
-    leaves out what is done with them, such as to gather them.
+    Codes are integers and have no gradient, so it goes to `wide`: the same weights, which no matmul reads. XLA
+    therefore removes operations on them, such as gathering.
     """
 
     wide: Array
@@ -37,9 +37,10 @@ class GroupedCodes:
 
 
 def encoded(weight: Quantized, dtype: Any) -> GroupedCodes:
-    """Rounds a weight; its gradient is of `dtype`."""
+    """Quantizes a weight, whose gradient has `dtype`."""
     products, limit = weight.products, jnp.iinfo(jnp.int8).max
-    # Up to a scale that is exact in bfloat16: backward a row's scales are looked up, an array as large as its gradient.
+    # Round scales up to exact bfloat16 values: the backward pass looks up a scale for every entry, in an array as large
+    # as the gradient.
     bound = limit * (weight.bound / limit * (1 + 2**-8)).astype(jnp.bfloat16).astype(jnp.float32)
     coded = encode(jax.lax.stop_gradient(weight.weight), bound, products.format.forward, products.on_cpu)
     return GroupedCodes(weight.weight.astype(dtype), coded, products)
@@ -53,13 +54,13 @@ def grouped_matmul(
     transposed: bool = False,
     interpret: bool = False,
 ) -> Array:
-    """Multiplies rows of `x` by the weight of their group: [R, X] and [G, X, Y], or [G, Y, X] `transposed`, to [R, Y].
+    """Multiplies rows of `x` by their group's weight: [R, X] and [G, X, Y], or [G, Y, X] `transposed`, to [R, Y].
 
-    The first rows_G[0] rows are group 0's, the next rows_G[1] group 1's, and so on. Rows past the last group cost
-    nothing where `platform` has a kernel; their output is undefined, and no gradient comes from them.
+    The first rows_G[0] rows are in group 0, the next rows_G[1] in group 1, and so on. Rows past the last group cost
+    nothing if `platform` has a kernel; their output is undefined, and they contribute no gradient.
 
-    Forward and both gradients are Pallas kernels on TPUs (JAX's megablox) and on GPUs (ours): XLA's compilers would
-    make dense products over all groups of the weights' gradient on a TPU, and of all three on a GPU. `interpret` runs
+    Forward and both gradients are Pallas kernels on TPUs (JAX's megablox) and on GPUs (this project's): XLA would
+    compute dense matmuls over all groups for the weight gradient on a TPU, and for all three on a GPU. `interpret` runs
     the kernels without an accelerator, slowly, for tests.
     """
     how = {"rows_G": rows_G, "platform": platform, "transposed": transposed, "interpret": interpret}
@@ -70,7 +71,7 @@ def grouped_matmul(
     kernel_GXY = kernel_GXY.astype(x_RX.dtype)
     if platform == "cpu":
         return jax.lax.ragged_dot(x_RX, kernel_GXY.swapaxes(1, 2) if transposed else kernel_GXY, rows_G)
-    if platform == "tpu":  # imported here: Pallas takes a second
+    if platform == "tpu":  # imported here because Pallas takes a second
         from src.model.moe import grouped_tpu as kernels
     else:
         from src.model.moe import grouped_gpu as kernels
@@ -100,7 +101,7 @@ def batched_matmul(x_GRX: Array, kernel_GXY: Array | Adapted | GroupedCodes, tra
 def add_by_group(x: Array, bias: Array, factor_R1: Array | None = None, *, rows_G: Array) -> Array:
     """Adds to rows [R, ...] their group's bias [G, ...] times the row's factor; 0 past the last group."""
     group_R = _group_of_rows(rows_G, len(x))
-    # A product, since the gradient of a lookup would add to scattered rows.
+    # A one-hot matmul, because the gradient of a lookup would be a scatter-add.
     of_row_RG = jax.nn.one_hot(group_R, len(rows_G), dtype=x.dtype)
     of_row_RG = of_row_RG if factor_R1 is None else of_row_RG * factor_R1
     bias_RY = of_row_RG @ bias.reshape(len(bias), -1).astype(x.dtype)
@@ -111,7 +112,7 @@ def add_by_group(x: Array, bias: Array, factor_R1: Array | None = None, *, rows_
 def _batched_codes(x_GRX: Array, kernel: GroupedCodes, transposed: bool) -> Array:
     weight_dims = "gyx" if transposed else "gxy"
     triples = (weight_dims, "grx", "gry"), (weight_dims, "gry", "grx"), ("grx", "gry", weight_dims)
-    no_axes = dict.fromkeys("grxy", ())  # all of it is on this device
+    no_axes = dict.fromkeys("grxy", ())  # all dims are local to this device
     forward, to_x, to_kernel = (Product(kernel.products, *dims, no_axes, no_axes) for dims in triples)
     formats = kernel.products.format
 
@@ -131,9 +132,10 @@ def _batched_codes(x_GRX: Array, kernel: GroupedCodes, transposed: bool) -> Arra
 def _grouped_codes(
     x_RX: Array, kernel: GroupedCodes, rows_G: Array, platform: str, transposed: bool, interpret: bool
 ) -> Array:
-    """Multiplies rows by the weight of their group in int8, as `grouped_matmul`.
+    """Multiplies rows by the weight of their group in int8, like `grouped_matmul`.
 
-    A row has a scale, and each group's output channel. The gradient to weights rounds a channel for all groups' rows.
+    Each row, and each output channel of a group, has a scale. The weight gradient rounds a channel with one scale for
+    all groups' rows.
     """
     on_cpu, how = platform == "cpu", {"platform": platform, "interpret": interpret}
 
@@ -151,7 +153,7 @@ def _grouped_codes(
         to_x = encode(to_x_RY, largest(to_x_RY, (1,)), jnp.int8, on_cpu)
         ones_GX = jnp.ones((len(rows_G), x.codes.shape[1]))
         dx_RX = _rows_times_kernel(to_x.codes, codes, ones_GX, rows_G, dtype, transposed=not transposed, **how)
-        # Past the last group a row may be anything, and here it would have a part in the others' scales.
+        # Rows past the last group may hold anything, and would affect the scales of the others.
         to_kernel_RY = jnp.where((group_R < len(rows_G))[:, None], gradient_RY * x.scales, 0)
         to_kernel = encode(to_kernel_RY, largest(to_kernel_RY, (0,)), jnp.int8, on_cpu)
         if transposed:

@@ -1,6 +1,6 @@
-"""Grouped products on TPUs: JAX's kernels (megablox), with tiles chosen for the groups.
+"""Grouped matmuls on TPUs: JAX's kernels (megablox), with tiles chosen for the groups.
 
-Letters: R rows, G groups, X summed over, Y made.
+Letters: R rows, G groups, X summed dim, Y output dim.
 """
 
 import functools
@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
-MIN_ROWS = 128  # of a tile: what the TPU's matrix unit takes at once
+MIN_ROWS = 128  # of a tile: what the TPU's matrix unit processes at once
 MAX_ROWS = 512
-OPERATIONS_PER_BYTE = 200  # that a TPU computes while it fetches a byte: 166 on v5p, 240 on v5e
-ADDITION = 32  # multiplications that take as long as adding a product to a sum in the memory of the core
-STEP = 2**25  # multiplications that take as long as a step of a kernel's grid, a third of a microsecond
-VMEM_BYTES = 12 * 2**20  # of a kernel's tiles, of the 16 MiB that the compiler grants
+OPERATIONS_PER_BYTE = 200  # computed by a TPU in the time of fetching a byte: 166 on v5p, 240 on v5e
+ADDITION = 32  # multiplications in the time of adding a result to a sum in the core's memory
+STEP = 2**25  # multiplications in the time of a step of a kernel's grid, a third of a microsecond
+VMEM_BYTES = 12 * 2**20  # for a kernel's tiles, of the 16 MiB that the compiler grants
 
 
 def rows_times_kernel(x_RX: Array, kernel: Array, rows_G: Array, interpret: bool, transposed: bool) -> Array:
@@ -28,7 +28,7 @@ def rows_times_kernel(x_RX: Array, kernel: Array, rows_G: Array, interpret: bool
 
 
 def rows_times_rows(x_RX: Array, y_RY: Array, rows_G: Array, interpret: bool) -> Array:
-    """Multiplies each group's [rows, X], transposed, by its [rows, Y], to [G, X, Y]."""
+    """Multiplies each group's transposed [rows, X] by its [rows, Y], to [G, X, Y]."""
     rows = row_tile(len(x_RX), len(rows_G))
     tiles = (rows, *tile_sizes(rows, x_RX.shape[1], y_RY.shape[1], x_RX.dtype.itemsize))
     x_XR = padded(x_RX, 0, rows).swapaxes(0, 1)
@@ -36,14 +36,14 @@ def rows_times_rows(x_RX: Array, y_RY: Array, rows_G: Array, interpret: bool) ->
 
 
 def padded(x: Array, dim: int, multiple: int) -> Array:
-    """Fills a dim up with zeros to a multiple."""
+    """Pads a dim with zeros to a multiple."""
     return jnp.pad(x, [(0, -size % multiple if index == dim else 0) for index, size in enumerate(x.shape)])
 
 
 def row_tile(rows: int, groups: int) -> int:
-    """Returns the rows of a tile: a power of two, at most an eighth of the mean group's.
+    """Rows per tile: a power of two, at most an eighth of the mean group's rows.
 
-    A tile that two groups share is computed for each, so borders cost an eighth at most where a mean group has at least
+    A tile that two groups share is computed for each, so borders cost at most an eighth if the mean group has at least
     8 x MIN_ROWS rows.
     """
     eighth = max(rows // groups // 8, 1)
@@ -52,10 +52,10 @@ def row_tile(rows: int, groups: int) -> int:
 
 @functools.cache
 def tile_sizes(rows: int, X: int, Y: int, itemsize: int) -> tuple[int, int]:
-    """Returns tiles of X and Y, multiples of 128 that fit in a TPU core's memory, with the least time per tile of rows.
+    """Chooses tiles of X and Y, multiples of 128 that fit in a TPU core's memory, with the least time per tile of rows.
 
-    The time counts multiplying (also past the arrays' ends), adding to the sum, fetching both inputs, and grid steps.
-    Its unit is a multiplication, of which int8 has two in the time of one.
+    The time counts multiplying (including padding past the arrays' ends), adding to the sum, fetching both inputs, and
+    grid steps. Its unit is one multiplication; int8 does two in that time.
     """
     speed, out_bytes = (2, 2) if itemsize == 1 else (1, itemsize)
 
@@ -66,7 +66,7 @@ def tile_sizes(rows: int, X: int, Y: int, itemsize: int) -> tuple[int, int]:
 
     def fits(tile: tuple[int, int]) -> bool:
         x, y = tile
-        # Inputs and output twice, since the next is fetched meanwhile; the sum in float32, of a gradient's size.
+        # Inputs and outputs are double-buffered; the sum is in float32, of a gradient's size.
         outputs = (rows if itemsize > 1 else max(rows, x)) * y
         return 2 * itemsize * (rows * x + x * y) + 2 * out_bytes * outputs + 4 * max(rows, x) * y <= VMEM_BYTES
 

@@ -1,6 +1,6 @@
-"""Grouped products of int8 codes on TPUs, summed in int32: Pallas kernels, as JAX's megablox takes no integers.
+"""Grouped matmuls of int8 codes on TPUs, summed in int32: Pallas kernels, as JAX's megablox takes no integers.
 
-Letters: R rows, G groups, X summed over, Y made. A tile of rows is visited for each group that has rows in it.
+Letters: R rows, G groups, X summed dim, Y output dim. A tile of rows is visited once for each group with rows in it.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
 from src.model.moe.grouped_tpu import padded, row_tile, tile_sizes
 
-Visits = tuple[Any, Any, Any]  # the groups' first rows [G + 1]; of each visit, its group and its tile of rows
+Visits = tuple[Any, Any, Any]  # the groups' first rows [G + 1]; each visit's group; each visit's tile of rows
 
 
 def rows_times_kernel(
@@ -23,7 +23,7 @@ def rows_times_kernel(
 ) -> Array:
     """Multiplies [R, X] by [G, X, Y], or [G, Y, X] with `transposed`, and by the scales; to [R, Y] of `dtype`.
 
-    What lies past the last group is undefined.
+    Rows past the last group are undefined.
     """
     (R, X), Y, rows = x_RX.shape, scales_GY.shape[1], row_tile(len(x_RX), len(rows_G))
     x, y = tile_sizes(rows, X, Y, 1)
@@ -62,7 +62,7 @@ def rows_times_kernel(
 
 
 def rows_times_rows(x_RX: Array, y_RY: Array, scales: Array, rows_G: Array, dtype: Any, interpret: bool) -> Array:
-    """Multiplies each group's [rows, X], transposed, by its [rows, Y], and by the scales, [X, 1] or [1, Y]."""
+    """Multiplies each group's transposed [rows, X] by its [rows, Y], and by the scales, [X, 1] or [1, Y]."""
     (_, X), Y, rows = x_RX.shape, y_RY.shape[1], row_tile(len(x_RX), len(rows_G))
     x, y = tile_sizes(rows, X, Y, 1)
     x_RX, y_RY = padded(x_RX, 0, rows), padded(y_RY, 0, rows)
@@ -114,7 +114,7 @@ def _run(
         out_specs=out_block,
         scratch_shapes=[pltpu.VMEM(tile, jnp.int32)],
     )
-    # Columns of the output are by themselves; a tile's visits, and the steps of a sum, follow each other.
+    # Output columns are independent; a tile's visits, and the steps of a sum, must run in order.
     parameters = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary"))
     return pl.pallas_call(program, out, grid_spec=specs, compiler_params=parameters, interpret=interpret)
 

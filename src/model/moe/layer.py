@@ -31,7 +31,7 @@ from src.parallel.sequence import replicate_rows, zigzag_order
 from src.parallel.slices import axes_within_slices
 from src.system.errors import UserError
 
-# The logical axes of the experts' weights, of wi and its bias those of each factor's part.
+# Logical axes of the expert weights; for wi and its bias, of each factor separately.
 AXES = {
     "wi": ("expert", "expert_embed", "mlp"),
     "wo": ("expert", "mlp", "expert_embed"),
@@ -41,7 +41,7 @@ AXES = {
 
 
 class Experts(nnx.Module):
-    """E feed-forward layers, of which a token goes through those its router scores highest (Shazeer et al. 2017)."""
+    """E feed-forward layers, of which each token uses the k that its router scores highest (Shazeer et al. 2017)."""
 
     def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: Rngs) -> None:
         self.spec = spec
@@ -63,7 +63,7 @@ class Experts(nnx.Module):
 
     @staticmethod
     def costs(spec: LayerSpec) -> Costs:
-        """Counts what a token's experts make beside their weights' products."""
+        """Counts the activations of a token's experts."""
         expert = FeedForward.costs(spec, spec.moe_mlp_dim)
         width = (spec.num_experts_per_tok + spec.shared_experts) * expert.width
         return expert._replace(width=width, active=spec.num_experts_per_tok / spec.num_experts)
@@ -79,8 +79,8 @@ class Experts(nnx.Module):
         out_BTD, kept_BTk = self._run(x_BTD, experts_BTk, weights_BTk, non_padding_BT, context.layout)
         out_BTD = context.reduce_scatter_sequence(out_BTD)
         if self.spec.shared_experts:
-            # It depends on no other expert: a compiler may run it while tokens are on their way. XLA's for GPUs does so
-            # with its latency-hiding scheduler; libtpu does not yet (docs/log.md).
+            # The shared expert is independent of the others, so a compiler may run it while tokens are exchanged. XLA's
+            # GPU compiler does so with its latency-hiding scheduler; libtpu does not yet (docs/log.md).
             gate_BT1 = None
             if self.spec.shared_expert_gate:
                 gate_BT1 = jax.nn.sigmoid(matmul(x_BTD, self.shared_gate[...], "BTD,DO->BTO"))
@@ -90,23 +90,24 @@ class Experts(nnx.Module):
         return checkpoint_name(out_BTD, "mlpwo"), report
 
     def _logits(self, x_BTD: Array) -> Array:
-        """Returns the router's logits in float32: a choice between two close ones must not hang on rounding."""
+        """Computes the router's logits in float32: a choice between two close logits must not depend on rounding."""
         logits_BTE = matmul(x_BTD.astype(jnp.float32), self.router[...], "BTD,DE->BTE", precision="highest")
         return logits_BTE + self.router_bias[...].astype(jnp.float32) if self.spec.router_bias else logits_BTE
 
     def _run(
         self, x_BTD: Array, experts_BTk: Array, weights_BTk: Array, non_padding_BT: Array, layout: Layout
     ) -> tuple[Array, Array]:
-        """Returns the weighted sums of the experts' outputs [B, T, D], and which choices have a slot [B, T, k].
+        """Runs the experts: weighted sums of their outputs [B, T, D], and which choices have a slot [B, T, k].
 
-        Each device has its tokens, whole, and its part of the experts' weights, which it gathers along D.
+        Each device has all features of its tokens, and its part of the experts' weights, which it gathers along D.
         """
         kernels, axes = self._kernels(x_BTD.dtype)
         spec, (_, T, k), kept_BTk, capacity = self.spec, experts_BTk.shape, jnp.ones(experts_BTk.shape, bool), 0
         if spec.capacity_factor != -1:
             capacity = math.ceil(T * k * spec.capacity_factor / spec.num_experts)
         if capacity and layout.shards("length") > 1:
-            # A device may have any part of what its row keeps: buffers of a fixed size would each need room for all.
+            # A device may hold any part of the choices kept in a sequence: buffers of fixed size would each need room
+            # for all.
             kept_BTk = _kept_in_rows(experts_BTk, non_padding_BT, spec.num_experts, capacity, layout)
             capacity = 0
         axis, within_slices = layout.axes("expert"), axes_within_slices(layout.mesh)
@@ -125,7 +126,7 @@ class Experts(nnx.Module):
                 kernels["wo_bias"] /= parts  # each device adds its part
             x_XD = x_BTD.reshape(-1, x_BTD.shape[2])
             tokens = x_XD, weights_BTk.reshape(-1, k).astype(x_XD.dtype)
-            # Padding goes to no expert: it is all alike, and would go to the same ones.
+            # Padding goes to no expert: all padding is alike and would go to the same experts.
             sent_BTk = jnp.where(non_padding_BT[..., None] & kept_BTk, experts_BTk, spec.num_experts)
             out_XD = _run_experts(spec, tokens, sent_BTk.reshape(-1, k), slots, kernels, group)
             return (jax.lax.psum(out_XD, summed) if summed else out_XD).reshape(x_BTD.shape), kept_BTk
@@ -136,10 +137,11 @@ class Experts(nnx.Module):
         return mapped(x_BTD, experts_BTk, kept_BTk, weights_BTk, non_padding_BT, kernels)
 
     def _kernels(self, dtype: Any) -> tuple[Any, Any]:
-        """Returns the weights as they are multiplied by, in this dtype, and their logical axes, nested alike.
+        """Prepares the weights for matmuls, in this dtype, with their logical axes in the same nesting.
 
-        A TPU's compiler lays an array with a dim of two factors out anew for each kernel, and a weight that is gathered
-        along its last dim. So each factor is an array, and wo is transposed: a device's part of it, not the whole.
+        A TPU's compiler would copy an array with a dim of two factors to another memory layout for each kernel, and so
+        for a weight that is gathered along its last dim. Each factor is therefore a separate array, and wo is
+        transposed: only the device's part of it, not the whole.
         """
 
         def multiplied(weight: Array | Quantized) -> Array | GroupedCodes:
@@ -156,9 +158,9 @@ class Experts(nnx.Module):
 
 
 def _kept_in_rows(experts_BTk: Array, non_padding_BT: Array, experts: int, capacity: int, layout: Layout) -> Array:
-    """Returns which choices have a slot [B, T, k], where devices share rows: the same as on one device.
+    """Mask of the choices that have a slot [B, T, k] if devices share sequences: the same as on one device.
 
-    A device gathers the choices of its rows, 4 k bytes per token, and sorts them all.
+    A device gathers the choices of its sequences, 4 k bytes per token, and sorts them all.
     """
     sharing, order = layout.axes("length"), zigzag_order(experts_BTk.shape[1], layout)
 
@@ -174,10 +176,10 @@ def _kept_in_rows(experts_BTk: Array, non_padding_BT: Array, experts: int, capac
 
 
 def _by_leaf(kernel: Any, axes: tuple[str | None, ...]) -> Any:
-    """Returns the logical axes of an expert weight, or of the parts of what stands for it, nested as it is."""
+    """Logical axes for each array of an expert weight, which may be split, quantized or adapted; same nesting."""
     if isinstance(kernel, list):
         return [_by_leaf(each, axes) for each in kernel]
-    if isinstance(kernel, Adapted):  # a rank may be 1
+    if isinstance(kernel, Adapted):  # a rank of 1 must not be taken for a scale
         return Adapted(_by_leaf(kernel.base, axes), (*axes[:2], None), (axes[0], None, axes[2]))
     # Scales have dims of size 1.
     return jax.tree.map(lambda x: tuple(axes[dim] if size > 1 else None for dim, size in enumerate(x.shape)), kernel)
@@ -194,17 +196,17 @@ def _is_quantized(node: Any) -> bool:
 def _gather(axes: tuple[str | None, ...], kernel: Array, over: tuple[str, ...]) -> Array:
     if not over or "expert_embed" not in axes:
         return kernel
-    # Its gradient is a reduce-scatter; on TPUs only of three dims, otherwise a sum of the whole.
+    # Its gradient is a reduce-scatter; on TPUs only for arrays of three dims, otherwise an all-reduce of the whole.
     whole = jax.lax.all_gather(kernel, over, axis=axes.index("expert_embed"), tiled=True)
-    return checkpoint_name(whole, "gathered_experts")  # so that no policy keeps it for the backward pass
+    return checkpoint_name(whole, "gathered_experts")  # named so that no policy saves it for the backward pass
 
 
 def _run_experts(
     spec: LayerSpec, tokens: Rows, experts_Xk: Array, slots: CapacitySlots | None, kernels: Any, group: ExpertGroup
 ) -> Array:
-    """Returns the weighted sums [X, D] of the outputs of a device's tokens' experts."""
+    """Weighted sums [X, D] of the expert outputs of a device's tokens."""
     x_XD, weights_Xk = tokens
-    if spec.scale_expert_inputs:  # as if each of a token's choices were a token
+    if spec.scale_expert_inputs:  # treat each of a token's choices as a separate token
         tokens = (x_XD[:, None] * weights_Xk[..., None]).reshape(-1, x_XD.shape[1]), None
         experts_Xk = experts_Xk.reshape(-1, 1)
     if slots:
@@ -230,25 +232,25 @@ def _by_expert(spec: LayerSpec, rows: Rows, kernels: Any) -> Array:
 
 @jax.named_scope("experts")
 def _feed_forward(spec: LayerSpec, rows: Rows, kernels: Any, product: Callable, add: Callable) -> Array:
-    """Computes `FeedForward` with each expert's weights; `product` and `add` know which rows are whose."""
+    """Computes `FeedForward` with each expert's weights; `product` and `add` know each row's expert."""
     x, weights = rows
     factors = [product(x, kernel) for kernel in kernels["wi"]]
     if spec.mlp_bias:
         factors = list(map(add, factors, kernels["wi_bias"]))
     hidden = activated(factors, spec)
-    if weights is not None:  # before the last product, so that their gradient does not need its output
+    if weights is not None:  # before the last matmul, so that the weights' gradient does not need its output
         hidden *= weights
     out = product(hidden, kernels["wo"], transposed=True)
     return add(out, kernels["wo_bias"], weights) if spec.mlp_bias else out
 
 
 def check_mesh(spec: ModelSpec, layout: Layout) -> None:
-    """Raises UserError where the mesh shards experts and the model has none, or a number that does not divide."""
+    """Raises UserError if the mesh shards experts, but the model has no experts or a number that does not divide."""
     shards, by = layout.shards("expert"), layout.sharded_by("expert")
     if shards > 1 and not spec.has_experts:
         raise UserError(
-            f"the mesh shards experts over {by}, and this model has none (num_experts=1): set ici_expert_parallelism=1 "
-            "and dcn_expert_parallelism=1; fsdp, context and tensor shard other weights"
+            f"the mesh shards experts over {by}, but this model has no experts (num_experts=1): set "
+            "ici_expert_parallelism=1 and dcn_expert_parallelism=1; fsdp, context and tensor shard other weights"
         )
     for layer in spec.layers:
         if layer.num_experts > 1 and layer.num_experts % shards:

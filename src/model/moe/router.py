@@ -17,9 +17,9 @@ SCORE_FUNCTIONS = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
 
 
 def choose(scores_BTE: Array, correction_E: Array | None, spec: LayerSpec) -> tuple[Array, Array]:
-    """Returns the k experts of each token, and their weights; both [B, T, k].
+    """Chooses each token's k experts and their weights; both [B, T, k].
 
-    `correction_E` moves the choice and not the weights (DeepSeek-V3, arXiv:2412.19437, 2.1.2).
+    `correction_E` affects the choice, not the weights (DeepSeek-V3, arXiv:2412.19437, 2.1.2).
     """
     choice_BTE = scores_BTE
     if correction_E is not None:
@@ -34,7 +34,7 @@ def choose(scores_BTE: Array, correction_E: Array | None, spec: LayerSpec) -> tu
 
 
 def _in_best_groups(choice_BTE: Array, spec: LayerSpec) -> Array:
-    """Returns bool [B, T, E]: whether an expert is in one of its token's best groups (DeepSeek-V2, section 2.2.2)."""
+    """Mask [B, T, E] of the experts in their token's best groups (DeepSeek-V2, section 2.2.2)."""
     grouped_BTGe = choice_BTE.reshape(*choice_BTE.shape[:2], spec.n_routing_groups, -1)
     best = {"max": 1, "top2": 2}[spec.routing_group_score]
     group_BTG = jnp.sum(jax.lax.top_k(grouped_BTGe, best)[0], axis=-1)
@@ -46,10 +46,11 @@ def _in_best_groups(choice_BTE: Array, spec: LayerSpec) -> Array:
 def report(
     logits_BTE: Array, scores_BTE: Array, experts_BTk: Array, kept_BTk: Array, non_padding_BT: Array, layout: Layout
 ) -> Report:
-    """Sums over each device's non-padding tokens, [devices, ...]: `totals` adds them up, so no layer waits for others.
+    """Sums over each device's non-padding tokens, [devices, ...]; `totals` adds them up, so no layer waits for that.
 
-    `expert_load` [E]: the share of a token's choices that fell on each expert. `expert_share` [E]: that of its scores.
-    `router_z` [1]: the squared logsumexp of its logits. `tokens_dropped` [1]: the share of choices without a slot.
+    `expert_load` [E]: the share of a token's choices that each expert got. `expert_share` [E]: each expert's share of
+    the token's scores. `router_z` [1]: the squared logsumexp of its logits. `tokens_dropped` [1]: the share of choices
+    without a slot.
     """
 
     def sums(*arrays: Array) -> Report:
@@ -74,16 +75,16 @@ def totals(reports: Tree) -> Tree:
 
 
 def by_layer(reports: Tree, tokens: Array) -> Report:
-    """Returns figures of each layer of experts in their order, [layers] each, from `totals` over so many tokens.
+    """Computes metrics of each layer of experts, in layer order, [layers] each, from the `totals` over `tokens` tokens.
 
     `load_balance_loss`: E times the sum over experts of load and share, 1 when all is even (Switch Transformer,
     arXiv:2101.03961, section 2.2). `router_z_loss`: the mean squared logsumexp of the logits (ST-MoE, arXiv:2202.08906,
-    equation 5). `expert_load_max`: the load of the expert with the most, over the mean. `tokens_dropped`.
+    equation 5). `expert_load_max`: the load of the most loaded expert, over the mean. `tokens_dropped`.
     """
     figures = []
     for blocks in reports["segments"].values():
         pattern = [_figures(block["feed_forward"], tokens) for block in blocks.values() if block["feed_forward"]]
-        if pattern:  # its repeats come one after the other
+        if pattern:  # the group runs its pattern repeatedly, so interleave its positions
             figures.append(jax.tree.map(lambda *each: jnp.stack(each, axis=1).reshape(-1), *pattern))
     for layer in reports.get("mtp", {}).values():
         if layer["block"]["feed_forward"]:
@@ -92,7 +93,7 @@ def by_layer(reports: Tree, tokens: Array) -> Report:
 
 
 def _figures(sums: Report, tokens: Array) -> Report:
-    """Computes `by_layer`'s figures of layers that have the same number of experts."""
+    """Computes the metrics of `by_layer` for layers with the same number of experts."""
     means = {name: each / jnp.maximum(tokens, 1) for name, each in sums.items()}
     load_E, share_E = means["expert_load"], means["expert_share"]
     E = load_E.shape[-1]
@@ -107,11 +108,11 @@ def _figures(sums: Report, tokens: Array) -> Report:
 def update_router_bias(stats: Tree, reports: Tree, tokens: Array, rate: float) -> Tree:
     """Moves the correction biases `stats` by `rate` towards an even load (DeepSeek-V3, section 2.1.2).
 
-    `reports` is nested as they are, with the `totals` of each over a whole batch of so many tokens.
+    `reports` has the same nesting, with the `totals` of each layer over a whole batch of `tokens` tokens.
     """
 
     def move(bias_E: Array, load_E: Array) -> Array:
-        # Layers that share their weights, and so the bias, report one by one.
+        # Layers that share weights, and hence the bias, report separately.
         load_E = jnp.mean(load_E, axis=tuple(range(load_E.ndim - bias_E.ndim)))
         return bias_E + rate * jnp.sign(tokens / bias_E.shape[-1] - load_E)
 

@@ -20,7 +20,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from src.extras.generation.generate import Generator, sampling, unrolled
+from src.extras.generation.generate import Generator, sampling
+from src.extras.generation.inference_weights import unrolled
 from src.extras.generation.loaded_model import load_model
 from src.run import resolve_config
 from src.system.exit_codes import run_command

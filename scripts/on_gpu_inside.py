@@ -146,7 +146,8 @@ def decoding(keys: Sequence[str]) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from src.extras.generation.generate import Generator, sampling, unrolled
+    from src.extras.generation.generate import Generator, sampling
+    from src.extras.generation.inference_weights import unrolled
     from src.parallel.mesh import make_layout
     from src.run import resolve_config
     from src.step.build import plan_step

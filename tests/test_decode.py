@@ -27,7 +27,8 @@ from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
 from src.extras.generation import completion, decode
 from src.extras.generation.decode import Completion, generate
-from src.extras.generation.generate import Generator, Sampling, in_training, unrolled
+from src.extras.generation.generate import Generator, Sampling, in_training
+from src.extras.generation.inference_weights import unrolled
 from src.extras.generation.loaded_model import inference_plan
 from src.extras.hf.huggingface_tokenizer import HuggingFaceTokenizer
 from src.parallel.mesh import make_layout

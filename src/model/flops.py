@@ -3,7 +3,7 @@
 import collections
 import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -11,7 +11,6 @@ import jax
 from src.model.attention_kernels.scores import ScoreSpec
 from src.model.block import Block
 from src.model.decoder import Decoder
-from src.model.execution import Execution
 from src.model.params import abstract, by_path, field, values
 from src.model.parts import layer_costs
 from src.model.spec import LayerSpec, ModelSpec
@@ -86,61 +85,22 @@ def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
     Other operations come from a layer's `costs`. Multi-token prediction layers count with their own projection and
     logits.
     """
-    elements = _head_elements(spec) + spec.mtp_num_layers * 2 * spec.emb_dim**2
-    return _flops(3, elements, sum(used for _, used in _layer_products(spec)), spec, length)
+    elements = head_elements(spec) + spec.mtp_num_layers * 2 * spec.emb_dim**2
+    return matmul_flops(3, elements, sum(used for _, used in layer_matmuls(spec)), spec, length)
 
 
-def layer_share(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> float:
-    """Share of the layers' weight matmuls that use the weights with these paths in their block."""
-    products = list(_layer_products(spec))
-    return sum(used for path, used in products if path in paths) / sum(used for _, used in products)
-
-
-def product_widths(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> tuple[float, float]:
-    """Counts the numbers per token that the layers' matmuls with these weights read, and that they write.
-
-    An input that several weights of a block's part share, such as attention's query, key and value, counts once.
-    """
-    inputs = outputs = 0.0
-    for layer, count in all_layers(spec).items():
-        weights = [each for each in block_weights(layer, spec) if each.path in paths]
-        inputs += count * sum({(each.path[0], each.input): each.taken for each in weights}.values())
-        outputs += count * sum(each.used / each.summed for each in weights)
-    return inputs, outputs
-
-
-def _layer_products(spec: ModelSpec) -> Iterator[tuple[tuple[str, ...], float]]:
+def layer_matmuls(spec: ModelSpec) -> Iterator[tuple[tuple[str, ...], float]]:
     """Yields the paths of layers' weights used in matmuls, with the number of elements that a token uses."""
     for layer, count in all_layers(spec).items():
         yield from ((each.path, count * each.used) for each in block_weights(layer, spec) if each.input)
 
 
-def recomputed_flops(spec: ModelSpec, length: int, execution: Execution, vocab_tiles: int) -> FlopsPerToken:
-    """Counts the matmuls per token that the backward pass recomputes, in addition to `flops_per_token`.
-
-    A block recomputes the arrays that its derivatives need and its policy does not save; with more than one tile of the
-    loss, the logits are recomputed too. Every kernel recomputes attention's two matmuls, since no array within them has
-    a name to be saved by; scores that a kernel recomputes internally are not counted.
-    """
-    elements = _head_elements(spec) if vocab_tiles > 1 else 0
-    if execution.remat_policy == "none":
-        return FlopsPerToken(2.0 * elements, 2.0 * elements)
-    kept = {name for names in execution.kept for name in names}
-    if "decoder_layer_input" not in kept:
-        elements += spec.mtp_num_layers * 2 * spec.emb_dim**2
-    in_layers = 0.0
-    for layer, count in all_layers(spec).items():
-        products = [weight for weight in block_weights(layer, spec) if weight.input and not weight.ends_block]
-        again = [weight for weight in products if not weight.spared_by or not kept.issuperset(weight.spared_by)]
-        in_layers += count * sum(weight.used for weight in again)
-    return _flops(1, elements, in_layers, spec, length)
-
-
-def _head_elements(spec: ModelSpec) -> int:
+def head_elements(spec: ModelSpec) -> int:
+    """Counts the elements of the output projection, once for each token that a position predicts."""
     return (1 + spec.mtp_num_layers) * spec.emb_dim * spec.vocab_size
 
 
-def _flops(passes: int, elements: float, in_layers: float, spec: ModelSpec, length: int) -> FlopsPerToken:
+def matmul_flops(passes: int, elements: float, in_layers: float, spec: ModelSpec, length: int) -> FlopsPerToken:
     """Operations of `passes` matmuls with weights of this many elements, and of attention to every layer's keys."""
     causal = palm = 2.0 * passes * (elements + in_layers)
     for layer, count in all_layers(spec).items():

@@ -23,7 +23,8 @@ from src.parallel.mesh import Layout, add_mesh_axes, replica_axes, weight_shardi
 from src.step import optimizer_rules
 from src.step.matrices import matrices
 from src.step.optimizer import HParams, make_optimizer
-from src.system.user_code import load_function
+
+EvalMetrics = Callable[[jax.Array, Batch], dict[str, tuple[jax.Array, jax.Array]]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class StepPlan:
     packed: bool
     ramped: bool  # batches grow: shard i of n has rows i, i + n, ... of the data (src/data/batch_schedule.py)
     fields: Fields  # of a batch, in addition to BATCH_ARRAYS
-    eval_metrics: Callable[[jax.Array, Batch], dict[str, tuple[jax.Array, jax.Array]]] | None
+    eval_metrics: EvalMetrics | None
     accumulation: Accumulation
     rules: Any  # for each trained weight a src/step/optimizer_rules.py Rule
 
@@ -150,7 +151,15 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
         packed=batch.packing,
         ramped=batch.enable_rampup_batch_size,
         fields=added_fields(batch, spec.vocab_size),
-        eval_metrics=load_function(eval_metrics, "eval_metrics") if eval_metrics else None,
+        eval_metrics=_load_eval_metrics(eval_metrics),
         accumulation=Accumulation(layout, micro_batches, replicas, schedule is not None, trainable, updates),
         rules=optimizer_rules.assign_rules(step, trained, scales),
     )
+
+
+def _load_eval_metrics(place: str) -> EvalMetrics | None:
+    if not place:
+        return None
+    from src.system.user_code import load_function
+
+    return load_function(place, "eval_metrics")

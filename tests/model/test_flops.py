@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from src.extras.aot.flops import recomputed_flops
 from src.model.attention import Attention
 from src.model.execution import Execution
-from src.model.flops import FlopsPerToken, count_params, flops_per_token, recomputed_flops
+from src.model.flops import FlopsPerToken, count_params, flops_per_token
 from src.model.params import Weights, matmul, weight
 from src.model.parts import MIXERS
 from src.run import resolve_config

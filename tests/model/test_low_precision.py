@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from src.extras.generation.generate import Generator, Sampling, quantize_at_rest, unrolled
+from src.extras.generation.generate import Generator, Sampling
+from src.extras.generation.inference_weights import quantize_at_rest, unrolled
 from src.model import params
 from src.model.decoder import Decoder
 from src.model.forward_context import ForwardContext

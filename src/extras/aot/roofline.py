@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from src.extras.aot.flops import layer_share, product_widths, recomputed_flops
 from src.extras.aot.hlo import Collective
 from src.extras.aot.memory import device_bytes
 from src.model import flops
@@ -124,7 +125,7 @@ def step_work(
     not, since each device rounds only its part.
     """
     model = flops.flops_per_token(spec, length)
-    again = flops.recomputed_flops(spec, length, execution, vocab_tiles)
+    again = recomputed_flops(spec, length, execution, vocab_tiles)
     itemsize = jnp.dtype(spec.dtype).itemsize
     # An array between two matmuls is written and read in the forward pass, and again if it is recomputed; in the
     # backward pass it is read, and its gradient is written and read.
@@ -142,7 +143,7 @@ def step_work(
         activations += passes * tokens * 2 * pairs * 4
     quantized = {path[3:] for path in quantization.places}
     if quantized:
-        inputs, outputs = flops.product_widths(spec, quantized)
+        inputs, outputs = product_widths(spec, quantized)
         # Quantizing reads an array for its absmax, reads it again, and writes codes: for a matmul's inputs in the
         # forward pass, and again if recomputed; for its output gradient per matmul, or once for both if scales are per
         # tensor.
@@ -159,7 +160,7 @@ def step_work(
     return Work(
         model_flops=flops.FlopsPerToken(*(tokens * count for count in model)),
         recomputed_flops=flops.FlopsPerToken(*(tokens * count for count in again)),
-        low_precision=flops.layer_share(spec, quantized),
+        low_precision=layer_share(spec, quantized),
         whole_scores=kernel == "dot_product",
         memory_bytes=activations + logits + weights + 2 * state_bytes,
         bubble=execution.schedule.bubble if execution.schedule else 0.0,

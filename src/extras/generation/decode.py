@@ -24,7 +24,8 @@ from src.data.tokenizer import make_tokenizer
 from src.data.types import Conversation, InputSpec, Message, Tokenizer, missing_template
 from src.extras.conversations import ChatFields, read_message
 from src.extras.generation.completion import Completion, Prompt, generate, length_note, make_generator, write_now
-from src.extras.generation.generate import Generator, in_training, quantize_at_rest, unrolled
+from src.extras.generation.generate import Generator, in_training
+from src.extras.generation.inference_weights import quantize_at_rest, unrolled
 from src.extras.generation.loaded_model import load_model, model_fingerprint
 from src.model.params import Weights
 from src.run.run_setup import configured

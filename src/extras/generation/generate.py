@@ -10,19 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from src.config.command_keys import Decoding
-from src.model import params
 from src.model.cache import Cache, CacheArray
-from src.model.decoder import Decoder
-from src.model.execution import Execution
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
 from src.model.parts import kernel_for, mixer
-from src.model.selection import Quantization
-from src.model.spec import LayerGroup, LayerSpec, ModelSpec
-from src.parallel.mesh import Layout, add_mesh_axes, axes_of_dim
+from src.model.spec import LayerSpec, ModelSpec
+from src.parallel.mesh import Layout
 from src.step.plan import StepPlan
 
 _Next = tuple[Any, jax.Array, jax.Array, jax.Array]  # caches; tokens [B], their positions and log-probabilities
@@ -100,81 +95,15 @@ def _likeliest(logits_BV: jax.Array, least_B1: jax.Array, count: jax.Array | int
 def in_training(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
     """Adapts a training step's plan and weights for generation; pipeline stages share out every layer."""
     if plan.execution.schedule:
-        weights = _unstaged_weights(plan, weights)
-    return dataclasses.replace(plan, layout=_unsplit_rows(plan.layout)), weights
+        from src.extras.generation.inference_weights import unstaged_weights
+
+        weights = unstaged_weights(plan, weights)
+    return dataclasses.replace(plan, layout=unsplit_rows(plan.layout)), weights
 
 
-def unrolled(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
-    """Gives each layer's weights separate arrays, for speed; deletes arrays of `weights`."""
-    # A loop over stacked weights would copy each layer's weights out of the stack for every token, which costs more
-    # than the token's own work: reading every weight once.
-    assert not plan.step.lora_rank
-    spec = dataclasses.replace(plan.spec, stacked=False)
-    graphdef, _ = params.abstract(lambda rngs: Decoder(spec, rngs))
-    tree = weights.merged()
-    tree["segments"] = {
-        index: tree["segments"][index] if group.shared else _unstacked(tree["segments"][index], group)
-        for index, group in enumerate(plan.spec.layer_groups)
-    }
-    layout, execution = _unsplit_rows(plan.layout), Execution(scan_layers=False)
-    changes = {"spec": spec, "graphdef": graphdef, "layout": layout, "execution": execution}
-    quantization = plan.quantization.unrolled(plan.spec.layer_groups)
-    return dataclasses.replace(plan, quantization=quantization, **changes), Weights(tree)
-
-
-def quantize_at_rest(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tuple[StepPlan, Weights]:
-    """Quantizes the matmul weights of `unrolled`'s plan and weights to int8; deletes the old arrays.
-
-    Matmuls still run in the activations' dtype. `loaded` is the plan before unrolling. Raises UserError if
-    `quantization_exclude` matches no weight.
-    """
-    from src.model.quantization import encode_at_rest, select_at_rest
-
-    _, declarations = params.abstract(lambda rngs: Decoder(loaded.spec, rngs))
-    chosen = select_at_rest(plan.step, declarations).unrolled(loaded.spec.layer_groups)
-    tree = encode_at_rest(chosen, weights.merged(), plan.layout.platform == "cpu")
-    return dataclasses.replace(plan, quantization=Quantization()), Weights(tree)
-
-
-def _unsplit_rows(layout: Layout) -> Layout:
+def unsplit_rows(layout: Layout) -> Layout:
     """Removes sequence sharding from a layout: prompts have any length, and a decoding step has one token."""
     return dataclasses.replace(layout, rules={**layout.rules, "length": (), "norm_length": ()})
-
-
-def _unstacked(blocks: dict[int, params.Tree], group: LayerGroup) -> dict[int, params.Tree]:
-    """Splits a group's weights, [repeats, ...] by pattern position, into [1, ...] by layer."""
-    layers: dict[int, dict[tuple[Any, ...], jax.Array]] = {}
-    for position, block in blocks.items():
-        for path, leaf in params.by_path(block).items():
-            sharding = _unstaged(leaf.sharding, (1, *leaf.shape[1:]))
-            for repeat, layer in enumerate(_split(leaf, sharding)):
-                layers.setdefault(repeat * len(group.pattern) + position, {})[path] = layer
-            leaf.delete()  # else the whole model would be in memory twice
-    return {number: params.nested(layer) for number, layer in layers.items()}
-
-
-@functools.partial(jax.jit, static_argnames="sharding")
-def _split(stacked: jax.Array, sharding: jax.sharding.Sharding) -> list[jax.Array]:
-    return [jax.lax.with_sharding_constraint(layer, sharding) for layer in jnp.split(stacked, len(stacked))]
-
-
-def _unstaged_weights(plan: StepPlan, weights: Weights) -> Weights:
-    """Reshards weights that pipeline stages share out by `_unstaged`; the rest is not copied."""
-    leaves, structure = jax.tree.flatten(weights)
-    axes = structure.flatten_up_to(plan.split(plan.axes))
-    staged = {index: leaves[index] for index, dims in enumerate(axes) if dims[:1] == ("layers",)}
-    shardings = {index: _unstaged(leaf.sharding, leaf.shape) for index, leaf in staged.items()}
-    # Only the staged ones: a compiled function copies its inputs, and device_put between shardings goes through the
-    # host.
-    moved = jax.jit(lambda staged: staged, out_shardings=shardings)(staged)
-    return structure.unflatten(moved.get(index, leaf) for index, leaf in enumerate(leaves))
-
-
-def _unstaged(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """Moves the stages' mesh axes from the layer dim to another dim."""
-    # Each token goes through all layers: with layers split over stages, every device would gather all of them.
-    unsplit = sharding.update(spec=PartitionSpec(None, *sharding.spec[1:]))
-    return add_mesh_axes(unsplit, (1, *shape[1:]), axes_of_dim(sharding.spec[0]))
 
 
 # ---- Caches: nested as a decoder's layers are

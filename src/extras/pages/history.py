@@ -1,6 +1,5 @@
 """Collects a report's data from metrics.jsonl, downsampled so that its size does not grow with the run's length."""
 
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,13 +13,6 @@ Point = tuple[int, float | None]  # step and value; None for a non-finite value,
 
 _BLOCKS = 1000  # minimum blocks of a downsampled curve
 
-# Titles of the lines that `log_internals` adds, by kind.
-TITLES = {
-    "activation_rms": "Outputs of layers, root mean square",
-    "weight_norm": "Norm of a layer's weights",
-    "gradient_norm": "Norm of a layer's gradients, after averaging and before clipping",
-    "update_norm": "Norm of a layer's updates",
-}
 _COLUMNS = 400  # maximum for a heat map
 Column = tuple[int, dict[str, dict[str, float | None]]]  # a step, and each title's values by row
 
@@ -92,33 +84,6 @@ def _join(a: Block, b: Block) -> Block:
     return Block(low, high, median, a.total + b.total, a.count + b.count)
 
 
-def by_layer(entry: Entry) -> dict[str, dict[str, float | None]]:
-    """Extracts heat-map values from a line, by title and row: a layer's norm is over all its variables.
-
-    A row is a layer. If layers share weights, these have one norm, and rows of norms are named like the weights.
-    """
-    squares: dict[str, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
-    for key, values in entry.items():
-        kind, _, name = key.partition("/")
-        parts = name.removeprefix("lora.").split(".")
-        if kind in TITLES and parts[0] == "segments":
-            for repeat, value in enumerate(values):
-                position = int(parts[1]), repeat, int(parts[2])  # in layer order: segment, repeat, position
-                squares[kind][position] += math.nan if value is None else value**2
-    activations = entry.get("activation_rms", [])
-    layers = [f"layer {layer}" for layer in range(len(activations))]
-    figures = {"activation_rms": dict(zip(layers, activations, strict=True))}
-    for kind, of in squares.items():
-        positions = sorted(of)
-        names = layers if len(of) == len(layers) else [f"segments.{s}.{p}, repeat {r}" for s, r, p in positions]
-        figures[kind] = {name: math.sqrt(of[position]) for name, position in zip(names, positions, strict=True)}
-    return {TITLES[kind]: {name: _shown(value) for name, value in of.items()} for kind, of in figures.items()}
-
-
-def _shown(value: float | None) -> float | None:
-    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
-
-
 class History:
     """Curves and totals of metrics.jsonl, in the memory of a few thousand steps, however long the run."""
 
@@ -152,6 +117,8 @@ class History:
             if "loss" in entry:
                 train.append(entry)
             elif "activation_rms" in entry:
+                from src.extras.pages.heat_maps import by_layer
+
                 if self._internals % self._stride == 0:
                     self._columns.append((entry["step"], by_layer(entry)))
                 self._internals += 1

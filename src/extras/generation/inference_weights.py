@@ -1,0 +1,88 @@
+"""Rearranges a loaded model's weights for decoding: an array per layer, no pipeline stages, and int8 on request."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from src.extras.generation.generate import unsplit_rows
+from src.model import params
+from src.model.decoder import Decoder
+from src.model.execution import Execution
+from src.model.params import Weights
+from src.model.selection import Quantization
+from src.model.spec import LayerGroup
+from src.parallel.mesh import add_mesh_axes, axes_of_dim
+from src.step.plan import StepPlan
+
+
+def unrolled(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
+    """Gives each layer's weights separate arrays, for speed; deletes arrays of `weights`."""
+    # A loop over stacked weights would copy each layer's weights out of the stack for every token, which costs more
+    # than the token's own work: reading every weight once.
+    assert not plan.step.lora_rank
+    spec = dataclasses.replace(plan.spec, stacked=False)
+    graphdef, _ = params.abstract(lambda rngs: Decoder(spec, rngs))
+    tree = weights.merged()
+    tree["segments"] = {
+        index: tree["segments"][index] if group.shared else _unstacked(tree["segments"][index], group)
+        for index, group in enumerate(plan.spec.layer_groups)
+    }
+    layout, execution = unsplit_rows(plan.layout), Execution(scan_layers=False)
+    changes = {"spec": spec, "graphdef": graphdef, "layout": layout, "execution": execution}
+    quantization = plan.quantization.unrolled(plan.spec.layer_groups)
+    return dataclasses.replace(plan, quantization=quantization, **changes), Weights(tree)
+
+
+def quantize_at_rest(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tuple[StepPlan, Weights]:
+    """Quantizes the matmul weights of `unrolled`'s plan and weights to int8; deletes the old arrays.
+
+    Matmuls still run in the activations' dtype. `loaded` is the plan before unrolling. Raises UserError if
+    `quantization_exclude` matches no weight.
+    """
+    from src.model.quantization import encode_at_rest, select_at_rest
+
+    _, declarations = params.abstract(lambda rngs: Decoder(loaded.spec, rngs))
+    chosen = select_at_rest(plan.step, declarations).unrolled(loaded.spec.layer_groups)
+    tree = encode_at_rest(chosen, weights.merged(), plan.layout.platform == "cpu")
+    return dataclasses.replace(plan, quantization=Quantization()), Weights(tree)
+
+
+def _unstacked(blocks: dict[int, params.Tree], group: LayerGroup) -> dict[int, params.Tree]:
+    """Splits a group's weights, [repeats, ...] by pattern position, into [1, ...] by layer."""
+    layers: dict[int, dict[tuple[Any, ...], jax.Array]] = {}
+    for position, block in blocks.items():
+        for path, leaf in params.by_path(block).items():
+            sharding = _unstaged(leaf.sharding, (1, *leaf.shape[1:]))
+            for repeat, layer in enumerate(_split(leaf, sharding)):
+                layers.setdefault(repeat * len(group.pattern) + position, {})[path] = layer
+            leaf.delete()  # else the whole model would be in memory twice
+    return {number: params.nested(layer) for number, layer in layers.items()}
+
+
+@functools.partial(jax.jit, static_argnames="sharding")
+def _split(stacked: jax.Array, sharding: jax.sharding.Sharding) -> list[jax.Array]:
+    return [jax.lax.with_sharding_constraint(layer, sharding) for layer in jnp.split(stacked, len(stacked))]
+
+
+def unstaged_weights(plan: StepPlan, weights: Weights) -> Weights:
+    """Reshards weights that pipeline stages share out by `_unstaged`; the rest is not copied."""
+    leaves, structure = jax.tree.flatten(weights)
+    axes = structure.flatten_up_to(plan.split(plan.axes))
+    staged = {index: leaves[index] for index, dims in enumerate(axes) if dims[:1] == ("layers",)}
+    shardings = {index: _unstaged(leaf.sharding, leaf.shape) for index, leaf in staged.items()}
+    # Only the staged ones: a compiled function copies its inputs, and device_put between shardings goes through the
+    # host.
+    moved = jax.jit(lambda staged: staged, out_shardings=shardings)(staged)
+    return structure.unflatten(moved.get(index, leaf) for index, leaf in enumerate(leaves))
+
+
+def _unstaged(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
+    """Moves the stages' mesh axes from the layer dim to another dim."""
+    # Each token goes through all layers: with layers split over stages, every device would gather all of them.
+    unsplit = sharding.update(spec=PartitionSpec(None, *sharding.spec[1:]))
+    return add_mesh_axes(unsplit, (1, *shape[1:]), axes_of_dim(sharding.spec[0]))

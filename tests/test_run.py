@@ -201,9 +201,9 @@ def test_the_end_of_a_run_is_told_before_its_data_are_waited_for(stopped_by, tmp
     """They may be slow, or hang: threads make rows of later steps."""
     said = []
 
-    def train_batches(*arguments, original=runs.src_run.train_batches):
+    def train_batches(*arguments, original=runs.src_run.train_batches, **keywords):
         try:
-            yield from original(*arguments)
+            yield from original(*arguments, **keywords)
         finally:
             said.append(capsys.readouterr().out)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from src import train
-from src.run import recorder
+from src.extras.pages import live
 from src.run.resolve_config import load
 from src.run.run import Run
 from tests import runs
@@ -233,7 +233,7 @@ def test_a_report_that_can_not_be_written_fails_no_run(tmp_path, corpus, monkeyp
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(recorder, "page", full)
+    monkeypatch.setattr(live, "page", full)
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 1}
     assert int(runs.run_here(**keys).state.step) == 1
     (said,) = re.findall("report: .*", capsys.readouterr().out)

@@ -64,7 +64,7 @@ def test_the_same_command_writes_the_same_file(command, tmp_path, capsys):
     make, path = command
     main(make())
     main(make())
-    assert f"{path} is there already" in capsys.readouterr().out
+    assert f"{path} already exists" in capsys.readouterr().out
     main(make(tokenizer_path=tmp_path / "again.model"))
     assert path.read_bytes() == (tmp_path / "again.model").read_bytes()
 

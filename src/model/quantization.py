@@ -102,6 +102,8 @@ def select(keys: Keys, declarations: params.Tree, layout: Layout) -> Quantizatio
 
     Raises UserError if the devices have no such matmuls, or `quantization_exclude` names no weight, or every one.
     """
+    if not keys.quantization:
+        return Quantization()
     _check_devices(keys.quantization, layout.mesh.devices.flat[0])
     bounds = tuple(fixed_bound(getattr(keys, name)) for name in CALIBRATION_METHODS)
     words = f"quantization={keys.quantization}"

@@ -15,7 +15,9 @@ def optional(module: str) -> ModuleType | None:
         return None
 
 
-def named(place: str) -> Any:
-    """Returns what `module:name` names, such as an entry of a table of optional parts."""
+def named(place: Any) -> Any:
+    """Returns what `module:name` names, an entry of a table of optional parts; other entries as they are."""
+    if not isinstance(place, str):
+        return place
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)

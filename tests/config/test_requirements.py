@@ -85,7 +85,7 @@ def test_each_command_refuses_what_is_typed_for_another(name):
         command.main([BASE, *key.split()])
     usage = TRAIN
     if name != "train":
-        (module,) = re.findall(r"from (src\.extras\S+) import", inspect.getsource(command))
+        (module,) = set(re.findall(r"from (src\.extras\S+) import", inspect.getsource(command)))
         usage = importlib.import_module(module).USAGE
     assert usage.command == f"src.{name}"
 

@@ -161,7 +161,7 @@ def test_stops_that_overlap_cut_a_text_as_the_harness_cuts_it(until, answers):
     """A token may bring several at once."""
     utils = pytest.importorskip("lm_eval.models.utils", reason="bash setup.sh eval installs it")
     for text in ("xabc", "xxaba\n\nQ: abc", "no stop"):
-        drawn = SimpleNamespace(drawn=[(token, 0.0) for token in text.encode()])
+        drawn = SimpleNamespace(sampled=[(token, 0.0) for token in text.encode()])
         assert answers._text(drawn, until) == utils.postprocess_generated_text(text, list(until), None)
 
 

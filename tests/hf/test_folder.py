@@ -231,7 +231,9 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path, place):
     (folder / "sub").mkdir()
     index = {"weight_map": {"a": "model.safetensors", "b": place.format(root=tmp_path)}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"index\.json places b in .*secret\.safetensors: .* outside"):
+    with pytest.raises(
+        UserError, match=r"index\.json places b in .*secret\.safetensors: expected the name of a file in"
+    ):
         open_folder(folder)
 
 

@@ -89,7 +89,9 @@ def test_what_is_no_sum_is_refused(monkeypatch):
             build(tiny.load(loss=f"{__name__}:refused", base_num_decoder_layers=1), jax.devices())
     monkeypatch.setattr(sys.modules[__name__], "refused", returning(router={}))
     for keys in ({"log_internals": 1}, {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 64}):
-        with pytest.raises(UserError, match=r"router=\{\}: expected the layers' reports, which hidden_states"):
+        with pytest.raises(
+            UserError, match=r"router=\{\}: expected the layers' reports, the third result of hidden_states"
+        ):
             build(tiny.load(loss=f"{__name__}:refused", base_num_decoder_layers=1, **keys), jax.devices())
     build(tiny.load(loss=f"{__name__}:refused", base_num_decoder_layers=1), jax.devices())  # where nothing reads them
     with pytest.raises(UserError, match="loss=my_loss: expected module:function"):

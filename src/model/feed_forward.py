@@ -64,7 +64,7 @@ class FeedForward(nnx.Module):
         wide = 2 * half >= WIDE * self.spec.emb_dim and half % 128 == 0 and context.layout.shards("mlp") == 1
         if context.mlp_in_halves and wide and isinstance(wi, Array):
             # Half of the hidden units at a time, forward and backward, so that the other half's arrays need no memory.
-            run = jax.checkpoint(functools.partial(self._project, context=context))
+            run = jax.checkpoint(functools.partial(self._project, context=context, is_half=True))
             out_BTD = run(x_BTD, gate_BT1, wi[..., :half], wo[:half], None if bias is None else bias[:, :half])
             x_BTD, out_BTD = context.gradients_together(x_BTD, out_BTD)
             out_BTD += run(x_BTD, gate_BT1, wi[..., half:], wo[half:], None if bias is None else bias[:, half:])
@@ -76,13 +76,21 @@ class FeedForward(nnx.Module):
         return checkpoint_name(out_BTD, "mlpwo"), {}
 
     def _project(
-        self, x_BTD: Array, gate_BT1: Array | None, wi: Any, wo: Any, bias_AF: Array | None, context: ForwardContext
+        self,
+        x_BTD: Array,
+        gate_BT1: Array | None,
+        wi: Any,
+        wo: Any,
+        bias_AF: Array | None,
+        context: ForwardContext,
+        is_half: bool = False,
     ) -> Array:
         indices = range(len(self.spec.mlp_activations))
         if context.early_gradients and isinstance(wi, Array):
-            # Compute the weight gradients before attention's backward pass begins, or the factors would be held through
-            # it. Factors are separate arrays, so that their gradients need no recomputed matmul (docs/log.md).
-            x_BTD, *kernels = context.gradients_together(x_BTD, *(wi[:, index] for index in indices))
+            kernels = [wi[:, index] for index in indices]
+            if is_half:  # else the factors would be held through attention's backward pass, for the weights' gradients
+                x_BTD, *kernels = context.gradients_together(x_BTD, *kernels)
+            # Factors are separate arrays, so that their gradients need no recomputed matmul (docs/log.md).
             factors = context.gradients_together(*(matmul(x_BTD, kernel, "BTD,DF->BTF") for kernel in kernels))
         else:
             hidden_BTAF = matmul(x_BTD, wi, "BTD,DAF->BTAF")

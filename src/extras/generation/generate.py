@@ -95,7 +95,7 @@ def _likeliest(logits_BV: jax.Array, least_B1: jax.Array, count: jax.Array | int
 def in_training(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
     """Adapts a training step's plan and weights for generation; pipeline stages share out every layer."""
     if plan.execution.schedule:
-        from src.extras.generation.inference_weights import unstaged_weights
+        from src.extras.generation.unstaged import unstaged_weights
 
         weights = unstaged_weights(plan, weights)
     return dataclasses.replace(plan, layout=unsplit_rows(plan.layout)), weights

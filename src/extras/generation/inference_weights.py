@@ -2,21 +2,19 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from src.extras.generation.generate import unsplit_rows
+from src.extras.generation.unstaged import unstaged
 from src.model import params
 from src.model.decoder import Decoder
 from src.model.execution import Execution
 from src.model.params import Weights
 from src.model.selection import Quantization
 from src.model.spec import LayerGroup
-from src.parallel.mesh import add_mesh_axes, axes_of_dim
 from src.step.plan import StepPlan
 
 
@@ -57,7 +55,7 @@ def _unstacked(blocks: dict[int, params.Tree], group: LayerGroup) -> dict[int, p
     layers: dict[int, dict[tuple[Any, ...], jax.Array]] = {}
     for position, block in blocks.items():
         for path, leaf in params.by_path(block).items():
-            sharding = _unstaged(leaf.sharding, (1, *leaf.shape[1:]))
+            sharding = unstaged(leaf.sharding, (1, *leaf.shape[1:]))
             for repeat, layer in enumerate(_split(leaf, sharding)):
                 layers.setdefault(repeat * len(group.pattern) + position, {})[path] = layer
             leaf.delete()  # else the whole model would be in memory twice
@@ -67,22 +65,3 @@ def _unstacked(blocks: dict[int, params.Tree], group: LayerGroup) -> dict[int, p
 @functools.partial(jax.jit, static_argnames="sharding")
 def _split(stacked: jax.Array, sharding: jax.sharding.Sharding) -> list[jax.Array]:
     return [jax.lax.with_sharding_constraint(layer, sharding) for layer in jnp.split(stacked, len(stacked))]
-
-
-def unstaged_weights(plan: StepPlan, weights: Weights) -> Weights:
-    """Reshards weights that pipeline stages share out by `_unstaged`; the rest is not copied."""
-    leaves, structure = jax.tree.flatten(weights)
-    axes = structure.flatten_up_to(plan.split(plan.axes))
-    staged = {index: leaves[index] for index, dims in enumerate(axes) if dims[:1] == ("layers",)}
-    shardings = {index: _unstaged(leaf.sharding, leaf.shape) for index, leaf in staged.items()}
-    # Only the staged ones: a compiled function copies its inputs, and device_put between shardings goes through the
-    # host.
-    moved = jax.jit(lambda staged: staged, out_shardings=shardings)(staged)
-    return structure.unflatten(moved.get(index, leaf) for index, leaf in enumerate(leaves))
-
-
-def _unstaged(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """Moves the stages' mesh axes from the layer dim to another dim."""
-    # Each token goes through all layers: with layers split over stages, every device would gather all of them.
-    unsplit = sharding.update(spec=PartitionSpec(None, *sharding.spec[1:]))
-    return add_mesh_axes(unsplit, (1, *shape[1:]), axes_of_dim(sharding.spec[0]))

@@ -176,7 +176,7 @@ def test_a_stream_is_read_in_its_own_order_and_over_again(open_data, capsys):
     tokens = targets_of(batches)
     assert batches[-1].saved[""]["epoch"] == 1
     said = (
-        f"dataset_factory=my_grain:stream: all {len(texts)} documents of this host's stream are read, it begins again"
+        f"dataset_factory=my_grain:stream: all {len(texts)} documents of this host's stream were read; it starts again"
     )
     assert set(capsys.readouterr().out.splitlines()) == {said}  # twice, if reading ahead came so far
     assert len(tokens) > sum(map(len, texts))
@@ -257,10 +257,10 @@ def test_a_stream_is_evaluated_by_batches_from_its_start_each_time(open_data):
     made, _, source = open_data("stream")
     sets = eval_batches(made, held_out(source, 3), TOKENIZER, range(B), B)
     assert_same(list(sets), list(sets))
-    with pytest.raises(UserError, match="have no end to evaluate to: set eval_steps"):
+    with pytest.raises(UserError, match="are endless: set eval_steps"):
         eval_batches(made, held_out(source, -1), TOKENIZER, range(B), B)
     made = made.replace(eval_mode="rolling", eval_steps=3)
-    with pytest.raises(UserError, match="are a stream, which begins anew each time: set eval_mode=reset"):
+    with pytest.raises(UserError, match="are a stream, which restarts each time: set eval_mode=reset"):
         eval_batches(made, held_out(source, 3), TOKENIZER, range(B), B)
 
 
@@ -370,7 +370,7 @@ def test_two_hosts_that_read_the_same_are_refused(open_data, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [
-        ("endless", {}, r"dataset_factory=my_grain:endless returned a dataset without an end: leave repeat\(\) out"),
+        ("endless", {}, r"dataset_factory=my_grain:endless returned an endless dataset: leave repeat\(\) out"),
         ("hf", {"dataset_path": "/not/there"}, "dataset_path=/not/there raised FileNotFoundError"),
         ("hf", {"train_split": "test"}, "raised ValueError: Bad split: test"),
         ("hf", {"dataset_column": "body"}, "item 0: it has no field body. Its fields: text"),

@@ -349,7 +349,7 @@ def test_another_number_of_hosts_is_refused(open_data):
     made, _, _ = open_data("stream")
     facts = {"global batch": B, "max_target_length": 64, "packing": True, "data rules": 2}
     meta = {"data": facts, "streams": [{"": {"first": 0}}] * 2}
-    with pytest.raises(UserError, match=r"one for each process: the checkpoint is of 2 processes, and this job has 1"):
+    with pytest.raises(UserError, match=r"one per process: the checkpoint is of 2 processes, and this job has 1"):
         data_position(1, np.zeros((B, 1, 2), np.int32), meta, made.data, (), facts)
 
 
@@ -398,7 +398,7 @@ def test_a_file_that_ends_early_is_an_error(open_data, tmp_path):
 
 def test_nothing_is_held_out_of_a_stream(open_data):
     _, _, source = open_data("stream")
-    with pytest.raises(UserError, match=r"is a stream, whose documents come one .* the first decode_num_prompts=N"):
+    with pytest.raises(UserError, match=r"is a stream, read in sequence: .* the first decode_num_prompts=N"):
         len(source)
 
 

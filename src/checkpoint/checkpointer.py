@@ -140,7 +140,7 @@ class Checkpointer:
         ]
 
     def quarantine_nonfinite(self, first_step: int) -> list[str]:
-        """Renames the checkpoints saved at `first_step` or later, so that no run resumes from them; returns names."""
+        """Renames checkpoints saved at `first_step` or later, so that no run resumes from them; returns new names."""
         with contextlib.suppress(UserError, TransientError):  # a failed save leaves nothing to rename
             self.wait()
         names = [self._rename(step, "nonfinite") for step in self._saved_steps if step >= first_step]
@@ -195,8 +195,8 @@ class Checkpointer:
     def _abandoning(self) -> Iterator[None]:
         """If the body fails, removes the save's files and the manager, which would raise its error again.
 
-        In a job with one process, a checkpoint that was complete before the error is kept, without an error. With
-        several processes, one that did so would wait forever for the others.
+        In a job with one process, a checkpoint that was complete before the error is kept, without an error. In
+        a larger job the error is raised, because a process that continued would wait for the others.
         """
         try:
             with tensorstore_errors():

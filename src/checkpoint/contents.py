@@ -42,7 +42,7 @@ def saved_entries(plan: StepPlan, state: TrainState) -> dict[str, Any]:
 def saved_meta(
     plan: StepPlan, loading: Checkpoint, fingerprint: Mapping[str, Any], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """Builds a checkpoint's own part of its metadata; `loading` tells which weights the run started from."""
+    """Builds the metadata to save with a checkpoint's arrays; `loading` tells which weights the run started from."""
     vocab_size, tokenizer_facts = plan.spec.vocab_size, tokenizer.fingerprint() if tokenizer else None
     meta = {"data": fingerprint, "vocab_size": vocab_size, "tokenizer": tokenizer_facts}
     if plan.step.lora_rank:

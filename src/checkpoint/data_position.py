@@ -74,11 +74,11 @@ class Fact(NamedTuple):
 def data_position(
     step: int, streams: np.ndarray, meta: Facts, data: Data, accept_changes: Sequence[str], fingerprint: Facts
 ) -> tuple[DataPosition, list[str]]:
-    """Finds the point at which a checkpoint's run continues in the data of `fingerprint`; also returns messages.
+    """Finds the point at which a checkpoint's run continues in the data of `fingerprint`; returns messages, too.
 
     `streams` are the checkpoint's positions, int32 [B, S, 2]. If the user accepts another global batch size, row length
-    or mixture, each source continues after the number of documents, or rows of tokens, already taken. Raises
-    UserError if the data differ and `accept_changes` does not allow it.
+    or mixture, each source continues after the number of documents, or rows of tokens, already taken. Raises UserError
+    if the data differ and `accept_changes` does not allow it.
     """
     messages = accepted_changes(meta, data, accept_changes, fingerprint)
     messages += describe_rules(rules_of(fingerprint))
@@ -116,7 +116,7 @@ def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fin
     }
     accepting = {name: accepted_by(name, facts[name]) for name in changes}
     if refused := [name for name in changes if not set(accept_changes).intersection(accepting[name])]:
-        refused.sort(key=lambda name: not facts[name].is_file)  # these tell a user the most
+        refused.sort(key=lambda name: not facts[name].is_file)  # sizes of files tell a user the most
         listed = first_few((f"  {changes[name]}" for name in refused), "\n")
         keys = ", ".join(dict.fromkeys(accepting[name][0] for name in refused))
         if BATCH_FACTS.issuperset(refused):

@@ -19,7 +19,7 @@ class Restored(NamedTuple):
     """Holds the contents read from a checkpoint."""
 
     state: dict[str, Any]  # arrays, in the requested structure
-    meta: dict[str, Any]  # unchanged since it was saved
+    meta: dict[str, Any]  # as it was saved
     messages: list[str]  # for the user
 
 

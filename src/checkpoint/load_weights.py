@@ -23,7 +23,7 @@ from src.model import lora
 from src.model.params import Tree, by_path, dotted, join, nested
 from src.system.errors import UserError, changed_keys, counted, first_few
 
-TAIL_BYTES = 2**16  # read from the end of each file: training changes all weights, so also these
+TAIL_BYTES = 2**16  # read at the end of each file, which training changes too
 
 
 def load_weights(path: str, tree: Tree, ema: bool = False, keep_dtypes: bool = False) -> Restored:

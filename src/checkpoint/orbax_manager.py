@@ -61,7 +61,7 @@ def quiet_orbax() -> Iterator[None]:
         yield
     finally:
         gc.collect()  # writes without a loop report when they are deleted
-        if not sys.exception():  # an exception keeps some alive that report at exit
+        if not sys.exception():  # an exception keeps writes alive that report at exit
             for logger in loggers:
                 logger.removeFilter(is_for_users)
             if sys.unraisablehook is hook:

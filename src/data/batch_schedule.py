@@ -40,7 +40,7 @@ class BatchSchedule:
 
     rows: int  # B
     ramp: tuple[tuple[int, int], ...] = ()  # (rows, steps) of each smaller batch size, in order
-    shards: int = 1  # groups of devices that share the rows of a batch; it divides every batch size
+    shards: int = 1  # groups of devices that split the rows of a batch; it divides every batch size
 
     @classmethod
     def of(cls, keys: BatchKeys, rows_of: Callable[[float, str], int], shards: int = 1) -> Self:
@@ -74,7 +74,7 @@ class BatchSchedule:
         return step > 0 and self.size(step) != self.size(step - 1)
 
     def starts(self, step: int, rows_taken: int) -> Iterator[tuple[int, int]]:
-        """Yields (first row, size) of each batch from `step` on, whose batch starts after `rows_taken` rows."""
+        """Yields (first row, size) of each batch from `step` on, given the number of rows in earlier batches."""
         while True:
             yield rows_taken, self.size(step)
             rows_taken, step = rows_taken + self.size(step), step + 1

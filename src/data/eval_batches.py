@@ -62,7 +62,7 @@ class EvalBatches:
 
     def steps(self) -> int:
         """Counts the batches of an evaluation. The first call, also by `iter`, waits until all other hosts call it."""
-        if self._steps is None:  # as many as the host with the most rows needs
+        if self._steps is None:  # batches for the host with the most rows
             stream, layout, max_rows = DocumentStream(self._inputs, self._source), layout_of(self._inputs), 0
             for row in self._rows:
                 ordinals = range(row, len(self._source), self._global_batch)

@@ -1,4 +1,4 @@
-"""Turns a host's rows into global arrays on all devices, and back; B counts the rows of a batch over all hosts."""
+"""Makes global arrays from hosts' rows, and compares values of processes; B counts a batch's rows over all hosts."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -113,7 +113,7 @@ class Mixture:
         return turns * self._shares[source] + int(np.count_nonzero(self._source[:place] == source))
 
     def assign(self, row: int, global_batch: int, seed: int) -> tuple[int, int]:
-        """Shuffles the schedule within each batch: applies `at` to a random row of the full batch that contains `row`.
+        """Shuffles the schedule within each full batch: gives `row` the result of `at` for a random row of its batch.
 
         If the schedule's period and the batch have a common divisor, row j of every batch would otherwise have the same
         few sources. A smaller batch of a ramp takes some of the `global_batch` rows of a full batch.

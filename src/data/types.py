@@ -36,7 +36,7 @@ class Conversation(NamedTuple):
     """Holds the messages of a conversation, such as one line of a .jsonl file, which begins at byte `start`."""
 
     messages: tuple[Message, ...]
-    is_pair: bool = False  # the data have a prompt and a completion, which become two messages
+    is_pair: bool = False  # given as a prompt and a completion, which become two messages
     file: str = ""
     start: int = 0
     shown: Shown = None
@@ -64,7 +64,7 @@ class Source(Protocol):
         return None
 
     def group_sizes(self) -> np.ndarray | None:
-        """Sizes, int64, of consecutive groups of documents that are stored and read together; None: no groups."""
+        """Sizes the consecutive groups of documents that are stored and read together: int64; None: no groups."""
         return None
 
     def fingerprint(self) -> Fingerprint:
@@ -89,7 +89,7 @@ class RowSource(Protocol):
 
 
 def is_stream(source: Source | RowSource) -> bool:
-    """Tells a `streams.StreamSource` from sources whose documents or rows are numbered."""
+    """Distinguishes a `streams.StreamSource` from sources whose documents or rows are numbered."""
     return getattr(source, "is_stream", False)
 
 
@@ -151,7 +151,7 @@ class Tokenizer(Protocol):
     def render_parts(
         self, messages: Sequence[Message], parts: Sequence[tuple[int, bool]], shown: Shown = None
     ) -> list[str]:
-        """Renders parts of a conversation as `render_chat` does, each given as (messages, add_generation_prompt)."""
+        """Renders parts of a conversation as `render_chat` does, given (number of messages, add_generation_prompt)."""
         raise missing_template()
 
     def decode(self, ids: np.ndarray) -> str:

@@ -41,8 +41,8 @@ class Listing:
 
     folder: str  # as the user wrote it, with its protocol if it is remote
     sizes: dict[str, int]  # in bytes, by the files' names relative to the folder, sorted
-    is_whole: bool = dataclasses.field(default=False, compare=False)  # the folder was named, not a file or a glob
-    setting: str = dataclasses.field(default="", compare=False)  # the config setting that named it, for messages
+    is_whole: bool = dataclasses.field(default=False, compare=False)  # the path is the folder, not a file or a glob
+    setting: str = dataclasses.field(default="", compare=False)  # KEY=PATH in the config, for messages
     rules: int = dataclasses.field(default=PRESENT_RULES, compare=False)
 
     @functools.cached_property

@@ -22,7 +22,7 @@ def read(file: str, begin: int, end: int) -> bytes:
 
 
 def version(file: str) -> tuple[Any, ...]:
-    """Reads a file's size, and its metadata, which change when it is written; raises as `attempted` does."""
+    """Reads a file's size and metadata, which change when it is written; raises as `attempted` does."""
     info = _on_store(file, file, lambda fs, place: fs.invalidate_cache() or fs.info(place))
     return info.get("size"), str(info)
 

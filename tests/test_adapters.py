@@ -209,9 +209,9 @@ def test_adapters_on_weights_that_changed_are_refused(folders, tmp_path):
     other.save_pretrained(tmp_path / "other")
     shutil.rmtree(tmp_path / "base")
     convert.main(["from-hf", str(tmp_path / "other"), str(tmp_path / "base")])
-    with pytest.raises(UserError, match="not those on which these adapters were trained"):
+    with pytest.raises(UserError, match="not the ones on which these adapters were trained"):
         train(folders, steps=4, **keys)
-    with pytest.raises(UserError, match="not those on which these adapters were trained"):
+    with pytest.raises(UserError, match="not the ones on which these adapters were trained"):
         evaluated(folders, load_parameters_path=tmp_path / "run")
 
 

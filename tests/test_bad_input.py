@@ -199,7 +199,8 @@ def test_a_state_that_has_made_all_steps_of_a_new_run(finished, refused):
 
 def test_a_run_resumed_with_another_width(finished, tmp_path, corpus, monkeypatch, capsys):
     said = resume(finished, tmp_path, corpus, monkeypatch, capsys, base_emb_dim=64)
-    assert_says(said, "base_emb_dim: 32 -> 64", "run_name", "accept them, if they leave the shapes of the weights")
+    accept = "accept the changes, if they keep the shapes of the weights"
+    assert_says(said, "base_emb_dim: 32 -> 64", "run_name", accept)
 
 
 def test_a_width_that_was_accepted_still_needs_arrays_of_that_shape(finished, tmp_path, corpus, monkeypatch, capsys):

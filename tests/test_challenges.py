@@ -126,7 +126,7 @@ def test_a_run_without_checkpoints_does_not_promise_to_go_on(tmp_path, corpus, m
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 4, "enable_checkpointing": "false"}
     runs.run_here(**keys)
     output = capsys.readouterr().out
-    assert "stopped by SIGTERM after step 2; no checkpoint is there" in output
+    assert "stopped by SIGTERM after step 2; there is no checkpoint" in output
     assert "goes on" not in output
 
 
@@ -206,8 +206,8 @@ def test_ctrl_c_saves_reports_and_the_same_command_goes_on(tmp_path, corpus, mon
     monkeypatch.setattr(train, "hparams_at", interrupted_in_step_2)
     command = runs.arguments(base_output_directory=tmp_path, dataset_path=corpus, steps=4)
     assert train.main(command).exit_code == 130
-    stands = f"the checkpoint of step 2 in {tmp_path / 'run'} stands; the same command, run_name=run, goes on from it"
-    assert f"stopped by Ctrl-C after step 2; {stands}" in capsys.readouterr().out
+    saved = f"the checkpoint of step 2 in {tmp_path / 'run'} is intact; the same command, run_name=run, goes on from it"
+    assert f"stopped by Ctrl-C after step 2; {saved}" in capsys.readouterr().out
     assert runs.steps_saved(tmp_path / "run") == [2]
     assert (tmp_path / "run" / "report.html").exists()
     monkeypatch.undo()

@@ -57,7 +57,7 @@ def test_a_fault_is_one_line_and_a_traceback_in_the_runs_folder(error, capsys, t
     assert code == 1
     assert said.count("\n") == 1
     assert said.startswith(f"error: unexpected {type(error).__name__}")
-    assert said.endswith(f"; the checkpoint of step 5 in {tmp_path / 'run'} stands\n")
+    assert said.endswith(f"; the checkpoint of step 5 in {tmp_path / 'run'} is intact\n")
     file = Path(re.search(r"The traceback is in (\S+);", said)[1])
     assert file.parent == tmp_path / "run"
     assert file.read_text().startswith("Traceback (most recent call last):")
@@ -80,7 +80,7 @@ def test_what_a_disk_did_is_told_from_a_fault(error, code, words, capsys, tmp_pa
     assert re.match(words, said)
     assert said.count("\n") == 1
     assert f"The traceback is in {tmp_path / 'run'}" in said
-    assert said.endswith(f"; the checkpoint of step 5 in {tmp_path / 'run'} stands\n")
+    assert said.endswith(f"; the checkpoint of step 5 in {tmp_path / 'run'} is intact\n")
 
 
 def test_a_fault_without_a_folder_names_a_temporary_file(capsys, tmp_path, monkeypatch):
@@ -94,9 +94,10 @@ def test_a_fault_without_a_folder_names_a_temporary_file(capsys, tmp_path, monke
 
 
 def test_an_interrupted_run_says_what_stands(capsys, tmp_path):
-    assert ends(capsys, raises(KeyboardInterrupt(), tmp_path)) == (130, "interrupted; no checkpoint is there\n")
+    assert ends(capsys, raises(KeyboardInterrupt(), tmp_path)) == (130, "interrupted; there is no checkpoint\n")
     (tmp_path / "checkpoints" / "20").mkdir(parents=True)
-    assert f"the checkpoint of step 20 in {tmp_path} stands" in ends(capsys, raises(KeyboardInterrupt(), tmp_path))[1]
+    said = ends(capsys, raises(KeyboardInterrupt(), tmp_path))[1]
+    assert f"the checkpoint of step 20 in {tmp_path} is intact" in said
 
 
 def test_what_a_command_returns_is_its_exit_code(capsys):

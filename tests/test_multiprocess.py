@@ -138,7 +138,7 @@ def test_hosts_with_other_data_are_told_so(tmp_path, corpus):
     codes, outputs = ends_of_two(tmp_path, [corpus, other])
     assert codes == [2, 2]
     for output in outputs:
-        assert "process 1 reads other data or code than process 0" in output
+        assert "process 1 reads different data or code from process 0" in output
         assert "source documents: 60 in process 0, 30 in process 1" in output
 
 
@@ -173,7 +173,7 @@ def test_processes_with_other_code_of_the_user_s_are_told_so(tmp_path, monkeypat
     )
     for log in logs:
         output = log.read_text()
-        assert "process 1 reads other data or code than process 0" in output
+        assert "process 1 reads different data or code from process 0" in output
         for entry in ("source code own_code", "code batch_transform own_code"):
             assert f"  {entry}: {first} in process 0, {second} in process 1" in output
     assert not (tmp_path / "run").exists()

@@ -146,7 +146,7 @@ def test_a_command_replaces_what_it_wrote_and_nothing_else(trained, tmp_path, ke
 def test_a_run_replaces_nothing_in_a_folder_that_is_not_a_runs(trained, tmp_path, name):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_text("steps: 5  # mine\n")
-    with pytest.raises(UserError, match=f"run/{name} is there, and .*config.yml is not a run's"):
+    with pytest.raises(UserError, match=f"run/{name} exists, and .*config.yml is not from a run"):
         runs.run_here(base_output_directory=tmp_path, dataset_path=trained.parent / "corpus", steps=1)
     assert runs.contents(tmp_path) == {f"run/{name}": b"steps: 5  # mine\n"}
 

@@ -81,7 +81,7 @@ def test_a_pipe_in_a_folder_of_data_is_not_waited_for(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     os.mkfifo(tmp_path / "pipe.txt")
     config = load_tiny(dataset_type="text", dataset_path=tmp_path, vocab_size=258)
-    with pytest.raises(UserError, match=r"pipe\.txt is no regular file: leave it out"):
+    with pytest.raises(UserError, match=r"pipe\.txt is not a regular file: leave it out"):
         open_source(train_specs(config.data)[0], InputSpec.of(config, ByteTokenizer()))
 
 

@@ -125,7 +125,7 @@ def test_a_state_that_is_not_good_is_not_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(MetricsLog, "write", failing(5, full, MetricsLog, "write"))
     with pytest.raises(OSError, match="No space") as raised:
         start(tmp_path)
-    assert raised.value.kept_checkpoint == "no checkpoint is there"
+    assert raised.value.kept_checkpoint == "there is no checkpoint"
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

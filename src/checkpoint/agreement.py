@@ -1,4 +1,4 @@
-"""Reads checkpoints so that all processes of a job get the same, or fail alike."""
+"""Reads checkpoints so that all processes of a job get the same result, or fail with the same error."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def on_all_processes(read: Callable[[], T]) -> T:
-    """Returns `read()`, or raises the same error on every process if it failed on any, so that all do the same.
+    """Calls `read` on every process; if it fails on any, raises the same error on all, so that they stay in step.
 
     Raises DamagedError if the contents are not a checkpoint; TransientError if reading failed several times for
     transient reasons; UserError if reading failed for another reason, which says nothing about the contents.
@@ -36,7 +36,7 @@ def on_all_processes(read: Callable[[], T]) -> T:
 
 
 def of_process_0(read: Callable[[], Any]) -> Any:
-    """Returns what `read()` gives process 0, a JSON value, on every process; raises as `on_all_processes` does.
+    """Broadcasts the result of `read()` on process 0, a JSON value; raises as `on_all_processes` does.
 
     Processes may see a folder in different states, and replicas must not start from different checkpoints.
     """

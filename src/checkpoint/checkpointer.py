@@ -1,7 +1,7 @@
-"""Saves a run's checkpoints through Orbax while training goes on.
+"""Saves a run's checkpoints through Orbax while training continues.
 
 Orbax writes `<directory>/<step>/` with two items: `state`, the arrays under dotted names, and `meta`, a JSON object
-with the caller's values and each array's shape, dtype and digest, which src/checkpoint/restore.py compares.
+with the caller's values and each array's shape, dtype and digest, which src/checkpoint/restore.py verifies.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from src.checkpoint.run_folder import absolute, is_unfinished, steps_in, write_e
 from src.system.errors import TransientError, UserError
 from src.system.storage_errors import one_line, retried, tensorstore_errors
 
-_TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder on a disk that Orbax has not finished
+_TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of folders on a disk that Orbax has not finished
 
 
 class Save(NamedTuple):
-    """One checkpoint to write."""
+    """Holds a checkpoint to write."""
 
     step: int
     arrays: dict[str, jax.Array]
@@ -39,19 +39,19 @@ class Checkpointer:
 
     Nothing is created, renamed or deleted before the first `save`. All processes of a job make the same calls.
     `directory` is the run's checkpoints/ folder, local or any other path that etils reads; `max_to_keep` -1 keeps all;
-    with `async_save` files are written while the caller goes on; `compress` makes them smaller by about a quarter, and
-    without it arrays in host memory are not copied.
+    with `async_save` files are written while the caller continues; `compress` makes files about a quarter smaller, but
+    copies arrays in host memory.
     """
 
     def __init__(self, directory: epath.PathLike, *, max_to_keep: int, async_save: bool, compress: bool = True) -> None:
         self._directory = absolute(directory)
         self._max_to_keep = max_to_keep
         self._kind = {"async_save": async_save, "compress": compress}
-        self.checksum = 0  # of the checkpoint that was saved or restored last
+        self.checksum = 0  # of the checkpoint last saved or restored
         self._manager: Any = None  # Orbax's
         self._damaged_steps: list[int] = []
         self._saved_steps: list[int] = []
-        self._unwritten: Save | None = None  # until it is known to be complete
+        self._unwritten: Save | None = None  # the last save, until it is known to be complete
         self._last_was_missed = False
         self._deleter = ThreadPoolExecutor(max_workers=8)
         self._deletions: dict[int, Future[None]] = {}
@@ -60,11 +60,11 @@ class Checkpointer:
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> list[str]:
         """Saves a state, whose arrays may be donated once this returns, and its `meta`, any JSON object.
 
-        Deletes all but `max_to_keep` of the earlier checkpoints, in the background: the caller has seen that their
-        weights are good. Returns messages: a failed deletion is tried again, and a transient failure of the save before
-        this one is tolerated once. Raises UserError if this checkpoint or the last one could not be written, or
-        something is in its place; TransientError if this one could not be written after several attempts, or two in
-        turn could not.
+        Deletes all but `max_to_keep` of the earlier checkpoints in the background, now that the caller has seen that
+        the weights are good. Returns messages: a failed deletion is tried again, and a transient failure of the
+        previous save is tolerated once. Raises UserError if this checkpoint or the previous one could not be written,
+        or its folder exists already; TransientError if this one could not be written after several attempts, or two in
+        succession could not.
         """
         messages, missed = self._failed_deletions(), self._unwritten
         try:
@@ -74,7 +74,7 @@ class Checkpointer:
                 raise
             self._last_was_missed = True
             reason = one_line(error.__cause__)
-            messages.append(f"checkpoint {missed.step} could not be written ({reason}); {step} is written in its place")
+            messages.append(f"checkpoint {missed.step} could not be written ({reason}); {step} replaces it")
         arrays = flatten(state)
         self._unwritten = Save(step, arrays, _encode_meta(meta, arrays))
         self.checksum = self._unwritten.meta["checksum"]
@@ -83,11 +83,11 @@ class Checkpointer:
         return messages
 
     def restore_latest(self, abstract_state: Mapping[str, Any]) -> Restored | None:
-        """Restores the newest good checkpoint; returns None if there is no checkpoint at all.
+        """Restores the newest good checkpoint; returns None if the run has not saved any.
 
-        Damaged ones are skipped, each with a message, and renamed by the next `save`, as the run comes to their steps
-        again. Arrays come as `abstract_state` has them: pytrees of `jax.ShapeDtypeStruct`s with shardings, to whose
-        dtypes they are cast, and of `HostArray`s. Raises UserError if no checkpoint is good, one could not be read, or
+        Damaged checkpoints are skipped, each with a message, and renamed by the next `save`, because the run will reach
+        their steps again. `abstract_state` has pytrees of `jax.ShapeDtypeStruct`s with shardings, to whose dtypes
+        arrays are cast, and of `HostArray`s. Raises UserError if all checkpoints are damaged, one could not be read, or
         its arrays have other names or shapes; TransientError if one could not be read after several attempts.
         """
         steps = of_process_0(lambda: steps_in(self._directory))
@@ -107,7 +107,7 @@ class Checkpointer:
         return Restored(state, meta, messages)
 
     def wait(self, retry: bool = True) -> None:
-        """Waits until all is saved; `retry` makes a failed save again if its arrays are there; raises as `save`."""
+        """Waits for the last save; `retry` repeats a failed one if its arrays still exist. Raises as `save` does."""
         if self._unwritten is None:
             return
         arrays = self._unwritten.arrays.values()
@@ -124,28 +124,28 @@ class Checkpointer:
                 self._deletions[step] = self._deleter.submit((self._directory / str(step)).rmtree)
 
     def finish(self) -> list[str]:
-        """Waits until all is saved and what is too old is deleted; returns messages, and raises, as `save` does."""
+        """Waits for the last save and for deletions of old checkpoints; returns messages and raises as `save` does."""
         self.wait()
         self.prune()
         return self._failed_deletions(wait=True)
 
     def _failed_deletions(self, wait: bool = False) -> list[str]:
-        """Returns a message for each deletion that ended in an error since the last call; these are tried again."""
+        """Makes a message for each deletion that failed since the last call; `prune` tries these again."""
         ended = [step for step, deletion in self._deletions.items() if wait or deletion.done()]
         errors = {step: self._deletions.pop(step).exception() for step in ended}
         return [
-            f"checkpoint {step} could not be deleted and takes room in {self._directory}: {one_line(error)}"
+            f"checkpoint {step} could not be deleted and takes up space in {self._directory}: {one_line(error)}"
             for step, error in errors.items()
             if error
         ]
 
     def quarantine_nonfinite(self, first_step: int) -> list[str]:
-        """Renames the checkpoints saved at `first_step` or later, as no run can go on from them; returns the names."""
+        """Renames checkpoints saved at `first_step` or later, so that no run resumes from them; returns new names."""
         with contextlib.suppress(UserError, TransientError):  # a failed save leaves nothing to rename
             self.wait()
         names = [self._rename(step, "nonfinite") for step in self._saved_steps if step >= first_step]
         self._saved_steps = []
-        # The first process to end ends the others, so process 0 has to have renamed them before.
+        # The first process to exit ends the others, so all of them wait here until process 0 has renamed them.
         multihost_utils.sync_global_devices("checkpoints set aside")
         return [name for name in names if name]
 
@@ -170,16 +170,16 @@ class Checkpointer:
             for damaged in self._damaged_steps:
                 self._rename(damaged, "damaged")
             self._damaged_steps = []
-            # Orbax's own removal goes on in a thread after its manager failed, and takes the next one's files.
+            # Orbax's own cleanup thread outlives a failed manager, and would remove the next manager's files.
             self._remove_unfinished()
-            # The other processes list the folder only after that.
+            # The other processes must list the folder only after these changes.
             multihost_utils.sync_global_devices("damaged checkpoints renamed, unfinished ones removed")
             self._manager = orbax_manager.open_manager(self._directory, **self._kind)
         self.prune(before=step)
         if (self._directory / str(step)).exists():
             raise UserError(
-                f"{self._directory / str(step)} is there already, and this run has not written it. If another run "
-                "writes to this folder, end it or use another run_name; else move it away."
+                f"{self._directory / str(step)} exists already, and this run did not write it. If another run "
+                "writes to this folder, stop it or use another run_name; otherwise move it away."
             )
         with self._abandoning():
             orbax_manager.begin_save(self._manager, step, arrays, meta)
@@ -193,10 +193,10 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _abandoning(self) -> Iterator[None]:
-        """Removes, if the body fails, the save's files and the manager, which would raise its error again.
+        """If the body fails, removes the save's files and the manager, which would raise its error again.
 
-        A checkpoint that is complete nonetheless, as the error came later, is kept without an error in a job of one
-        process. One of several would then wait for the others, which are elsewhere.
+        In a job with one process, a checkpoint that was complete before the error is kept, without an error. In
+        a larger job the error is raised, because a process that continued would wait for the others.
         """
         try:
             with tensorstore_errors():
@@ -220,9 +220,9 @@ class Checkpointer:
                 _remove(path)
 
     def _attempt(self, action: Callable[[], None], retry: bool) -> None:
-        """Calls `action`, which writes the unwritten save; turns what it raises into errors that a user can act on."""
+        """Calls `action`, which writes the unwritten save; turns its exceptions into errors that a user can act on."""
         try:
-            # One of several processes cannot begin again by itself: the others are elsewhere in the save.
+            # One of several processes cannot retry by itself, because the others are at other points of the save.
             retried(action) if retry and jax.process_count() == 1 else action()
         except UserError:
             raise
@@ -232,12 +232,12 @@ class Checkpointer:
             raise write_error(self._directory, save.step, size, error) from error
 
     def _name_aside(self, step: int, why: str) -> str:
-        """Returns a name that is not a step's: `10.damaged`, or if that is taken `10.damaged-2` and so on."""
+        """Picks an unused name that is not a step number: `10.damaged`, or if that exists `10.damaged-2` and so on."""
         names = itertools.chain([f"{step}.{why}"], (f"{step}.{why}-{count}" for count in itertools.count(2)))
         return next(name for name in names if not (self._directory / name).exists())
 
     def _rename(self, step: int, why: str) -> str:
-        """Renames a checkpoint, on process 0; returns its new name, "" if there is no such checkpoint."""
+        """Renames a checkpoint, on process 0; returns its new name, or "" if it does not exist."""
         folder = self._directory / str(step)
         if not folder.exists():
             return ""
@@ -248,7 +248,7 @@ class Checkpointer:
 
 
 def _remove(folder: epath.Path) -> None:
-    """Removes a folder, to which unfinished writes may still add files; the next start removes what remains."""
+    """Removes a folder to which unfinished writes may still add files; the next start removes any that remain."""
     for _ in range(20):
         with contextlib.suppress(Exception):
             folder.rmtree()
@@ -262,5 +262,5 @@ def _encode_meta(meta: Mapping[str, Any], arrays: Mapping[str, jax.Array]) -> di
     entries = {
         name: {"shape": x.shape, "dtype": x.dtype.name, "digest": int(digest_of[name])} for name, x in arrays.items()
     }
-    content = json.loads(json.dumps({"meta": meta, "arrays": entries}))  # as it will be read: tuples become lists
+    content = json.loads(json.dumps({"meta": meta, "arrays": entries}))  # as it will be read back: tuples become lists
     return {**content, "checksum": checksum_of(content)}

@@ -1,4 +1,4 @@
-"""Says what a run's folder holds of a state, and what of it a later start may not change."""
+"""Collects the contents of a checkpoint, and compares a run's config with its config at the last start."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -21,28 +21,28 @@ from src.system.errors import UserError
 def checkpoint_entries(
     plan: StepPlan, state: TrainState, position: np.ndarray, rows: Sequence[int], schedule: BatchSchedule
 ) -> dict[str, Any]:
-    """Returns what a checkpoint holds: the state, and the data position after its last step of all hosts' streams."""
-    sharding = plan.layout.sharding(("batch", None, None))  # `position`: of this host's, int32 [streams, S, 2]
+    """Collects a checkpoint's arrays: the state, and the data position of all hosts' streams after its last step."""
+    sharding = plan.layout.sharding(("batch", None, None))  # `position` is this host's: int32 [streams, S, 2]
     positions = to_global(position, sharding, rows, schedule.rows)
-    if schedule.ramp:  # devices have the streams in another order
+    if schedule.ramp:  # devices hold the streams in a different order
         positions = _taking(sharding)(positions, np.argsort(schedule.streams()))
     return {**saved_entries(plan, state), "data_position": positions}
 
 
-@functools.cache  # or each save would compile it
+@functools.cache  # avoids compiling it at each save
 def _taking(sharding: jax.sharding.Sharding) -> Callable[[jax.Array, np.ndarray], jax.Array]:
     return jax.jit(lambda rows, places: rows[places], out_shardings=sharding)
 
 
 def saved_entries(plan: StepPlan, state: TrainState) -> dict[str, Any]:
-    """Returns the entries of a state that are saved; with adapters, the weights under them are not."""
+    """Selects the entries of a state to save: with adapters, all but the base weights."""
     return {name: entry for name, entry in state.by_name().items() if not (plan.step.lora_rank and name == "frozen")}
 
 
 def saved_meta(
     plan: StepPlan, loading: Checkpoint, fingerprint: Mapping[str, Any], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """Returns what a checkpoint says about itself beside its arrays; `loading` says what the weights began with."""
+    """Builds the metadata to save with a checkpoint's arrays; `loading` tells which weights the run started from."""
     vocab_size, tokenizer_facts = plan.spec.vocab_size, tokenizer.fingerprint() if tokenizer else None
     meta = {"data": fingerprint, "vocab_size": vocab_size, "tokenizer": tokenizer_facts}
     if plan.step.lora_rank:
@@ -59,23 +59,23 @@ def saved_meta(
 
 
 def compare_configs(config: Config, folder: RunFolder) -> list[str]:
-    """Returns a line for each change since the last start; raises UserError for one that breaks it, if not accepted."""
+    """Describes each change since the last start in a line; raises UserError for breaking ones not accepted."""
     if not (folder.path / "checkpoints").exists():
         return []
     if not config.enable_checkpointing:
         raise UserError(
             f"{folder.path} has checkpoints, which a run with enable_checkpointing=false would neither use nor "
-            "keep up. Use another run_name."
+            "add to. Use another run_name."
         )
     if not (saved := folder.read_text("config.yml")):
-        return ["the run's config.yml is missing or empty: nobody can tell what has changed since its last start"]
+        return ["the run's config.yml is missing or empty: cannot tell what has changed since its last start"]
     harmless, breaking = compare_runs(from_yaml(saved), config)
     if breaking:
         listed = "\n".join(f"  {change}" for change in breaking.values())
         raise UserError(
-            f"This run was started with other settings of its weights or data (old -> new):\n{listed}\n"
-            f"Give them as they were, or use another run_name (load_parameters_path={folder.path} begins it with these "
-            "weights), or accept them, if they leave the shapes of the weights and of the optimizer's arrays as they "
-            f"are: accept_changes=[{', '.join(breaking)}]"
+            f"This run was started with different settings for its weights or data (old -> new):\n{listed}\n"
+            f"Restore them, or use another run_name (load_parameters_path={folder.path} starts it from these weights), "
+            "or accept the changes, if they keep the shapes of the weights and of the optimizer's arrays: "
+            f"accept_changes=[{', '.join(breaking)}]"
         )
     return [f"changed since the run's last start: {change}" for change in harmless.values()]

@@ -1,4 +1,4 @@
-"""Carries a checkpoint's position in the data over to the data that the config describes."""
+"""Converts a checkpoint's position in its data to the data that the config describes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -16,8 +16,8 @@ from src.data.order import Mixture
 from src.data.rules import RULES_FACT, describe_rules, rules_of
 from src.system.errors import UserError, changed_keys, first_few
 
-# The keys that alter an entry of the data's fingerprint: one of them in `accept_changes` accepts the change. The first
-# is recommended to a user whose configuration has not changed.
+# Keys that change each entry of the data's fingerprint: naming one of them in `accept_changes` accepts the change. The
+# first key is recommended to a user whose configuration has not changed.
 SOURCE_KEYS = ("dataset_path", *(keys[0] for keys in SETTINGS.values()), "datasets", "use_sft")
 HELD_OUT_KEYS = ("eval_interval", "eval_fraction", "eval_dataset_path", "eval_dataset_name", "eval_datasets")
 ACCEPTED_BY = {
@@ -40,23 +40,23 @@ ACCEPTED_BY = {
     "sft_train_on_completion_only": ("sft_train_on_completion_only", "use_sft"),
     EVALUATION: (*HELD_OUT_KEYS[2:], "eval_metrics", "decode_metrics", EVALUATION),
 }
-LATER = {"file", "contents", "lines", "code", EVALUATION}  # what entries that older fingerprints lack begin with
-Facts = Mapping[str, Any]  # a checkpoint's meta, or the data's fingerprint
+LATER = {"file", "contents", "lines", "code", EVALUATION}  # first words of entries that older fingerprints lack
+Facts = Mapping[str, Any]  # a checkpoint's meta, or a data fingerprint
 
-# What the config says of batches, whatever the data.
+# Entries about batches, which do not depend on the data.
 _SIZES = ("global batch", "batch ramp", "max_target_length")
 BATCH_FACTS = {*_SIZES, "long_documents", "packing", "batch_transform", "data_shuffle_seed"}
 
 
 class Fact(NamedTuple):
-    """Says what an entry of `data_fingerprint` is about."""
+    """Identifies the subject of an entry of `data_fingerprint`."""
 
-    source: str | None  # the source's name, "" for the only one; None where the entry is about the run
-    name: str  # the fact, as the source's own fingerprint has it; the entry itself where it is about the run
+    source: str | None  # the source's name, "" for a single source; None for entries about the run
+    name: str  # as in the source's own fingerprint; the whole entry if it is about the run
 
     @classmethod
     def of(cls, entry: str, sources: Sequence[str]) -> Self:
-        """Reads an entry of a run with these sources."""
+        """Parses an entry of a run with these sources."""
         entry = entry.removeprefix(f"{EVALUATION} ")
         for source in sorted(filter(None, sources), key=len, reverse=True):
             if entry.startswith(prefix := f"source {source} "):
@@ -67,18 +67,18 @@ class Fact(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        """Says whether it is one file's size, which fingerprints list only where files are few."""
+        """Tells whether it is the size of a file; fingerprints list sizes only of a small number of files."""
         return self.source is not None and self.name.startswith("file ")
 
 
 def data_position(
     step: int, streams: np.ndarray, meta: Facts, data: Data, accept_changes: Sequence[str], fingerprint: Facts
 ) -> tuple[DataPosition, list[str]]:
-    """Returns where a checkpoint's run goes on in the data of `fingerprint`, and messages for the user.
+    """Finds the point at which a checkpoint's run continues in the data of `fingerprint`; returns messages, too.
 
-    `streams` are the checkpoint's positions, int32 [B, S, 2]. Where the user accepts another global batch size, row
-    length or mixture, each source goes on after as many documents, or rows of tokens, as were taken from it. Raises
-    UserError if the data differ, and `accept_changes` does not say that they may.
+    `streams` are the checkpoint's positions, int32 [B, S, 2]. If the user accepts another global batch size, row length
+    or mixture, each source continues after the number of documents, or rows of tokens, already taken. Raises UserError
+    if the data differ and `accept_changes` does not allow it.
     """
     messages = accepted_changes(meta, data, accept_changes, fingerprint)
     messages += describe_rules(rules_of(fingerprint))
@@ -86,18 +86,18 @@ def data_position(
     everyones = meta.get("streams", [{}] * jax.process_count())
     if len(everyones) != jax.process_count():
         raise UserError(
-            f"the data are streams, one for each process: the checkpoint is of {len(everyones)} processes, and this "
-            f"job has {jax.process_count()}. Give it as many; numbered documents (dataset_type=parquet, array_record, "
-            "tokens, or grain.MapDataset) go on with any number"
+            f"the data are streams, one per process: the checkpoint is of {len(everyones)} processes, and this job has "
+            f"{jax.process_count()}. Use the checkpoint's number; numbered documents (dataset_type=parquet, "
+            "array_record, tokens, or grain.MapDataset) resume with any number"
         )
     place = DataPosition(streams, *rows_consumed(step, meta, data, fingerprint), everyones[jax.process_index()])
     return place, [*messages, *moved]
 
 
 def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fingerprint: Facts) -> list[str]:
-    """Returns a line for each change since the checkpoint; raises UserError unless all are accepted.
+    """Describes each change since the checkpoint in a line; raises UserError unless all are accepted.
 
-    EVALUATION in `accept_changes` accepts changes of evaluations.
+    EVALUATION in `accept_changes` accepts all changes that affect only evaluations.
     """
     old = {RULES_FACT: rules_of(meta["data"]), **meta["data"]}
     sources = {*source_names(meta), *(spec.name for spec in all_specs(data))}
@@ -116,21 +116,21 @@ def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fin
     }
     accepting = {name: accepted_by(name, facts[name]) for name in changes}
     if refused := [name for name in changes if not set(accept_changes).intersection(accepting[name])]:
-        refused.sort(key=lambda name: not facts[name].is_file)  # which says the most
+        refused.sort(key=lambda name: not facts[name].is_file)  # sizes of files tell a user the most
         listed = first_few((f"  {changes[name]}" for name in refused), "\n")
         keys = ", ".join(dict.fromkeys(accepting[name][0] for name in refused))
         if BATCH_FACTS.issuperset(refused):
-            what = "The checkpoint's run had other batches"
+            what = "The checkpoint's run had different batches"
             batch_keys = ", ".join(key for name in refused for key in accepting[name])
             restore = f"Give {batch_keys} and as many devices as before"
         else:
-            what, restore = "The checkpoint stands in other data or code than the config describes", "Restore them"
+            what, restore = "The checkpoint was saved with other data or code than the config describes", "Restore them"
         raise UserError(
             f"{what} (old -> new):\n{listed}\n"
-            f"{restore}, or accept the changes, by which examples may repeat or be missed: accept_changes=[{keys}]"
+            f"{restore}, or accept the changes, after which examples may repeat or be missed: accept_changes=[{keys}]"
         )
     missing = dict.fromkeys(name.partition(" source ")[0] for name in fingerprint if name in unknown)
-    lines = [f"the checkpoint does not have, so this is not compared: {first_few(missing)}"] * bool(missing)
+    lines = [f"not compared, because the checkpoint lacks it: {first_few(missing)}"] * bool(missing)
     said = ("changed" if name.startswith(EVALUATION) else "accepted" for name in changes)
     return [*lines, *map(": ".join, zip(said, changes.values(), strict=True))]
 
@@ -142,7 +142,7 @@ def _changed(old: Any, new: Any, fact: Fact) -> str:
 
 
 def accepted_by(entry: str, fact: Fact) -> tuple[str, ...]:
-    """Returns the keys of which `accept_changes` has to name one if this entry of the data's fingerprint changed."""
+    """Lists the keys that accept a change of this entry of the data's fingerprint, if `accept_changes` names one."""
     of_mixture = fact.source and not fact.is_file
     by_default = ("datasets", *SOURCE_KEYS) if of_mixture else SOURCE_KEYS
     beginnings = (entry, " ".join(entry.split(" ")[:2]), entry.split(" ")[0])
@@ -150,25 +150,25 @@ def accepted_by(entry: str, fact: Fact) -> tuple[str, ...]:
 
 
 def remapped_streams(streams: np.ndarray, meta: Facts, data: Data, rows: int) -> tuple[np.ndarray, list[str]]:
-    """Returns the packing streams' positions, int32 [B, S, 2], for the current sources and number of rows."""
+    """Converts the packing streams' positions to the current sources and number of rows: int32 [B, S, 2]."""
     old_names, names = source_names(meta), [spec.name for spec in train_specs(data)]
     if old_names == names and len(streams) == rows:
         return streams, []
     new = [name for name in names if name not in old_names]
-    messages = [f"the data of {name or 'the run'} begin at their start" for name in new]
+    messages = [f"the data of {name or 'the run'} start from the beginning" for name in new]
     columns = [np.zeros_like(streams[:, 0]) if name in new else streams[:, old_names.index(name)] for name in names]
     if rows != len(streams):
         taken = sum(int(documents_consumed(column).sum()) for column in columns)
-        messages.append(f"the global batch changed: the data go on after {taken:,} documents or pieces of them")
+        messages.append(f"the global batch changed: the data continue after {taken:,} documents or pieces of them")
         columns = [remap_position(column, rows) for column in columns]
     return np.stack(columns, axis=1), messages
 
 
 def rows_consumed(step: int, meta: Facts, data: Data, fingerprint: Facts) -> tuple[int, dict[str, int]]:
-    """Counts the rows since weights, batch and row length were last changed; and those of each source before that.
+    """Counts the rows since weights, batch or row length last changed, and each source's rows before that change.
 
-    After a change the mixture's schedule begins anew, and sources without packing streams go on after their own rows:
-    pre-tokenized data after as many tokens, if the length of a row changed.
+    After a change the mixture's schedule restarts, and sources without packing streams continue after their own rows;
+    if the length of a row changed, pre-tokenized data continue after the same number of tokens.
     """
     old = meta["data"]
     names, weights = source_names(meta), meta.get("mixture", {"weights": [1.0]})["weights"]
@@ -178,12 +178,12 @@ def rows_consumed(step: int, meta: Facts, data: Data, fingerprint: Facts) -> tup
         return taken, dict(before)
     mixture = Mixture(weights)
     rows = {name: before.get(name, 0) + mixture.count(index, taken) for index, name in enumerate(names)}
-    if fingerprint["packing"]:  # without packing a row is a document, whatever its length
+    if fingerprint["packing"]:  # without packing, each row is one document of any length
         lengths = old["max_target_length"], fingerprint["max_target_length"]
         rows = {name: count * lengths[0] // lengths[1] for name, count in rows.items()}
     return 0, rows
 
 
 def source_names(meta: Facts) -> list[str]:
-    """Returns the names of the sources that a checkpoint's positions refer to."""
+    """Lists the names of the sources in a checkpoint's positions."""
     return meta.get("mixture", {"names": [""]})["names"]

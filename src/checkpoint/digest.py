@@ -1,4 +1,4 @@
-"""Computes a digest per array, which changes with any of its bits and so reveals a damaged checkpoint."""
+"""Computes a digest of each array that changes with any of its bits, and so reveals a damaged checkpoint."""
 
 import math
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 PIECE = 2**18  # elements
-_GOLDEN = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio, odd: positions spread over all bits
+_GOLDEN = np.uint32(0x9E3779B1)  # 2**32 / golden ratio, odd: spreads positions over all bits
 
 
 def digests(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the digest of each array, uint32[], which does not depend on its place or sharding."""
+    """Digests each array as uint32[], independent of its device, memory and sharding."""
     whole = {name: x for name, x in arrays.items() if isinstance(x, jax.Array) and len(x.sharding.device_set) == 1}
     in_memory = {name: _digest_in_pieces(np.asarray(x)) for name, x in whole.items() if x.device.platform == "cpu"}
     return in_memory | _digests_on_devices({name: x for name, x in arrays.items() if name not in in_memory})
@@ -37,11 +37,11 @@ def _digest_in_pieces(x: np.ndarray) -> jax.Array:
 
 
 def digest(x: jax.Array) -> jax.Array:
-    """Returns the sum, modulo 2**32, over the elements of `x` of a hash of (bits, position): uint32[].
+    """Sums, modulo 2**32, a hash of (bits, position) over the elements of `x`: uint32[].
 
     The sum does not depend on the order in which devices add; the position in the hash reveals swapped elements. For a
-    given position the hash is a bijection of the bits, so a change of one element is always seen; any other change
-    goes unseen with a probability of about 2**-32. Elements have 8, 16 or 32 bits.
+    given position the hash is a bijection of the bits, so a change of one element is always detected; any other change
+    is missed with a probability of about 2**-32. Elements have 8, 16 or 32 bits.
     """
     bits = x if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     position = jnp.zeros(x.shape, jnp.uint32)  # row-major, modulo 2**32, from iotas, which XLA shards for free

@@ -1,4 +1,4 @@
-"""Defines a checkpoint's parts: arrays by dotted name, a checksum of its meta, and the evaluations noted beside it."""
+"""Defines a checkpoint's parts: arrays by dotted name, a checksum of its meta, and a file of evaluations."""
 
 import json
 import zlib
@@ -12,49 +12,49 @@ from etils import epath
 
 from src.system.json_text import parse_json
 
-EVALUATIONS = "evaluations.json"  # beside the folders of steps
+EVALUATIONS = "evaluations.json"  # in the same folder as the steps' folders
 
 
 class Restored(NamedTuple):
-    """Holds what was read from a checkpoint."""
+    """Holds the contents read from a checkpoint."""
 
-    state: dict[str, Any]  # arrays, in the structure that was asked for
+    state: dict[str, Any]  # arrays, in the requested structure
     meta: dict[str, Any]  # as it was saved
     messages: list[str]  # for the user
 
 
 @dataclass(frozen=True)
 class HostArray:
-    """Stands for an array that is restored in whatever shape it was saved, as NumPy's, whole in every process."""
+    """Requests an array in its saved shape, as a NumPy array that is complete in every process."""
 
     sharding: jax.sharding.Sharding  # a copy on every device
     shape: tuple[int, ...] = ()
 
 
 class DataPosition(NamedTuple):
-    """Where a run goes on in its data."""
+    """Holds the point in the data from which a run continues."""
 
-    streams: np.ndarray | None = None  # int32 [B, S, 2], of each row's documents in each source; None: at their start
+    streams: np.ndarray | None = None  # int32 [B, S, 2], per packing stream and source; None: at the start
     rows_taken: int = 0  # see `data_position.rows_consumed`
     rows_before: Mapping[str, int] = {}
-    saved: Mapping[str, Any] = {}  # of this process, where each `StreamSource` goes on, by its name
+    saved: Mapping[str, Any] = {}  # this process's state of each `StreamSource`, by name
 
 
 def read_evaluations(checkpoints: epath.Path) -> dict[str, Any]:
-    """Returns what came of the evaluations after checkpoints, by checksum; {} without a readable file."""
+    """Reads the results of evaluations made at checkpoints, by checksum; {} without a readable file."""
     try:
         return dict(parse_json((checkpoints / EVALUATIONS).read_bytes()))
-    except (OSError, ValueError, TypeError):  # they are made again
+    except (OSError, ValueError, TypeError):  # the evaluations are repeated
         return {}
 
 
 def checksum_of(content: Mapping[str, Any]) -> int:
-    """Returns a checksum of a JSON object, which reveals edits."""
+    """Computes a checksum of a JSON object, to reveal edits."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def flatten(state: Any) -> dict[str, Any]:
-    """Returns the leaves by dotted name, so that the files do not depend on the types of optax's containers."""
+    """Names the leaves with dots, so that files do not depend on the types of optax's containers."""
     return {_dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
 
 

@@ -23,16 +23,16 @@ from src.model import lora
 from src.model.params import Tree, by_path, dotted, join, nested
 from src.system.errors import UserError, changed_keys, counted, first_few
 
-TAIL_BYTES = 2**16  # read of each file: training changes the last bytes as it does all others
+TAIL_BYTES = 2**16  # read at the end of each file, which training changes too
 
 
 def load_weights(path: str, tree: Tree, ema: bool = False, keep_dtypes: bool = False) -> Restored:
-    """Loads the weights of a run, a checkpoint, or a Hugging Face folder or hf:// name, merging adapters into theirs.
+    """Loads the weights of a run, a checkpoint, or a Hugging Face folder or hf:// name, and merges adapters into them.
 
-    `tree` has all of a model's weights as `jax.ShapeDtypeStruct`s with shardings; `ema` takes the averages of those
-    that the run trained; `keep_dtypes` takes the saved dtypes in place of `tree`'s. Returns the weights; a checkpoint's
-    meta, or a Hugging Face folder's `vocab_size` and `tokenizer`; messages for the user. Raises UserError if there are
-    none, or damaged ones, or another model's.
+    `tree` has all of a model's weights as `jax.ShapeDtypeStruct`s with shardings; `ema` loads the averages of trained
+    weights; `keep_dtypes` keeps the saved dtypes instead of those in `tree`. Returns the weights; a checkpoint's meta,
+    or a Hugging Face folder's `vocab_size` and `tokenizer`; messages for the user. Raises UserError if weights are
+    missing, damaged, or from another model.
     """
     if _is_hf_folder(path):
         if ema:
@@ -48,25 +48,23 @@ def load_weights(path: str, tree: Tree, ema: bool = False, keep_dtypes: bool = F
     base_ema = meta["lora"].get("base_ema", False)
     check_base(meta["lora"], meta["lora"]["base"], base_ema)
     base, _, base_messages = load_weights(meta["lora"]["base"], tree, base_ema, keep_dtypes)
-    whole = join(base, restored)  # weights trained beside the adapters replace the base's
+    whole = join(base, restored)  # weights trained together with the adapters replace base weights
     merged = lora.merge(whole, adapters, meta["lora"]["alpha"])
     note = f"merged the adapters of {path} into the weights of {meta['lora']['base']}."
     return Restored(merged, meta, [*base_messages, *messages, note])
 
 
 def load_adapters(path: str) -> tuple[dict[tuple[str | int, ...], tuple[np.ndarray, np.ndarray]], dict[str, Any]]:
-    """Loads what a run with `lora_rank` trained: each adapted weight's `down` and `up`, and the checkpoint's meta.
+    """Loads the adapters of a run with `lora_rank`: `down` and `up` of each adapted weight, and the checkpoint's meta.
 
-    Raises UserError if the run trained none, or whole weights beside them.
+    Raises UserError if the run trained no adapters, or whole weights as well.
     """
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def entries(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
         trained = [name for name in saved if name.startswith("trainable.")]
         if "lora" not in meta or (others := [name for name in trained if not name.startswith("trainable.lora.")]):
-            what = (
-                f"whole weights beside adapters: {first_few(others)}" if "lora" in meta else "no adapters (lora_rank)"
-            )
+            what = f"whole weights with adapters: {first_few(others)}" if "lora" in meta else "no adapters (lora_rank)"
             raise UserError(f"{path} has {what}. `convert to-hf` exports the whole model")
         return {
             name: jax.ShapeDtypeStruct(saved[name]["shape"], saved[name]["dtype"], sharding=device) for name in trained
@@ -83,14 +81,14 @@ def load_adapters(path: str) -> tuple[dict[tuple[str | int, ...], tuple[np.ndarr
 def load_by_rules(
     rules: Sequence[Mapping[str, str]], tree: Tree, axes: Tree, ema: bool = False
 ) -> tuple[Tree, list[dict[str, Any]], list[str]]:
-    """Loads the weights of `tree` that `load_weights_rules` name, each by the first that fits, each path once.
+    """Loads the weights of `tree` that match `load_weights_rules`, each by the first matching rule, each path once.
 
-    `tree` and `ema` are as in `load_weights`. Returns the weights; the meta of each path from which a weight of the
-    vocabulary came, by its logical `axes`; messages. Raises UserError for a rule that takes no weight, a name that is
-    not there, and as `load_weights` does.
+    `tree` and `ema` are as in `load_weights`. Returns the weights; the meta of each path that provided a weight with a
+    vocabulary axis, by its logical `axes`; messages. Raises UserError for a rule that matches no remaining weight, for
+    a missing name, and as `load_weights` does.
     """
     leaves, axes_of, metas, messages = by_path(tree), by_path(axes), [], []
-    sources: dict[str, dict[Any, str]] = {}  # of each path, the weights to take and their names there
+    sources: dict[str, dict[Any, str]] = {}  # by path: the weights to load and their names there
     taken: set[Any] = set()
     loaded: dict[Any, jax.Array] = {}
     for rule in rules:
@@ -101,10 +99,10 @@ def load_by_rules(
             raise UserError(f"load_weights_rules: name={rule['name']} does not fit {rule['match']}: {error}") from None
         if not names:
             left = first_few(sorted(map(dotted, leaves.keys() - taken)), near=rule["match"])
-            raise UserError(f"load_weights_rules: {rule['match']} fits none of the weights that are left: {left}")
+            raise UserError(f"load_weights_rules: {rule['match']} fits none of the remaining weights: {left}")
         if len(set(names.values())) < len(names):
             twice = first_few(names.values())
-            raise UserError(f"load_weights_rules: {rule['match']} gives two weights one name: {twice}")
+            raise UserError(f"load_weights_rules: {rule['match']} gives two weights the same name: {twice}")
         taken |= names.keys()
         sources[rule["path"]] = sources.get(rule["path"], {}) | names
     for source, names in sources.items():
@@ -114,18 +112,18 @@ def load_by_rules(
             if array.shape != (shape := leaves[path].shape):
                 there, here = f"{name} of {source} has the shape {list(array.shape)}", f"{dotted(path)} {list(shape)}"
                 raise UserError(f"load_weights_rules: {there}, and {here}")
-            # Arrays are donated, so two weights that have one name there must not be one array.
+            # Arrays are donated, so two weights loaded from the same name must not share an array.
             loaded[path] = array if list(names.values()).count(name) == 1 else jnp.array(array, leaves[path].dtype)
         metas += [meta] if any("vocab" in axes_of[path] for path in names) else []
         pairs = [dotted(path) + f" (there {name})" * (dotted(path) != name) for path, name in names.items()]
         messages += [*notes, f"load_weights_rules: from {source}: {', '.join(pairs)}"]
     if rules:
-        messages.append(f"load_weights_rules: {counted(len(leaves) - len(taken), 'weight')} as without rules")
+        messages.append(f"load_weights_rules: {counted(len(leaves) - len(taken), 'weight')} not affected by rules")
     return nested(loaded), metas, messages
 
 
 def _load_named(path: str, wanted: Tree, tree: Tree, ema: bool) -> Restored:
-    """Loads the weights with these dotted names; of a Hugging Face folder, which must have all of `tree`."""
+    """Loads the weights with these dotted names; a Hugging Face folder must have all of `tree`."""
     if _is_hf_folder(path):
         arrays, meta, messages = load_weights(path, tree, ema)
         arrays = {dotted(where): array for where, array in by_path(arrays).items()}
@@ -146,7 +144,7 @@ def _check_names(path: str, wanted: Iterable[str], available: Iterable[str]) -> 
 
 
 def _wanted(tree: Tree, keep_dtypes: bool, meta: Mapping[str, Any], saved: Mapping[str, Any]) -> Tree:
-    """Returns what to restore: all weights; of a run with adapters, these and the weights trained beside them."""
+    """Chooses the weights to restore: all, or for a run with adapters, the adapters and other trained weights."""
     leaves = {dotted(path): leaf for path, leaf in by_path(tree).items()}
     if "lora" in meta:
         leaves = {name: leaf for name, leaf in leaves.items() if name in saved}
@@ -179,12 +177,12 @@ def _load_hf_weights(path: str, tree: Tree) -> Restored:
         try:
             meta["tokenizer"] = folder_tokenizer(place, vocab_size).fingerprint()
         except UserError as error:
-            notes.append(f"nothing is known of the tokenizer of these weights: {error}")
+            notes.append(f"the tokenizer of these weights is unknown: {error}")
     return Restored(arrays, meta, [*notes, f"read the weights of {path}."])
 
 
 def identity(path: str) -> str:
-    """Returns a text that changes with the weights at `path`: of a checkpoint's digests, or of the ends of files."""
+    """Makes a text that changes with the weights at `path`, from a checkpoint's digests or the ends of files."""
     if not _is_hf_folder(path):
         return checkpoint_identity(path)
     from src.extras.hf.peft import base_model
@@ -219,17 +217,17 @@ def _local(path: str) -> str:
 def check_base(adapters: Mapping[str, Any], path: str, ema: bool) -> None:
     """Raises UserError if adapters, as their checkpoint's meta describes them, were trained on other weights."""
     if ema != adapters.get("base_ema", False):
-        raise UserError(f"these adapters were trained with load_ema={str(not ema).lower()}: set it so again")
+        raise UserError(f"these adapters were trained with load_ema={str(not ema).lower()}: set it to that again")
     if identity(path) != adapters["base_identity"]:
         raise UserError(
-            f"the weights at {path} are not those on which these adapters were trained, at {adapters['base']}, or have "
-            "changed since (a run's folder means its newest checkpoint): adapters mean nothing without them. Restore "
-            "them there."
+            f"the weights at {path} are not the ones on which these adapters were trained, at {adapters['base']}, or "
+            "have changed since (a run's folder means its newest checkpoint): adapters are useless without them. "
+            "Restore them there."
         )
 
 
 def check_vocabulary(vocab_size: int, meta: Mapping[str, Any]) -> None:
-    """Raises UserError if a checkpoint has another vocabulary size, which padding would hide."""
+    """Raises UserError if a checkpoint has a different vocabulary size, which padding would hide."""
     if meta["vocab_size"] != vocab_size:
         raise UserError(
             f"the checkpoint's vocab_size is {meta['vocab_size']}, and this configuration's is {vocab_size}: "
@@ -238,7 +236,7 @@ def check_vocabulary(vocab_size: int, meta: Mapping[str, Any]) -> None:
 
 
 def check_tokenizer(accept_changes: Sequence[str], meta: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
-    """Raises UserError for weights trained with another tokenizer, if on record, unless `accept_changes` allows it."""
+    """Raises UserError if weights were trained with another known tokenizer, unless `accept_changes` allows it."""
     old, new = meta.get("tokenizer"), tokenizer.fingerprint() if tokenizer else None
     if not old or not new or set(accept_changes).intersection(TOKENIZER_KEYS):
         return
@@ -246,6 +244,6 @@ def check_tokenizer(accept_changes: Sequence[str], meta: Mapping[str, Any], toke
         listed = "\n".join(f"  {name}: {old.get(name)} -> {new.get(name)}" for name in names)
         raise UserError(
             f"The checkpoint was trained with another tokenizer (old -> new):\n{listed}\n"
-            "Set tokenizer_type and tokenizer_path to its own, or, where its ids mean the same in this one, accept it: "
+            "Set tokenizer_type and tokenizer_path to its own, or, if its ids mean the same in this one, accept it: "
             "accept_changes=[tokenizer_path]"
         )

@@ -1,4 +1,4 @@
-"""Orbax's manager of a run's checkpoints; the first save imports it, as Orbax takes a sixth of a command's imports."""
+"""Opens Orbax's checkpoint manager. Only the first save imports this: Orbax takes a sixth of a command's imports."""
 
 import contextlib
 import gc
@@ -16,16 +16,16 @@ from src.checkpoint.run_folder import is_remote
 
 
 def open_manager(directory: epath.Path, *, async_save: bool, compress: bool) -> ocp.CheckpointManager:
-    """Opens the manager of the checkpoints in `directory`; the arguments are `Checkpointer`'s."""
-    # A store cannot rename, so there a file that is written last marks a complete checkpoint.
+    """Opens a manager of the checkpoints in `directory`; the arguments are as in `Checkpointer`."""
+    # Stores cannot rename, so a file that is written last marks a complete checkpoint there.
     mode = ocp.options.AtomicityMode.COMMIT_FILE if is_remote(directory) else ocp.options.AtomicityMode.ATOMIC_RENAME
     options = ocp.CheckpointManagerOptions(
         enable_async_checkpointing=async_save,
-        # Otherwise Orbax reads the metadata of every checkpoint at its start, and stops at a damaged one.
+        # Otherwise Orbax reads the metadata of every checkpoint at the start, and fails on a damaged one.
         lightweight_initialize=True,
         atomicity_options=ocp.options.AtomicityOptions(mode=mode),
     )
-    # Where nothing is copied, arrays of any size can be written (the default limit is 96 GB at once).
+    # Nothing is copied without compression, so the size of concurrent writes need not be limited (default: 96 GB).
     uncompressed = {} if compress else {"use_compression": False, "save_concurrent_gb": 10**6}
     handlers = {"meta": ocp.JsonCheckpointHandler(), "state": ocp.PyTreeCheckpointHandler(**uncompressed)}
     return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
@@ -39,10 +39,10 @@ def begin_save(manager: ocp.CheckpointManager, step: int, arrays: dict[str, jax.
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Drops Orbax's log, with the tracebacks of each of its threads, and what a save that failed leaves to asyncio."""
+    """Silences Orbax's log, with its threads' tracebacks, and the errors that a failed save leaves in asyncio."""
 
     def is_for_users(record: logging.LogRecord) -> bool:
-        # After a failed write, the remaining writes report to asyncio's event loop, which is closed by then.
+        # After a failed write, the remaining writes report errors to asyncio's event loop, which is closed by then.
         is_orbax = "orbax" in record.pathname or record.name == "asyncio"
         return record.levelno >= logging.CRITICAL or not is_orbax
 
@@ -60,8 +60,8 @@ def quiet_orbax() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()  # writes without a loop report as they are deleted
-        if not sys.exception():  # which keeps some that report when the process ends
+        gc.collect()  # writes without a loop report when they are deleted
+        if not sys.exception():  # an exception keeps writes alive that report at exit
             for logger in loggers:
                 logger.removeFilter(is_for_users)
             if sys.unraisablehook is hook:

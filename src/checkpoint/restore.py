@@ -1,7 +1,7 @@
-"""Restores checkpoints: the newest good one of this run, or weights and states of any run's.
+"""Restores checkpoints: the newest good one of this run, or weights and states from any run.
 
 Orbax does not notice a flipped bit in a file, so the digest of every array is compared before it is returned.
-docs/checkpoints.md says which failures are told apart.
+docs/checkpoints.md lists the kinds of failures that are distinguished.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,20 +26,21 @@ from src.system.storage_errors import DamagedError, tensorstore_result
 
 T = TypeVar("T")
 
-# Returns what to restore, given a checkpoint's meta, and the shape and dtype of each of its arrays by dotted name.
+# Chooses the arrays to restore, given a checkpoint's meta, and the shape and dtype of its arrays by dotted name.
 AbstractOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 
 Wanted = Mapping[str, jax.ShapeDtypeStruct]  # arrays by dotted name
 Saved = Mapping[str, dict[str, Any]]  # the shape, dtype and digest of each array, by dotted name
 
-ENTRIES = {False: params.ROLES, True: ("ema", *params.ROLES[1:])}  # of a checkpoint's weights, by `load_ema`
+ENTRIES = {False: params.ROLES, True: ("ema", *params.ROLES[1:])}  # a checkpoint's entries of weights, by `load_ema`
 
 
 def restore_weights(path: epath.PathLike, wanted_of: AbstractOf, ema: bool = False, some: str = "") -> Restored:
-    """Restores weights of any run's checkpoint, as `restore_any` does, whichever part of its state each was in.
+    """Restores weights of any run's checkpoint, as `restore_any` does, from any part of its state.
 
-    They go by their dotted names, without the part, for `wanted_of` too. With `ema` those that were trained are their
-    average. Raises UserError, too, if the run has none, or has further weights, unless only `some` are asked for.
+    Dotted names, here and in `wanted_of`, leave out the part. With `ema`, trained weights are replaced by their
+    averages. Also raises UserError if the run has no averages, or has further weights, unless `some` describes a
+    request for only a part of the weights.
     """
     entries = ENTRIES[ema]
 
@@ -49,7 +50,7 @@ def restore_weights(path: epath.PathLike, wanted_of: AbstractOf, ema: bool = Fal
             raise UserError(f"load_ema: {path} has no average of its weights: that run was made without ema_decay")
         wanted = wanted_of(meta, {name: saved[f"{entry}.{name}"] for name, entry in entry_of.items()})
         named = {f"{entry_of.get(name, entries[0])}.{name}": leaf for name, leaf in wanted.items()}
-        return named if some else dict.fromkeys(entries) | named  # an entry by itself has all of its names compared
+        return named if some else dict.fromkeys(entries) | named  # naming an entry compares all names in it
 
     what = some or ("the average of the weights" if ema else "the weights")
     restored, meta, messages = restore_any(path, by_entry, what)
@@ -58,11 +59,11 @@ def restore_weights(path: epath.PathLike, wanted_of: AbstractOf, ema: bool = Fal
 
 
 def restore_any(path: epath.PathLike, abstract_of: AbstractOf, what: str) -> Restored:
-    """Restores `what` of any run's checkpoint: parts of its state, or single arrays by their dotted names.
+    """Restores parts of the state in any run's checkpoint, or single arrays by their dotted names.
 
-    `path` is a checkpoint's folder, or a run's or its checkpoints/ folder, of which the newest good one is taken; the
-    parts are pytrees of `jax.ShapeDtypeStruct`s with shardings. Raises UserError if there is no checkpoint, none is
-    good, or the arrays of these parts differ in name or shape.
+    `path` is a checkpoint's folder, or the folder of a run or its checkpoints/ folder, in which the newest good one is
+    taken. The parts are pytrees of `jax.ShapeDtypeStruct`s with shardings; `what` describes them in messages. Raises
+    UserError if no checkpoint exists, all are damaged, or the arrays of these parts differ in name or shape.
     """
     folder, steps = _find_steps(path)
     step, (state, meta), problems = first_good(folder, steps, lambda place: restore(place, abstract_of))
@@ -71,18 +72,18 @@ def restore_any(path: epath.PathLike, abstract_of: AbstractOf, what: str) -> Res
 
 
 def checkpoint_identity(path: epath.PathLike) -> str:
-    """Returns a text that identifies the newest readable checkpoint at `path`; raises UserError if there is none."""
+    """Makes a text that identifies the newest readable checkpoint at `path`; raises UserError without one."""
     step, (meta, saved), _ = first_good(*_find_steps(path), _read_meta)
     return f"step {step}, {checksum_of({'meta': meta, 'arrays': saved}):08x}"
 
 
 def newest_meta(path: epath.PathLike) -> dict[str, Any]:
-    """Returns the meta of the newest readable checkpoint at `path`; raises UserError if there is none."""
+    """Reads the meta of the newest readable checkpoint at `path`; raises UserError without one."""
     return first_good(*_find_steps(path), _read_meta)[1][0]
 
 
 def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
-    """Returns the folder of checkpoints that `path` means, and the steps there, newest first."""
+    """Finds the folder of checkpoints that `path` means, and the steps there, newest first."""
     path = absolute(path)
 
     def find() -> tuple[str, list[int]]:
@@ -103,7 +104,7 @@ def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
 
 
 def first_good(folder: epath.Path, steps: list[int], read: Callable[[epath.Path], T]) -> tuple[int, T, dict[int, str]]:
-    """Returns the first of `steps` that is not damaged, what `read` makes of it, and the problem of each before it."""
+    """Reads the first undamaged one of `steps`; returns the step, the result, and the problems of earlier steps."""
     problems = {}
     for step in steps:
         place, needed = folder / str(step), "the same folder; a network disk may show new files late"
@@ -120,10 +121,10 @@ def first_good(folder: epath.Path, steps: list[int], read: Callable[[epath.Path]
 
 
 def restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Restores (state, meta) of one checkpoint. Raises DamagedError or UserError, on all processes alike."""
+    """Restores (state, meta) of one checkpoint. Raises DamagedError or UserError, the same on all processes."""
     meta, saved = _read_meta(step_folder)
     abstract_state = abstract_of(meta, saved)
-    if "data_position" in abstract_state:  # a run goes on from it
+    if "data_position" in abstract_state:  # a run resumes from this checkpoint
         meta["checksum"] = checksum_of({"meta": meta, "arrays": saved})
         meta |= of_process_0(lambda: read_evaluations(step_folder.parent).get(str(meta["checksum"]), {}))
     saved = {name: entry for name, entry in saved.items() if {name, name.split(".")[0]} & set(abstract_state)}
@@ -137,10 +138,11 @@ def restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str,
     digest_of = jax.device_get(digests(arrays))
     if changed := [name for name in arrays if digest_of[name] != saved[name]["digest"]]:
         raise DamagedError(f"values differ from those saved, in {first_few(changed)}")
-    if (held := int(arrays.get("step", step_folder.name))) != int(step_folder.name):  # the run could not save that step
+    # Under a wrong name it would be in the way of that step's own save.
+    if (held := int(arrays.get("step", step_folder.name))) != int(step_folder.name):
         raise DamagedError(f"it is the checkpoint of step {held} under another name")
     for name, x in arrays.items():
-        if x.dtype != wanted[name].dtype:  # nothing is computed in a host's memory
+        if x.dtype != wanted[name].dtype:  # casting requires device memory
             x = jax.device_put(x, x.sharding.with_memory_kind("device")).astype(wanted[name].dtype)
         x = jax.device_put(x, wanted[name].sharding)
         arrays[name] = np.asarray(x) if name in host_arrays else x
@@ -150,7 +152,7 @@ def restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str,
 def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], Saved]:
     def read() -> dict[str, Any]:
         if is_unfinished(step_folder):
-            raise DamagedError("the save did not end")
+            raise DamagedError("the save did not finish")
         try:
             content = parse_json((step_folder / "meta" / "metadata").read_bytes())
         except ValueError as error:
@@ -160,7 +162,7 @@ def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], Saved]:
         return content
 
     content = on_all_processes(read)
-    # Of each array it has a digest, so that equal ones mean equal weights.
+    # It has a digest of each array, so equal checksums mean equal weights.
     check_same({"checksum of meta": checksum_of(content)}, f"contents in {step_folder}", "the same folder")
     return content["meta"], content["arrays"]
 
@@ -168,12 +170,12 @@ def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], Saved]:
 def _read_arrays(step_folder: epath.Path, wanted: Wanted, saved: Saved) -> dict[str, jax.Array]:
     """Reads the wanted arrays, in the saved dtypes, with the wanted shardings; each process reads its devices' parts.
 
-    TensorStore reads Orbax's format here, because Orbax's own `restore` waits for the other processes, which hang if
-    one of them finds damage, and leaves reads behind that print tracebacks after the error was handled.
+    This reads Orbax's format with TensorStore, because Orbax's own `restore` makes the other processes hang if one of
+    them finds damage, and leaves reads behind that print tracebacks after the error was handled.
     """
     folder = f"{step_folder}/state/"
     base = quote(folder, safe=":/") if is_remote(step_folder) else {"driver": "file", "path": folder}
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})  # for the index that all arrays share
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})  # for the index shared by all arrays
 
     def read(name: str) -> jax.Array:
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
@@ -185,10 +187,10 @@ def _read_arrays(step_folder: epath.Path, wanted: Wanted, saved: Saved) -> dict[
         array = jax.make_array_from_callback(
             shape, sharding, lambda index: tensorstore_result(shards[str(index)]), dtype=saved[name]["dtype"]
         )
-        return jax.block_until_ready(array)  # otherwise the buffers that were read stay in memory beside it
+        return jax.block_until_ready(array)  # otherwise the read buffers stay in memory too
 
-    # TensorStore holds an array up to three times while reading it, so the largest is read first, while memory is still
-    # empty, and then groups of at most half of its bytes at once.
+    # TensorStore holds up to three copies of an array while reading it, so the largest array is read first, while
+    # memory is still empty, and then groups of arrays with at most half of its bytes.
     size = {name: x.size * x.dtype.itemsize for name, x in wanted.items()}
     groups: list[list[str]] = []
     room = 0
@@ -212,19 +214,19 @@ def _check_shapes(step_folder: epath.Path, wanted: Wanted, saved: Saved) -> None
     for entry, off in (("ema", "ema_decay=0"), ("spikes", "skip_step_on_spikes=false")):
         if entry in lacking:
             raise UserError(
-                f"checkpoint {step_folder} was saved by a run with {off} and lacks what this one would go on from: set "
-                f"{off}, or begin another run with its weights by load_parameters_path"
+                f"checkpoint {step_folder} was saved by a run with {off} and lacks arrays that this run needs to "
+                f"continue: set {off}, or start another run from its weights with load_parameters_path"
             )
     lines = [
         f"{name}: {stored.get(name, 'absent')} in the checkpoint, {configured.get(name, 'absent')} in the configuration"
-        # Weights first: the optimizer's arrays differ only where they do.
+        # Weights first: the optimizer's arrays differ only if the weights do.
         for name in sorted(configured.keys() | stored.keys(), key=lambda name: (name.startswith("opt."), name))
         if configured.get(name) != stored.get(name)
     ]
     if lines:
         raise UserError(
-            f"the arrays of checkpoint {step_folder} have other shapes than this configuration gives them:\n  "
+            f"the arrays of checkpoint {step_folder} do not match this configuration:\n  "
             + first_few(lines, "\n  ")
-            + "\nExpected the model and optimizer it was saved with: give that run's folder as CONFIG, in place of a "
+            + "\nExpected the model and optimizer of the checkpoint: give that run's folder as CONFIG, instead of a "
             "YAML file, or as model_name; or another run_name to start afresh."
         )

@@ -1,4 +1,4 @@
-"""Finds where a run starts: at its own checkpoint, at another run's, or anew."""
+"""Starts a run from its own checkpoint, from another run's, or from the beginning."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,15 +20,15 @@ from src.system.errors import UserError
 
 
 class ResumePoint(NamedTuple):
-    """Where a run goes on, or begins."""
+    """Holds the state in which a run resumes or begins."""
 
     state: TrainState
     messages: list[str]  # for the user
     position: DataPosition = DataPosition()  # in the training data
-    eval_position: Mapping[str, Any] = {}  # of each rolling evaluation set by name, as `EvalBatches.position` gave it
+    eval_position: Mapping[str, Any] = {}  # `EvalBatches.position` of each rolling evaluation set, by name
     resumed: bool = False  # from the run's own checkpoint
-    eval_loss: float | None = None  # of the evaluation at that step, the highest of its sets
-    evaluation_due: bool = False  # at that step, which the run had not made
+    eval_loss: float | None = None  # of the evaluation at that step: the highest over its sets
+    evaluation_due: bool = False  # at that step, if the run had not made it
 
 
 def starting_state(
@@ -41,14 +41,14 @@ def starting_state(
     fingerprint: Mapping[str, Any],
     tokenizer: Tokenizer | None,
 ) -> ResumePoint:
-    """Returns the state to go on from, its place in the data of `fingerprint`, and messages for the user.
+    """Restores or initialises the state, its position in the data of `fingerprint`, and messages for the user.
 
-    Raises UserError if the run has no good checkpoint, is resumed with another model or other data than it had, or
-    begins with weights that were trained with another tokenizer.
+    Raises UserError if all checkpoints of the run are damaged, if it is resumed with a different model or data, or if
+    it begins with weights that were trained with another tokenizer.
     """
     wanted = {**saved_entries(plan, abstract), "data_position": HostArray(plan.layout.sharding(()))}
     if restored := checkpointer.restore_latest(wanted):
-        if plan.step.lora_rank:  # a checkpoint of adapters leaves the weights under them out
+        if plan.step.lora_rank:  # a checkpoint of adapters lacks the base weights
             from src.checkpoint.load_weights import check_base, load_weights
 
             check_base(restored.meta["lora"], loading.load_parameters_path, loading.load_ema)
@@ -62,7 +62,7 @@ def starting_state(
         from src.checkpoint.load_weights import check_vocabulary
         from src.checkpoint.restore import restore_any
 
-        # src/config/checks.py refuses adapters here: load_parameters_path, which says where their base is, is not set.
+        # src/config/checks.py refuses adapters here, because load_parameters_path, which names their base, is not set.
         restored = restore_any(path, lambda meta, saved: wanted, ", ".join(wanted))
         check_vocabulary(plan.spec.vocab_size, restored.meta)
         return _resume_point(restored, data, accept_changes, fingerprint)
@@ -94,10 +94,10 @@ def _resume_point(
 
 
 def run_rules(run: Run, loading: Checkpoint) -> int:
-    """Returns the version of the rules of data (src/data/rules.py) that a run keeps; every process calls it.
+    """Finds the version of the data rules (src/data/rules.py) that a run keeps; every process calls it.
 
-    That is its newest checkpoint's, or `load_full_state_path`'s; a new run has the present ones. Raises UserError for
-    one that only a later MinText knows.
+    The version comes from the run's newest checkpoint, or from `load_full_state_path`; a new run has the present rules.
+    Raises UserError for a version that only a later MinText knows.
     """
     own = absolute(f"{run.base_output_directory}/{run.run_name}/checkpoints")
     has_own = run.run_name and of_process_0(lambda: steps_in(own))
@@ -105,9 +105,9 @@ def run_rules(run: Run, loading: Checkpoint) -> int:
         return PRESENT_RULES
     from src.checkpoint.restore import newest_meta
 
-    facts = newest_meta(path).get("data", {RULES_FACT: PRESENT_RULES})  # none: weights from elsewhere
+    facts = newest_meta(path).get("data", {RULES_FACT: PRESENT_RULES})  # absent for weights that were converted
     if (version := rules_of(facts)) > PRESENT_RULES:
-        raise UserError(f"{path} has rules of data of version {version}: use the MinText that wrote it, or a later one")
+        raise UserError(f"{path} has data rules of version {version}: use the MinText that wrote it, or a later one")
     return version
 
 
@@ -115,12 +115,12 @@ def run_rules(run: Run, loading: Checkpoint) -> int:
 
 
 def all_weights(abstract: TrainState) -> Tree:
-    """Returns the model's weights of every role, without adapters."""
+    """Selects the model's weights of every role, without adapters."""
     return {name: entry for name, entry in abstract.weights.merged().items() if name != "lora"}
 
 
 def new_state(plan: StepPlan, abstract: TrainState, weights: Mapping[str, Any] = {}) -> TrainState:
-    """Returns the state before the first step, the same on every mesh: initial but for `weights`, which are donated."""
+    """Initialises the state before the first step, the same on every mesh; donated `weights` replace initial ones."""
     whole = len(by_path(weights)) == len(by_path(all_weights(abstract)))
 
     def init(loaded: Tree) -> TrainState:

@@ -18,35 +18,35 @@ from src.system.disk import any_path, lock, new_file
 from src.system.errors import TransientError, UserError
 from src.system.storage_errors import Failure, StoreError, failure_of, one_line
 
-# What a run writes into its folder.
+# Files and folders that a run writes into its folder.
 FILES = ("config.yml", "environment.json", "metrics.jsonl", "report.html", "sample.txt")
 FOLDERS = ("checkpoints", "tensorboard")
 
 
 class RunFolder:
-    """Reads and writes the files of one run, in `path`. Only process 0 writes; the others' calls do nothing.
+    """Reads and writes the files of one run, in `path`. Only process 0 writes; on other processes writing does nothing.
 
-    Files written whole (`write_text`) go straight to the folder. Files that grow (metrics.jsonl, TensorBoard's) are
+    `write_text` writes complete files directly to the folder. Files that grow (metrics.jsonl, TensorBoard's) are
     written under `local`: the folder itself if it is on a local disk, else a temporary folder whose files `sync`
-    uploads. A run syncs before each checkpoint, so that the store has all lines up to the one it is resumed from.
+    uploads. A run syncs before each checkpoint, so that the store has all lines up to the step it is resumed from.
     """
 
     def __init__(self, base_output_directory: str, run_name: str) -> None:
         self.name = run_name
         self._is_remote = is_remote(base_output_directory)
-        # Orbax requires absolute paths; a store's are.
+        # Orbax requires absolute paths; paths on a store are absolute already.
         base = base_output_directory if self._is_remote else os.path.abspath(os.path.expanduser(base_output_directory))
         self.path = epath.Path(base) / run_name
         self.local = Path(tempfile.mkdtemp(prefix="mintext-")) if self._is_remote else Path(self.path)
-        self._synced: dict[Path, tuple[int, int]] = {}  # (bytes, modification time in ns) of what the store has
+        self._synced: dict[Path, tuple[int, int]] = {}  # (bytes, modification time in ns) of uploaded files
         self._lock: int | None = None  # a file descriptor
-        self._created: list[Path] = []  # by `lock`: the folder and those above it, innermost first
+        self._created: list[Path] = []  # created by `lock`: the folder and its parents, innermost first
 
     def check_writable(self) -> None:
-        """Raises UserError if the folder is not writable, or has files that a run would replace and none wrote."""
+        """Raises UserError if the folder is not writable, or a run would replace files that no run wrote."""
         for name in () if self._is_remote else FILES + FOLDERS:
             kind, place = ("folder" if name in FOLDERS else "file"), Path(self.path / name)
-            # `lexists`, because a broken link would otherwise pass for an unused name.
+            # `lexists`, because a broken link would otherwise look like an unused name.
             if os.path.lexists(place) and not (place.is_dir() if name in FOLDERS else place.is_file()):
                 raise UserError(
                     f"{place} is not a {kind}, and a run writes its own there: move it away, or use another run_name"
@@ -55,10 +55,10 @@ class RunFolder:
             return
         try:
             folder = self.path if self._is_remote else _nearest_existing(self.path)
-            probe = folder / f".mintext_write_test_{uuid.uuid4().hex}"  # its own for each run that starts now
+            probe = folder / f".mintext_write_test_{uuid.uuid4().hex}"  # unique, because several runs may start at once
             probe.write_text("")
             probe.unlink()
-        except Exception as error:  # each store's client has its own types
+        except Exception as error:  # each store's client has its own exception types
             problem = f"cannot write to {self.path}: {type(error).__name__}: {error}"
             if self._is_remote and failure_of(error) is Failure.TRANSIENT:
                 raise TransientError(f"{problem}. Is this machine online, and logged in to the store?") from error
@@ -71,11 +71,11 @@ class RunFolder:
         from src.system.outputs import is_own
 
         if not (config.exists() and is_own("run", config)):
-            there = f"{self.path / found[0]} is there, and {config} is not a run's"
+            there = f"{self.path / found[0]} exists, and {config} is not from a run"
             raise UserError(f"{there}: a run would replace it. Move it away, or use another run_name")
 
     def lock(self) -> None:
-        """Keeps other runs out of a folder on a local disk until `close`; raises UserError if one is in it."""
+        """Keeps other runs out of a folder on a local disk until `close`; raises UserError if another run uses it."""
         if jax.process_index() != 0 or self._is_remote:
             return
         created = [folder for folder in (Path(self.path), *Path(self.path).parents) if not folder.exists()]
@@ -84,22 +84,22 @@ class RunFolder:
         self._created = created
 
     def write_text(self, name: str, text: str) -> None:
-        """Writes the file `name` in the folder atomically: readers find the old or the new content, whole."""
+        """Writes the file `name` in the folder atomically: readers see either the old or the new content."""
         if jax.process_index() != 0:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        if self._is_remote:  # an object appears once all of it has been written
+        if self._is_remote:  # an object appears only once it is complete
             (self.path / name).write_bytes(text.encode())
         else:
             with new_file(Path(self.path / name)) as file:
                 file.write(text.encode())
 
     def read_text(self, name: str) -> str | None:
-        """Returns the text of the file `name`, as the function `read_text`."""
+        """Reads the file `name` as the function `read_text` does."""
         return read_text(self.path / name)
 
     def fetch(self, name: str) -> Path:
-        """Returns the path of the growing file `name` under `local`, with the lines of earlier starts of the run."""
+        """Prepares the growing file `name` under `local`, with the lines of earlier starts; returns its path."""
         file = self.local / name
         if jax.process_index() == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ class RunFolder:
         return file
 
     def set_aside(self, name: str) -> str:
-        """Renames the file `name` to the next of `metrics.1.jsonl`, ...; returns that, or "" if it is empty."""
+        """Renames the file `name` to the next unused `metrics.1.jsonl`, ...; returns that, "" if the file is empty."""
         file = self.path / name
         if not (file.exists() and file.stat().length):
             return ""
@@ -130,10 +130,10 @@ class RunFolder:
                 self._synced[file] = version
 
     def close(self) -> None:
-        """Syncs, then unlocks the folder and deletes the temporary one, and new ones to which nothing was written."""
+        """Syncs, unlocks the folder, and deletes the temporary folder and empty folders that `lock` created."""
         self.sync()
         if self._lock is not None:
-            with contextlib.suppress(OSError):  # one holds files
+            with contextlib.suppress(OSError):  # stops at a folder that has files
                 for folder in self._created:
                     folder.rmdir()
             os.close(self._lock)
@@ -143,12 +143,12 @@ class RunFolder:
 
 
 def read_text(file: epath.Path) -> str | None:
-    """Returns a file's text, with U+FFFD for what is not UTF-8; None if there is no such file."""
+    """Reads a file's text, with U+FFFD for invalid UTF-8; None if the file does not exist."""
     return file.read_bytes().decode(errors="replace") if file.exists() else None
 
 
 def dated_name() -> str:
-    """Returns a name for a run without one: the time of its start by process 0's clock."""
+    """Names a run without a run_name by the time of its start on process 0's clock."""
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     return gather_json(now)[0]
 
@@ -163,7 +163,7 @@ def _nearest_existing(folder: epath.Path) -> epath.Path:
 
 @contextlib.contextmanager
 def in_run_folder(folder: epath.Path) -> Iterator[None]:
-    """Attaches the run's folder and its newest checkpoint to unexpected errors, for the message of `run_command`."""
+    """Attaches the run's folder and its newest checkpoint to unexpected errors, for the message by `run_command`."""
     try:
         yield
     except (UserError, TransientError):
@@ -175,8 +175,8 @@ def in_run_folder(folder: epath.Path) -> Iterator[None]:
 
 
 def latest_step(folder: epath.Path) -> int | None:
-    """Returns the step of the newest checkpoint that a run can be resumed from; None if there is none, or no answer."""
-    with contextlib.suppress(Exception):  # each store's client has its own types
+    """Finds the step of the newest checkpoint to resume from; None without a checkpoint, or if the store is down."""
+    with contextlib.suppress(Exception):  # each store's client has its own exception types
         checkpoints = folder / "checkpoints"
         steps = [step for step in steps_in(checkpoints) if not is_unfinished(checkpoints / str(step))]
         return max(steps, default=None)
@@ -184,25 +184,25 @@ def latest_step(folder: epath.Path) -> int | None:
 
 
 def describe_latest(folder: epath.Path) -> str:
-    """Names the checkpoint that a run can be resumed from, for a message."""
+    """Names the checkpoint that a run would resume from, for a message."""
     step = latest_step(folder)
-    return "no checkpoint is there" if step is None else f"the checkpoint of step {step} in {folder} stands"
+    return "there is no checkpoint" if step is None else f"the checkpoint of step {step} in {folder} is intact"
 
 
 def write_error(checkpoints: epath.Path, step: int, size: int, error: Exception) -> Exception:
     """Explains to a user why a checkpoint of `size` bytes could not be written; returns any other `error` itself."""
     steps = steps_in(checkpoints)
-    stands = f"Checkpoint {steps[0]} stands" if steps else "No other checkpoint is there"
+    stands = f"Checkpoint {steps[0]} is intact" if steps else "There is no other checkpoint"
     failure = failure_of(error)
     if failure is Failure.FULL:
         free = "" if is_remote(checkpoints) else f", and {_gib(shutil.disk_usage(checkpoints).free)} are free"
         return UserError(
-            f"no space is left in {checkpoints}: checkpoint {step} has {_gib(size)} of arrays{free}. {stands}. Make "
-            "room, or keep fewer checkpoints (max_num_checkpoints_to_keep); then the same command goes on."
+            f"no space is left in {checkpoints}: checkpoint {step} has {_gib(size)} of arrays{free}. {stands}. Free "
+            "space, or keep fewer checkpoints (max_num_checkpoints_to_keep); then the same command continues."
         )
     message = f"checkpoint {step} could not be written to {checkpoints}: {one_line(error)}. {stands}."
     if failure is Failure.TRANSIENT:
-        return TransientError(f"{message} The same command goes on.")
+        return TransientError(f"{message} The same command continues.")
     return UserError(message) if isinstance(error, OSError | StoreError) else error
 
 
@@ -212,25 +212,25 @@ def _gib(count: int) -> str:
 
 def steps_in(folder: epath.Path) -> list[int]:
     """Lists the steps of the checkpoints in a folder, complete or not, newest first."""
-    try:  # whether it is a folder, of a store that does not answer, would be answered with no
+    try:  # `is_dir` would be False if a store does not answer
         names = [path.name for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    # 004 and ² are decimal too, but not names of checkpoints.
+    # 004 and ² are also decimal, but are not names of checkpoints.
     return sorted((int(name) for name in names if name.isdecimal() and name == str(int(name))), reverse=True)
 
 
 def absolute(path: epath.PathLike) -> epath.Path:
-    """Returns the absolute path, which Orbax requires; paths on an object store are absolute already."""
+    """Makes a path absolute, as Orbax requires; paths on an object store are absolute already."""
     path = any_path(path).expanduser()
     return path if is_remote(path) else path.resolve()
 
 
 def is_unfinished(step_folder: epath.Path) -> bool:
-    """Returns whether a store has only a part of a checkpoint; on a disk a folder gets its final name when complete."""
+    """Tells whether a store has only a part of a checkpoint; on a disk a folder gets its final name when complete."""
     return is_remote(step_folder) and not (step_folder / "commit_success.txt").exists()
 
 
 def is_remote(path: epath.PathLike) -> bool:
-    """Returns whether the path is on an object store, which has neither rename nor append."""
+    """Tells whether the path is on an object store, which has neither rename nor append."""
     return "://" in str(path)

@@ -1,4 +1,4 @@
-"""Finds which fields the function of the user that `batch_transform` names adds to a batch."""
+"""Finds the fields that the user's function named by `batch_transform` adds to a batch."""
 
 from collections.abc import Mapping
 
@@ -6,11 +6,11 @@ import jax
 
 from src.config.schema import BatchKeys
 
-Fields = Mapping[str, jax.ShapeDtypeStruct]  # that a function adds to those of BATCH_ARRAYS: what a row has of each
+Fields = Mapping[str, jax.ShapeDtypeStruct]  # shape and dtype per row of each field added to BATCH_ARRAYS
 
 
 def added_fields(batch: BatchKeys, vocab_size: int) -> Fields:
-    """Returns the fields that `batch_transform` adds; none without one. Raises UserError as `UserTransform`."""
+    """Finds the fields that `batch_transform` adds; {} if it is not set. Raises UserError as `UserTransform` does."""
     if not batch.batch_transform:
         return {}
     from src.data.user_transform import UserTransform

@@ -1,4 +1,4 @@
-"""Packs conversations into rows so that none is cut that fits one; reads and converts any layout's positions."""
+"""Packs conversations without cutting any that fits into a row; reads and converts the positions of any layout."""
 
 import bisect
 from collections.abc import Sequence
@@ -8,22 +8,22 @@ import numpy as np
 from src.data.packing import Position, Segment, Sizes, remaining
 from src.system.errors import UserError
 
-WINDOW = 20  # items to choose from: a position has a bit for each but the oldest
-_MAX_ROWS = (1 << 32 - WINDOW) - 1  # with the window's bits they fill the 31 of a positive int32
+WINDOW = 20  # items to choose from: a position has one bit for each of them except the oldest
+_MAX_ROWS = (1 << 32 - WINDOW) - 1  # together with the window's bits, this fills the 31 bits of a positive int32
 
 
 def best_fit(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Segment], Position]:
-    """Packs items so that none is cut that fits a row.
+    """Packs items without cutting any item that fits into a row.
 
-    A row begins with the oldest item that is not placed yet. Then, repeatedly, it takes the longest that fits of the
-    `WINDOW` items from the oldest on. Of an item longer than a row, each row takes as many documents as fit; a document
-    longer than a row is cut at the row's end.
+    A row begins with the oldest item that is not placed yet. It then repeatedly takes the longest item that fits, among
+    the `WINDOW` items from the oldest on. If an item is longer than a row, each row takes the documents that fit; a
+    document longer than a row is cut at the row's end.
 
-    The second number of a position is the targets taken of the oldest item, as in the other layouts; or, if a later
-    item is placed, -(rows << WINDOW - 1 | placed): the full rows taken of the oldest item, and bit i says whether the
-    item i + 1 after it is placed. Raises UserError if an item has more rows than a position can count.
+    The second number of a position counts the targets taken from the oldest item, as in the other layouts. If a later
+    item is placed, it is -(rows << WINDOW - 1 | placed) instead: the full rows taken from the oldest item, and bit i is
+    set if item i + 1 after it is placed. Raises UserError if an item has more rows than a position can count.
     """
-    item, offset, placed = position[0], max(position[1], 0), 0  # bit i of placed is for the item i after the oldest
+    item, offset, placed = position[0], max(position[1], 0), 0  # bit i of placed: item i after the oldest is placed
     if position[1] < 0:
         rows, placed = divmod(-position[1], 1 << WINDOW - 1)
         placed <<= 1
@@ -64,14 +64,14 @@ def best_fit(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Seg
 
 
 def _oldest(sizes_of: Sizes, item: int, placed: int) -> tuple[int, int]:
-    """Returns the first item from `item` on with something left to place, and the placed bits from it on."""
+    """Finds the first item from `item` on that still has targets to place, and shifts the placed bits to it."""
     while placed & 1 or sizes_of(item) == ():
         item, placed = item + 1, placed >> 1
     return item, placed
 
 
 def _leading(item: int, sizes: Sequence[int], offset: int, free: int) -> list[Segment]:
-    """Returns the segments of an item after `offset` targets that begin a row; a document too long for it is cut."""
+    """Starts a row with the segments of an item after `offset` targets; cuts a document that is longer than the row."""
     segments: list[Segment] = []
     for document, first, rest in remaining(sizes, offset):
         if rest > free and segments:
@@ -82,7 +82,7 @@ def _leading(item: int, sizes: Sequence[int], offset: int, free: int) -> list[Se
 
 
 def _row_ends(sizes: Sequence[int], length: int) -> list[int]:
-    """Returns how many targets of an item are taken before each of its rows, and in all."""
+    """Counts the targets of an item taken before each of its rows, and in total."""
     ends = [0]
     while ends[-1] < sum(sizes):
         ends.append(ends[-1] + sum(segment.length for segment in _leading(0, sizes, ends[-1], length)))
@@ -90,7 +90,7 @@ def _row_ends(sizes: Sequence[int], length: int) -> list[int]:
 
 
 def documents_consumed(positions: np.ndarray) -> np.ndarray:
-    """Counts the items that each stream has finished: int64 [B], from positions int32 [B, 2]."""
+    """Counts the items that each stream has finished, int64 [B], given positions int32 [B, 2]."""
     placed = -np.minimum(positions[:, 1].astype(np.int64), 0) & (1 << WINDOW - 1) - 1
     return positions[:, 0].astype(np.int64) + np.bitwise_count(placed)
 
@@ -98,10 +98,10 @@ def documents_consumed(positions: np.ndarray) -> np.ndarray:
 def remap_position(positions: np.ndarray, rows: int) -> np.ndarray:
     """Converts positions, int32 [B, 2], to another number of streams: int32 [rows, 2].
 
-    They go on after as many documents as were consumed. Documents by which some streams were ahead of the others come
-    again, and those by which they were behind are missed.
+    The new streams continue after the number of documents consumed so far. If some streams were ahead of the others,
+    the documents that they consumed early repeat, and documents that slower streams did not reach are missed.
     """
     consumed = documents_consumed(positions).sum()
-    # Stream j has the documents j, j + rows, ...: of the first n it has ceil((n - j) / rows).
+    # Stream j has the documents j, j + rows, ..., which are ceil((n - j) / rows) of the first n.
     of_stream = np.maximum(-((np.arange(rows) - consumed) // rows), 0)
     return np.stack([of_stream, np.zeros_like(of_stream)], axis=1).astype(np.int32)

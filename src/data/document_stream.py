@@ -1,4 +1,4 @@
-"""Turns a source into an endless stream of documents in ids, and says how documents become rows."""
+"""Turns a source into an endless stream of tokenized documents, and chooses how they are laid out in rows."""
 
 import math
 
@@ -11,9 +11,9 @@ from src.system.errors import UserError
 
 
 class DocumentStream:
-    """Reads a source's items endlessly: all of them in a random order, then all in another, and so on.
+    """Reads a source's items endlessly, in a new random order each epoch.
 
-    The order depends on the `name` of the source in a mixture, which is empty for one that is alone.
+    The order depends on the `name` of the source in a mixture, which is empty for a single source.
     """
 
     def __init__(self, inputs: InputSpec, source: Source | RowSource, name: str = "") -> None:
@@ -24,24 +24,24 @@ class DocumentStream:
             self._order = Shuffle(source.row_count, seed, name or 0)
 
     def documents(self, ordinal: int) -> list[Document]:
-        """Returns the documents of item `ordinal` of the stream."""
+        """Reads and tokenizes item `ordinal` of the stream."""
         return encode(self._inputs, self._source[self._order(ordinal)])
 
     def row(self, ordinal: int) -> list[Document]:
-        """Returns row `ordinal` of the stream: one of a source of rows, or an item that has a row of its own."""
+        """Reads row `ordinal` of the stream: a row of a source of rows, or an item that fills a row by itself."""
         if isinstance(self._source, RowSource):
             return self._source.row(ordinal if self._source.row_count is None else self._order(ordinal))
         documents = self.documents(ordinal)
         if len(documents) > 1:
             raise UserError(
-                "the tokenizer's chat template rewrites earlier turns, so each turn of a conversation is an example of "
-                "its own, and long_documents=truncate has a row for one: set long_documents=split, or packing=true"
+                "the tokenizer's chat template rewrites earlier turns, so each turn of a conversation is a separate "
+                "example, and long_documents=truncate has room for one: set long_documents=split, or packing=true"
             )
         return [document for document in documents if len(document.ids) > 1]
 
 
 def layout_of(inputs: InputSpec) -> RowLayout:
-    """Returns how documents become rows. With `use_sft` a response stays with its prompt where both fit a row."""
+    """Chooses how documents become rows. With `use_sft` a response stays with its prompt if both fit into a row."""
     if not inputs.batch.packing:
         return one_per_row
     if not inputs.data.use_sft:
@@ -52,7 +52,7 @@ def layout_of(inputs: InputSpec) -> RowLayout:
 
 
 def rows_per_epoch(inputs: InputSpec, source: Source | RowSource) -> float | None:
-    """Counts the rows of an epoch, infinity without an end; None where only tokenizing all of it could tell."""
+    """Counts the rows of an epoch: infinity for endless data, None if it would take tokenizing all of the data."""
     if is_stream(source):
         return math.inf
     if isinstance(source, RowSource):
@@ -61,12 +61,12 @@ def rows_per_epoch(inputs: InputSpec, source: Source | RowSource) -> float | Non
 
 
 def encode(inputs: InputSpec, item: Item) -> list[Document]:
-    """Tokenizes an item: one document, or for some conversations one for each turn of the assistant."""
+    """Tokenizes an item into one document, or for some conversations into one for each turn of the assistant."""
     if isinstance(item, Conversation):
         from src.extras.conversations import encode_conversation
 
         return encode_conversation(inputs.tokenizer, item, inputs.data.sft_train_on_completion_only)
-    if isinstance(item, str):  # of an empty one only its own end could be learned
+    if isinstance(item, str):  # an empty text would teach the model only to end at once
         if item and inputs.count_bytes:
             return [inputs.count_bytes(item)]
         return [Document(inputs.tokenizer.encode(item) if item else np.empty(0, np.int32))]

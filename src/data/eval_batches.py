@@ -20,11 +20,11 @@ from src.system.errors import UserError
 class EvalBatches:
     """Makes the batches of one evaluation set: this host's `rows` of global batches of `global_batch` rows.
 
-    With `steps` = N an evaluation is N batches of an endless stream, which repeats the data if they are fewer: the
-    first N each time, or if it `rolls` (`eval_mode`) the N after those of the last evaluation, or at first after
-    `position`. With -1 it is one epoch: each document once, the rest of the last rows padded, and the same number of
-    batches on every host. For that each host counts its rows the first time, which reads and tokenizes its documents
-    once more. Raises UserError where the source has no text, or no end and one epoch is asked for.
+    With `steps` = N an evaluation takes N batches of an endless stream, which repeats the data if they are shorter. It
+    takes the first N each time, or if it `rolls` (`eval_mode`) the next N after the last evaluation, starting after
+    `position`. With -1 it takes one epoch: each document once, padding at the end of the last rows, and the same number
+    of batches on every host. To know that number, each host counts its rows at the first evaluation, which reads and
+    tokenizes its documents an extra time. Raises UserError if the source has no text, or is endless with -1.
     """
 
     def __init__(
@@ -38,22 +38,20 @@ class EvalBatches:
     ) -> None:
         self._one_epoch = data.steps == -1
         of = f" of {data.name}" if data.name else ""
-        # Of an evaluation; None where each host has to count its own.
+        # Rows of an evaluation; None if each host has to count its own.
         row_count = rows_per_epoch(inputs, data.source) if self._one_epoch else data.steps * global_batch
         if row_count == math.inf:
-            raise UserError(
-                f"the evaluation data{of} have no end to evaluate to: set eval_steps to a number of batches"
-            )
+            raise UserError(f"the evaluation data{of} are endless: set eval_steps to a number of batches")
         if not count_targets(inputs, data.source, 1):
             raise UserError(f"the evaluation data{of} have no text: give other data with eval_dataset_path=PATH")
         if rolls and is_stream(data.source):
-            raise UserError(f"the evaluation data{of} are a stream, which begins anew each time: set eval_mode=reset")
+            raise UserError(f"the evaluation data{of} are a stream, which restarts each time: set eval_mode=reset")
         self._inputs, self._source, self._rows, self._global_batch = inputs, data.source, rows, global_batch
         self._rolls, self._steps = rolls, None if row_count is None else math.ceil(row_count / global_batch)
         self._start(position)
 
     def __iter__(self) -> Iterator[RowArrays]:
-        """Yields the batches, made ahead of time in a thread."""
+        """Yields the batches, which a thread prepares ahead of time."""
         if not self._rolls:
             self._start(None)
         count, before = self.steps(), self._rows_taken
@@ -63,8 +61,8 @@ class EvalBatches:
         return (batch.arrays for batch in loader.batches(before, count=count))
 
     def steps(self) -> int:
-        """Counts the batches of an evaluation. The first call, also by `iter`, waits for that of other hosts."""
-        if self._steps is None:  # as many as the host with the most rows needs
+        """Counts the batches of an evaluation. The first call, also by `iter`, waits until all other hosts call it."""
+        if self._steps is None:  # batches for the host with the most rows
             stream, layout, max_rows = DocumentStream(self._inputs, self._source), layout_of(self._inputs), 0
             for row in self._rows:
                 ordinals = range(row, len(self._source), self._global_batch)
@@ -74,17 +72,17 @@ class EvalBatches:
         return self._steps
 
     def position(self) -> dict[str, Any]:
-        """Returns how far a rolling set has come, of all hosts, in lists: the next evaluation resumes there.
+        """Records how far a rolling set has been read, over all hosts, as lists; the next evaluation resumes there.
 
-        Every process calls it, after an evaluation's last batch was taken.
+        Every process calls it, after taking an evaluation's last batch.
         """
-        positions = np.full((self._global_batch, 2), np.iinfo(np.int32).min, np.int32)  # less than other hosts have
+        positions = np.full((self._global_batch, 2), np.iinfo(np.int32).min, np.int32)  # less than any real position
         positions[list(self._rows)] = [self._packer.position(row) for row in range(len(self._rows))]
-        # "lanes" is what checkpoints call packing streams.
+        # Checkpoints call packing streams "lanes".
         return {"rows_taken": self._rows_taken, "lanes": max_over_hosts(positions).tolist()}
 
     def epochs(self) -> float:
-        """Returns how many times the batches taken so far have read the data; every process calls it, as `position`."""
+        """Counts the epochs in the batches taken so far; every process calls it, as `position`."""
         if (rows := rows_per_epoch(self._inputs, self._source)) is not None:
             return self._rows_taken / rows
         from src.data.best_fit import documents_consumed
@@ -111,7 +109,7 @@ class EvalBatches:
 
 
 def rows_needed(items: Iterable[Sequence[int]], length: int, layout: RowLayout) -> int:
-    """Counts the rows of T that a stream fills with items whose documents have these numbers of ids."""
+    """Counts the rows of `length` targets that a stream fills with items whose documents have these sizes in ids."""
     sizes_of = dict(enumerate(tuple(size - 1 for size in item if size > 1) for item in items)).get
     position, rows = (0, 0), 0
     while True:

@@ -1,4 +1,4 @@
-"""Names the facts on which training batches and evaluations depend, so that a run sees what changed."""
+"""Fingerprints the data and code that training batches and evaluations depend on, so that a run detects changes."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,18 +8,18 @@ from src.data.rules import RULES_FACT
 from src.data.types import EvalSet, Fingerprint, InputSpec, RowSource, Source, TrainData
 from src.system.errors import TransientError, UserError
 
-EVALUATION = "evaluation"  # begins each entry on which evaluations depend, and training does not
-TOKENIZER_KEYS = ("tokenizer_path", "tokenizer_type", "dataset_type")  # they alter the entries of the tokenizer
+EVALUATION = "evaluation"  # prefix of the entries that affect evaluations but not training
+TOKENIZER_KEYS = ("tokenizer_path", "tokenizer_type", "dataset_type")  # they change the tokenizer's entries
 
 
 def data_fingerprint(inputs: InputSpec, data: TrainData, rows: int, eval_sets: Sequence[EvalSet] = ()) -> Fingerprint:
-    """Returns all facts on which the batches of training, of `rows` rows, and of evaluations depend.
+    """Collects everything that determines the batches of training, of `rows` rows each, and of evaluations.
 
-    While they are equal, so are the batches. It also has digests of the user's code, even of a loss and of metrics.
+    Equal fingerprints mean equal batches. It also has digests of the user's code, including a loss and metrics.
     """
     facts: Fingerprint = {}
     read = [("source", *each) for each in zip(data.names, data.sources, strict=True)]
-    if names_eval_data(inputs.data):  # else they are a part of the training data
+    if names_eval_data(inputs.data):  # otherwise they are a part of the training data
         read += [(f"{EVALUATION} source", each.name, each.source) for each in eval_sets]
     for kind, name, source in read:
         prefix = f"{kind} {name} " if name else f"{kind} "
@@ -31,11 +31,11 @@ def data_fingerprint(inputs: InputSpec, data: TrainData, rows: int, eval_sets: S
     facts |= {f"tokenizer {fact}": value for fact, value in tokenizer.items()}
     if inputs.data.use_sft:
         templates = inputs.tokenizer.chat_template, inputs.tokenizer.tool_template
-        template = "".join(each or "" for each in templates[: inputs.rules])  # by the first rules no tools were shown
+        template = "".join(each or "" for each in templates[: inputs.rules])  # rules 1 showed templates no tools
         facts["chat template"] = hashlib.sha256(template.encode()).hexdigest()[:16]
         facts["sft_train_on_completion_only"] = inputs.data.sft_train_on_completion_only
         if inputs.batch.packing:
-            facts["packing of conversations"] = "whole"  # they were cut before
+            facts["packing of conversations"] = "whole"  # earlier versions cut them
     if not inputs.batch.packing and inputs.batch.long_documents == "truncate":
         facts["long_documents"] = inputs.batch.long_documents
     if inputs.batch.batch_transform:
@@ -56,23 +56,24 @@ def data_fingerprint(inputs: InputSpec, data: TrainData, rows: int, eval_sets: S
 
 
 def check_unchanged(deciding: Sequence[Source | RowSource], others: Sequence[Source | RowSource]) -> list[str]:
-    """Returns a line for sources whose files were written since the last call.
+    """Reports sources whose files were written since the last call, one line for each.
 
-    Raises UserError if the contents of a `deciding` source changed: the run learns from it, or it may end the run.
+    Raises UserError if the contents of a `deciding` source changed: one that the run learns from, or that can end the
+    run.
     """
     lines = []
     for source in (*deciding, *others):
         for listing in getattr(source, "listings", ()):
             try:
                 line, differs = listing.written_since()
-            except (UserError, TransientError) as error:  # a file that is gone, or a store that does not answer
+            except (UserError, TransientError) as error:  # a missing file, or a store that does not answer
                 if isinstance(error, UserError) and source in deciding:
                     raise
-                line, differs = f"nobody can tell whether the data changed: {error}", False
+                line, differs = f"cannot tell whether the data changed: {error}", False
             if differs and source in deciding:
                 raise UserError(
                     f"{line}. Steps since the last checkpoint may have learned from that and are not saved. Restore "
-                    "the data and give the same command; with these data it says how to accept the change"
+                    "the data and repeat the command; with the changed data, it reports how to accept them"
                 )
             lines += [line] * bool(line)
     return lines

@@ -1,4 +1,4 @@
-"""Turns a host's rows into global arrays on all devices, and back; B counts the rows of a batch over all hosts."""
+"""Makes global arrays from hosts' rows, and compares values of processes; B counts a batch's rows over all hosts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,15 @@ from src.system.errors import UserError, changed_keys
 
 
 def host_rows(sharding: jax.sharding.Sharding, global_shape: Sequence[int]) -> np.ndarray:
-    """Returns int [rows], ascending: the rows of a global array of which this process's devices hold any part."""
+    """Lists the rows of a global array of which this process's devices hold any part: int [rows], ascending."""
     index_maps = sharding.addressable_devices_indices_map(tuple(global_shape)).values()
     return np.unique(np.concatenate([np.arange(*index[0].indices(global_shape[0])) for index in index_maps]))
 
 
 def to_global(arrays: Any, shardings: Any, rows: Sequence[int], global_batch: int) -> Any:
-    """Makes global arrays [B, ...] on the devices of all hosts of this host's rows, [rows, ...], in any pytree.
+    """Assembles global arrays [B, ...] on the devices of all hosts from this host's rows, [rows, ...], in any pytree.
 
-    `rows` are those of the global batch that the arrays have, ascending: at least `host_rows` of every sharding.
+    `rows` are the numbers of these rows in the global batch, ascending: at least `host_rows` of every sharding.
     """
 
     def of(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -35,14 +35,14 @@ def to_global(arrays: Any, shardings: Any, rows: Sequence[int], global_batch: in
 
 
 def max_over_hosts(value: np.ndarray) -> np.ndarray:
-    """Returns the maximum over all processes, element by element."""
+    """Takes the elementwise maximum over all processes."""
     if jax.process_count() == 1:
         return value
     return np.max(multihost_utils.process_allgather(value), axis=0)
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Returns the value of each process, which JSON can write."""
+    """Gathers a value from each process, in process order; values have to be JSON serializable."""
     content = json.dumps(value, sort_keys=True).encode()
     longest = int(max_over_hosts(np.array(len(content))))
     contents = np.atleast_2d(multihost_utils.process_allgather(np.frombuffer(content.ljust(longest), np.uint8)))
@@ -50,7 +50,7 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def check_same(facts: Mapping[str, str | int], what: str, needed: str) -> None:
-    """Raises UserError on every process, naming both sides, if one reads another `what`, by its `facts`."""
+    """Raises UserError on every process, showing both sides, if `facts` about `what` differ between processes."""
     everyones = gather_json(facts)
     if differing := [process for process, each in enumerate(everyones) if each != everyones[0]]:
         first, other = everyones[0], everyones[differing[0]]
@@ -59,4 +59,6 @@ def check_same(facts: Mapping[str, str | int], what: str, needed: str) -> None:
             for name in changed_keys(first, other)
         )
         processes = ", ".join(map(str, differing))
-        raise UserError(f"process {processes} reads other {what} than process 0: give all hosts {needed}.\n{listed}")
+        raise UserError(
+            f"process {processes} reads different {what} from process 0: give all hosts {needed}.\n{listed}"
+        )

@@ -1,6 +1,6 @@
-"""Makes the batches of a train step: the rows of this host, ahead of time.
+"""Makes this host's rows of training batches, ahead of time.
 
-A row depends on the data, the seed, the global batch size, T and its number alone, never on which host makes it.
+A row depends only on the data, the seed, the global batch size, T and its number, never on which host makes it.
 
 B: rows of a batch, over all hosts.  T: tokens per row.  S: sources.
 """
@@ -22,17 +22,17 @@ from src.data.source_packer import SourceStart, source_packer
 from src.data.types import InputSpec, RowArrays, RowSource, Source, TrainData, is_stream
 from src.system.errors import UserError
 
-_BATCHES_AHEAD = 6  # so many, so that threads need not keep step
+_BATCHES_AHEAD = 6  # lets threads drift apart by a few batches without waiting for each other
 
 
 class HostBatch(NamedTuple):
     """Holds this host's rows of a batch."""
 
     arrays: RowArrays
-    rows: np.ndarray  # int [rows], ascending: which of the global batch's they are
-    stream_positions: np.ndarray  # int32 [streams, S, 2], where each of this host's packing streams resumes after it
-    cuts: np.ndarray  # int32 [rows, 2], `packing.Truncation` of each row
-    saved: dict[str, Any]  # where each `StreamSource`, by its name, goes on after it
+    rows: np.ndarray  # int [rows], ascending: their numbers in the global batch
+    stream_positions: np.ndarray  # int32 [streams, S, 2]: where this host's packing streams resume after it
+    cuts: np.ndarray  # int32 [rows, 2]: `packing.Truncation` of each row
+    saved: dict[str, Any]  # where each `StreamSource`, by name, resumes after it
 
 
 def train_batches(
@@ -47,13 +47,14 @@ def train_batches(
     schedule: BatchSchedule | None = None,
     first_step: int = 0,
 ) -> Iterator[HostBatch]:
-    """Yields endless batches, made ahead of time in a thread. Errors there are raised here; closing ends the thread.
+    """Yields endless batches, made ahead of time in threads. Errors there are raised here; closing ends the threads.
 
-    `streams` are the packing streams whose rows this host makes: without a ramp, those rows of the global batch (see
-    `host_rows`). `schedule` has the sizes of batches from `first_step` on; None: all are of `global_batch`.
-    `rows_taken` rows of the run, over all hosts, came before; `position` is `stream_positions` of the batch before,
-    None at the start of every source, and `saved` is what that had. Of sources of rows, `rows_before` (by name) came
-    before `rows_taken` was counted. Raises UserError if a source has less text than one row.
+    `streams` are the packing streams whose rows this host makes: without a ramp, these are the rows' numbers in the
+    global batch (see `host_rows`). `schedule` has the batch sizes from `first_step` on; None: `global_batch` always.
+    `rows_taken` counts the run's earlier rows, over all hosts. `position` and `saved` are `stream_positions` and
+    `saved` of the previous batch; None starts every source from its beginning. `rows_before` counts, by the name of
+    each source of rows, the rows taken before `rows_taken` was last reset. Raises UserError if a source has less text
+    than one row.
     """
     packers = []
     for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
@@ -74,10 +75,10 @@ def train_batches(
 
 
 class HostBatchLoader:
-    """Makes this host's rows of batches, those of `streams`, from the mixture's sources, which have a packer each.
+    """Makes this host's rows of batches, filled by `streams`, from a mixture of sources with one packer each.
 
-    `data_threads` threads have a share of the streams each. Rows differ in how long they take: a thread waits for the
-    others only when it is some batches ahead of them.
+    Each of `data_threads` threads has a share of the streams. Rows take different times to make, so a thread waits for
+    the others only when it is several batches ahead of them.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class HostBatchLoader:
     ) -> None:
         self._inputs, self._packers, self._mixture = inputs, packers, mixture
         self._streams, self._schedule = streams, sizes
-        self._closing = threading.Event()  # once it is set, threads begin no further row
+        self._closing = threading.Event()  # once it is set, threads do not start another row
         self._transform = None
         if inputs.batch.batch_transform:
             from src.data.user_transform import UserTransform
@@ -98,10 +99,10 @@ class HostBatchLoader:
             self._transform = UserTransform(inputs.batch, inputs.vocab_size)
 
     def batches(self, rows_taken: int, first_step: int = 0, count: int | None = None) -> Iterator[HostBatch]:
-        """Yields the batches after so many rows of the run, `count` or without end, while threads make the next ones.
+        """Yields `count` batches, or endless ones, after `rows_taken` rows of the run; threads make them ahead of time.
 
-        An error there is raised here at its batch. The threads end with the iterator (its `close`, or being collected),
-        which waits for no more than the rows that are being made.
+        An error in a thread is raised here at its batch. The threads end when the iterator is closed or garbage
+        collected, which waits only for the rows in progress.
         """
         workers = 1 if any(packer.saved() for packer in self._packers) else self._inputs.data.data_threads
         threads = [ThreadPoolExecutor(1, thread_name_prefix="rows") for _ in range(workers)]
@@ -117,12 +118,12 @@ class HostBatchLoader:
         finally:
             self._closing.set()
             for thread in (*threads, finisher):
-                for packer in self._packers:  # each time, because a row that is being made may ask for more
+                for packer in self._packers:  # each time, because a row in progress may request more reads
                     packer.close()
                 thread.shutdown(cancel_futures=True)
 
     def _begin(self, threads: list[ThreadPoolExecutor], first: int, size: int) -> tuple[HostBatch, list[Future[None]]]:
-        """Hands out the batch of `size` rows from `first` on: thread n of N has the host's streams n, n + N, ..."""
+        """Starts the batch of `size` rows from `first` on: thread n of N fills the host's streams n, n + N, ..."""
         rows, assigned = self._schedule.on_host(first, size, self._streams)
         count, length = len(self._streams), self._inputs.batch.max_target_length
         arrays = empty_batch(len(rows), length, self._inputs.count_bytes is not None)
@@ -154,7 +155,7 @@ class HostBatchLoader:
 
 
 def count_targets(inputs: InputSpec, source: Source | RowSource, enough: int) -> int:
-    """Counts the targets of a source until there are `enough`, which mostly takes a few reads."""
+    """Counts the targets of a source, stopping at `enough`, which usually takes only a few reads."""
     if isinstance(source, RowSource) or is_stream(source):
         return enough  # a row is never empty
     targets = 0

@@ -1,4 +1,4 @@
-"""Opens the data that the keys name, by what reads their format, and holds a part of them out for evaluation."""
+"""Opens the data that the config names with the reader of their format, and holds a part out for evaluation."""
 
 import importlib
 
@@ -24,9 +24,9 @@ READERS = {  # dataset_type -> the module whose `open_source(spec, inputs)` open
 
 
 def open_sources(inputs: InputSpec, evaluation: Evaluation) -> tuple[TrainData, list[EvalSet]]:
-    """Opens the data to train on, and to evaluate on if the run does: only then are training data held out.
+    """Opens the training data, and evaluation data if the run evaluates: only then are training data held out.
 
-    Raises UserError if data can't be read, or nothing can be held out.
+    Raises UserError if data can't be read, or no part of them can be held out.
     """
     specs = train_specs(inputs.data)
     sources = [open_source(spec, inputs) for spec in specs]
@@ -40,20 +40,20 @@ def open_sources(inputs: InputSpec, evaluation: Evaluation) -> tuple[TrainData, 
 
 
 def open_eval_sets(inputs: InputSpec, evaluation: Evaluation) -> list[EvalSet]:
-    """Opens the data that a run of this config evaluates on, or would. Raises UserError as `open_sources` does."""
+    """Opens a config's evaluation data, even if its run does not evaluate; raises UserError as `open_sources` does."""
     data, steps = inputs.data, evaluation.eval_steps
     if names_eval_data(data):
         counts = [entry.get("eval_steps", steps) for entry in data.eval_datasets] or [steps]
         specs = zip(eval_specs(data), counts, strict=True)
         return [EvalSet(spec.name, open_source(spec, inputs), count) for spec, count in specs]
     if data.datasets:
-        raise UserError("nothing is held out of datasets: name data to evaluate on with eval_datasets")
+        raise UserError("no evaluation data are held out of datasets: name data to evaluate on with eval_datasets")
     source = open_source(train_specs(data)[0], inputs)
     return [EvalSet("", train_validation_split(source, data.eval_fraction)[1], steps)]
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> AnySource:
-    """Opens one set of data. Raises UserError if it can't be read, or what reads it is not installed."""
+    """Opens one set of data. Raises UserError if it can't be read, or its reader is not installed."""
     try:
         source = _open(spec, inputs)
     except MissingExtra:
@@ -74,15 +74,15 @@ def _open(spec: DatasetSpec, inputs: InputSpec) -> AnySource:
         from src.extras.conversations import ConversationSource
 
         return ConversationSource(spec.dataset_path, spec.key("dataset_path"), inputs)
-    reader = importlib.import_module(READERS[spec.dataset_type])  # what it imports may not be installed
+    reader = importlib.import_module(READERS[spec.dataset_type])  # its own imports may not be installed
     return reader.open_source(spec, inputs)
 
 
-# ---- Held out
+# ---- Held-out data
 
 
 class _Subset:
-    """Selects items of another source by their numbers, ascending; `name` tells it from the source's other subsets."""
+    """Selects items of another source by their numbers, ascending; `name` identifies it among the source's subsets."""
 
     def __init__(self, source: AnySource, items: np.ndarray | range, name: str) -> None:
         self._source, self._items, self._name = source, items, name
@@ -109,7 +109,7 @@ class Subset(_Subset, Source):
         sizes = self._source.group_sizes()
         if sizes is None:
             return None
-        # Where there are groups the items are consecutive, so the subset has whole groups but for its first and last.
+        # A source with groups is split into consecutive items, so only the first and last groups may be partial.
         bounds = np.concatenate([[0], np.cumsum(sizes)])
         return np.diff(np.clip(bounds, self._items[0], self._items[-1] + 1))
 
@@ -126,21 +126,21 @@ class RowSubset(_Subset, RowSource):
 
 
 def train_validation_split(source: AnySource, fraction: float) -> tuple[AnySource, AnySource]:
-    """Splits a source into items to train on and items held out; the pieces of a document stay together.
+    """Splits a source into training items and held-out items; the pieces of a document stay together.
 
-    Of files whose documents are known one by one, a document is held out where its hash falls in the lowest `fraction`
-    of all values, so that documents added to the source later move none. However few there are, the lowest hash is held
-    out and the highest is not. Of other sources, and of the pieces of a single document, the last items are held out:
-    that fraction of them, and at least one. Raises UserError if there is one item alone, or no end.
+    If the documents have hash keys, a document is held out if its hash is in the lowest `fraction` of all values, so
+    that documents added to the source later do not move others. With few documents, the lowest hash is held out anyway
+    and the highest is not. In other sources, and for the pieces of a single document, the last items are held out: this
+    fraction of them, but at least one. Raises UserError if the source has only one item, or is endless.
     """
     train, held_out = f"all but {fraction} of the documents", f"{fraction} of the documents"
     has_rows = isinstance(source, RowSource)
     subset, count = (RowSubset, source.row_count) if has_rows else (Subset, len(source))
     if count is None:
-        raise UserError("rows without an end have no part to hold out: name data with eval_dataset_path=PATH")
+        raise UserError("endless rows have no part to hold out: name data to evaluate on with eval_dataset_path=PATH")
     if count < 2:
         raise UserError(
-            "nothing can be held out of training data that are one document in one piece: name other data with "
+            "cannot hold out evaluation data: the training data are a single uncut document. Name other data with "
             "eval_dataset_path=PATH, or turn evaluation off with eval_interval=-1"
         )
     first = count - min(max(int(fraction * count), 1), count - 1)

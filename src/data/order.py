@@ -1,4 +1,4 @@
-"""Computes which document comes where, and from which source: integers only, no state. No place is ever stored."""
+"""Computes the order of documents and of sources from integers only, without any stored state."""
 
 import functools
 import hashlib
@@ -17,7 +17,7 @@ _ROUNDS = 6
 
 
 def mix64(x: Words) -> Words:
-    """Maps 64-bit words, an int or an array of uint64, one to one, so that all bits mix (SplitMix64's finaliser)."""
+    """Mixes all bits of 64-bit words, an int or an array of uint64, by a bijection (SplitMix64's finaliser)."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
@@ -25,17 +25,17 @@ def mix64(x: Words) -> Words:
 
 @functools.lru_cache(maxsize=64)
 def hash_keys(*seeds: int | str) -> tuple[int, ...]:
-    """Returns six 64-bit hash keys, unrelated for any two tuples: (5, epoch 1) shares none with (6, epoch 0)."""
+    """Derives six 64-bit hash keys, unrelated for any two tuples: (5, epoch 1) shares no key with (6, epoch 0)."""
     digest = hashlib.blake2b(repr(seeds).encode(), digest_size=8 * _ROUNDS).digest()
     return tuple(int.from_bytes(digest[at : at + 8], "little") for at in range(0, len(digest), 8))
 
 
 def permute(i: int, n: int, seed: int, source: int | str, epoch: int) -> int:
-    """Returns element `i` of a pseudo-random permutation of range(n), in O(1) time and without memory.
+    """Computes element `i` of a pseudo-random permutation of range(n), in O(1) time and without memory.
 
-    A Feistel network permutes the words of as many bits as n - 1 has; results outside [0, n) are permuted again until
-    they fall inside ("cycle walking", Black and Rogaway 2002), which is again a bijection. That takes less than two
-    passes on average. `source` is the name of the source in a mixture; 0 for one that is alone.
+    A Feistel network permutes words with the bit length of n - 1; results outside [0, n) are permuted again until they
+    fall inside ("cycle walking", Black and Rogaway 2002), which is also a bijection. That takes fewer than two passes
+    on average. `source` is the name of the source in a mixture; 0 for a single source.
     """
     low_bits = (n - 1).bit_length() // 2
     low_mask = (1 << low_bits) - 1
@@ -52,10 +52,11 @@ def permute(i: int, n: int, seed: int, source: int | str, epoch: int) -> int:
 
 
 class Shuffle:
-    """Orders the `count` items of a source endlessly: all in a random order, then all in another, and so on.
+    """Shuffles the `count` items of a source endlessly, in a new random order each epoch.
 
-    Items that are stored together (the rows of a Parquet row group; `group_sizes` says how many, in order) stay
-    together: the groups are shuffled, and the items of each. So each group is read about once an epoch.
+    Items that are stored together, such as the rows of a Parquet row group, stay together: the groups are shuffled, and
+    so are the items of each group. Each group is therefore read about once an epoch. `group_sizes` has the sizes of the
+    groups, in order.
     """
 
     def __init__(self, count: int, seed: int, source: int | str, group_sizes: np.ndarray | None = None) -> None:
@@ -63,11 +64,11 @@ class Shuffle:
         if group_sizes is not None:
             assert group_sizes.sum() == count
             self._starts = np.cumsum(group_sizes) - group_sizes
-            # Rows of a batch may be an epoch apart for a while: two are needed at a time.
+            # Rows of a batch may be an epoch apart for a while, so the orders of two epochs are needed at a time.
             self._groups = functools.lru_cache(maxsize=2)(self._shuffled_groups)
 
     def __call__(self, ordinal: int) -> int:
-        """Returns the number in the source of item `ordinal` of the stream."""
+        """Maps item `ordinal` of the stream to its number in the source."""
         epoch, i = divmod(ordinal, self._count)
         if self._sizes is None:
             return permute(i, self._count, self._seed, self._source, epoch)
@@ -75,24 +76,24 @@ class Shuffle:
         place = int(np.searchsorted(ends, i, side="right"))
         group = groups[place]
         size = int(self._sizes[group])
-        # A group has an order of its own: those of one size would otherwise have the same.
+        # The group is part of the seed: groups of equal size would otherwise share one order.
         inside = permute(i - int(ends[place]) + size, size, self._seed, f"{self._source} group {group}", epoch)
         return int(self._starts[group]) + inside
 
     def _shuffled_groups(self, epoch: int) -> tuple[list[int], np.ndarray]:
         number = len(self._sizes)
-        # No epoch of items is below 0, so that the order of groups has nothing of the order in one.
+        # Epochs of items are never negative, so the order of groups is independent of the order inside each group.
         groups = [permute(i, number, self._seed, self._source, -1 - epoch) for i in range(number)]
         return groups, np.cumsum(self._sizes[groups])
 
 
 class Mixture:
-    """Assigns the rows 0, 1, 2, ... of a run to sources, each of which has its share of any first n rows to within one.
+    """Assigns the rows 0, 1, 2, ... of a run to sources; any first n rows have each source's share to within one row.
 
-    Weights count rows. The schedule is that of proportionately fair scheduling (Baruah, Cohen, Plaxton and Varvel,
-    "Proportionate Progress", 1996): row number k of a source with share w belongs between rows floor(k / w) and
-    ceil((k + 1) / w), and of the sources whose next row may come that with the earliest end is taken. That keeps every
-    source's count after n rows within one of n w. Raises UserError as `whole_numbers` does.
+    Weights count rows. The schedule is proportionately fair (Baruah, Cohen, Plaxton and Varvel, "Proportionate
+    Progress", 1996): row number k of a source with share w belongs between rows floor(k / w) and ceil((k + 1) / w);
+    among the sources whose next row is eligible, the one with the earliest deadline is taken. That keeps every source's
+    count after n rows within one of n w. Raises UserError as `whole_numbers` does.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -101,21 +102,21 @@ class Mixture:
         self._source, self._before = _schedule(self._shares)
 
     def at(self, row: int) -> tuple[int, int]:
-        """Returns the source of a row of the run, and how many earlier rows have the same one."""
+        """Finds the source of a row of the run, and counts the earlier rows from the same source."""
         turns, place = divmod(row, self._period)
         source = int(self._source[place])
         return source, turns * self._shares[source] + int(self._before[place])
 
     def count(self, source: int, rows: int) -> int:
-        """Counts the rows from a source among the first `rows` rows of the run."""
+        """Counts how many of the first `rows` rows of the run are from a source."""
         turns, place = divmod(rows, self._period)
         return turns * self._shares[source] + int(np.count_nonzero(self._source[:place] == source))
 
     def assign(self, row: int, global_batch: int, seed: int) -> tuple[int, int]:
-        """Returns what is `at` one of the `global_batch` rows of the run that `row` is among.
+        """Shuffles the schedule within each full batch: gives `row` the result of `at` for a random row of its batch.
 
-        They are assigned in random order: where the schedule's period and the batch have a common divisor, row j of
-        every batch would otherwise have the same few sources. A smaller batch of a ramp has some of them.
+        If the schedule's period and the batch have a common divisor, row j of every batch would otherwise have the same
+        few sources. A smaller batch of a ramp takes some of the `global_batch` rows of a full batch.
         """
         if len(self._shares) == 1:
             return 0, row
@@ -124,7 +125,7 @@ class Mixture:
 
 
 def _schedule(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the source of each row of a period, and how many earlier rows of the period have the same one."""
+    """Computes the source of each row of a period, and the number of earlier rows in the period from that source."""
     period = sum(shares)
     source, before = np.empty(period, np.int32), np.empty(period, np.int64)
     coming = [(0, index, 0) for index, share in enumerate(shares) if share]  # (earliest row, source, number)

@@ -1,10 +1,10 @@
 """Packs documents into rows, so that a run can stop after any row and resume exactly there.
 
-Row j of every batch is filled by packing stream j (in a ramp, row n of the run by stream n mod B), which depends on no
-other stream: hosts share nothing, and any number of them gives the same batches. A document of n ids has n - 1 inputs,
-`ids[:-1]`, with the targets `ids[1:]`; sizes, offsets and the length of a row all count targets. Each target of a
-stream's documents comes exactly once, wherever rows are cut. A layout plans the rows: texts are concatenated and cut at
-T (`best_fit.py` is for conversations).
+Packing stream j fills row j of every batch (in a ramp, stream n mod B fills row n of the run). Streams are independent:
+hosts share nothing, and any number of hosts gives the same batches. A document of n ids has n - 1 inputs, `ids[:-1]`,
+with the targets `ids[1:]`; sizes, offsets and the length of a row all count targets. Each target of a stream's
+documents comes exactly once, wherever rows are cut. A layout plans the rows: texts are concatenated and cut at T
+(`best_fit.py` is for conversations).
 
 T: tokens per row.  B: rows of a batch, over all hosts.
 """
@@ -18,21 +18,22 @@ import numpy as np
 from src.data.types import BATCH_ARRAYS, NOT_TEXT, Document, RowArrays
 from src.system.errors import UserError
 
-MAX_EMPTY_DOCUMENTS = 10_000  # in succession, before it is an error
+MAX_EMPTY_DOCUMENTS = 10_000  # in succession; one more is an error
 
-# Maps an ordinal (an item's place in the endless stream over all epochs) to the item's documents: one, or for some
+# Maps an ordinal (an item's number in the endless stream over all epochs) to the item's documents: one, or for some
 # conversations one for each turn of the assistant.
 Items = Callable[[int], Sequence[Document]]
 
-# Maps item k of a stream to the number of targets of each of its documents: () if it has none, None past the end.
+# Maps item k of a stream to the sizes of its documents in targets: () if it is empty, None past the end.
 Sizes = Callable[[int], Sequence[int] | None]
 
-# Where a stream resumes: (items finished, targets taken of the next one); `best_fit` has another second one.
+# The point at which a stream resumes: (finished items, targets taken from the next item). `best_fit` encodes the second
+# number differently.
 Position = tuple[int, int]
 
 
 class Segment(NamedTuple):
-    """Names a part of a row: `length` targets of one of an item's documents, from target `first` on."""
+    """Describes a part of a row: `length` targets of one of an item's documents, from target `first` on."""
 
     item: int
     document: int
@@ -45,24 +46,24 @@ RowLayout = Callable[[Sizes, Position, int], tuple[list[Segment], Position]]
 
 
 class Truncation(NamedTuple):
-    """Tells at which ends a row's documents are cut."""
+    """Flags the ends at which a row's documents are cut."""
 
-    start: bool  # the first began in an earlier row
-    end: bool  # the last continues in a later one
+    start: bool  # the first document began in an earlier row
+    end: bool  # the last document continues in a later row
 
 
 def empty_batch(rows: int, length: int, counts_bytes: bool = False) -> RowArrays:
-    """Makes rows of padding: the arrays of `BATCH_ARRAYS`, [rows, T], and `text_bytes` where they are counted."""
+    """Makes rows of padding: the arrays of `BATCH_ARRAYS`, [rows, T], and `text_bytes` if `counts_bytes`."""
     counted = {"text_bytes": np.full((rows, length), NOT_TEXT, np.int32)} if counts_bytes else {}
     return {name: np.zeros((rows, length), dtype) for name, dtype in BATCH_ARRAYS.items()} | counted
 
 
 def fill_row(batch: RowArrays, row: int, parts: Iterable[tuple[Document, int, int]]) -> Truncation:
-    """Writes parts of documents, (document, first target, targets), into a row of padding; what exceeds it is cut."""
+    """Writes parts of documents, (document, first target, targets), into a row of padding; cuts any excess."""
     filled, start, end = 0, False, False
     for segment_id, (document, first, length) in enumerate(parts, 1):
         length = min(length, batch["tokens"].shape[1] - filled)
-        # Targets `first` to `first + length` of a document are its ids from `first + 1` on, their inputs those before.
+        # The inputs of targets `first` to `first + length` are the ids from `first` on; the targets are one id later.
         columns, targets = (row, slice(filled, filled + length)), slice(first + 1, first + 1 + length)
         batch["tokens"][columns] = document.ids[first : first + length]
         batch["targets"][columns] = document.ids[targets]
@@ -80,8 +81,8 @@ def fill_row(batch: RowArrays, row: int, parts: Iterable[tuple[Document, int, in
 def concatenate(
     sizes_of: Sizes, position: Position, length: int, max_segments: float = inf
 ) -> tuple[list[Segment], Position]:
-    """Concatenates documents. What exceeds a row begins the next one."""
-    item, offset = position[0], max(position[1], 0)  # below 0: a position of `best_fit`, whose placed items come again
+    """Concatenates documents. The rest of a document that exceeds a row begins the next row."""
+    item, offset = position[0], max(position[1], 0)  # below 0: a position of `best_fit`, whose placed items repeat
     segments: list[Segment] = []
     free = length
     while free and len(segments) < max_segments and (sizes := sizes_of(item)) is not None:
@@ -96,13 +97,13 @@ def concatenate(
 
 
 def one_per_row(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Segment], Position]:
-    """Gives each document a row of its own. What exceeds the row begins the next one."""
+    """Gives each document its own row. The rest of a document that exceeds the row begins the next row."""
     return concatenate(sizes_of, position, length, max_segments=1)
 
 
 def remaining(sizes: Sequence[int], offset: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (document, first target, targets) for each document of an item with any left after `offset` targets."""
-    # None may be: an accepted change of data can leave a document shorter than what was taken of it.
+    """Yields (document, first target, targets) for each document of an item with targets left after `offset`."""
+    # There may be no such document: after an accepted change of data, a document can be shorter than `offset`.
     for document, size in enumerate(sizes):
         if offset < size:
             yield document, max(offset, 0), size - max(offset, 0)
@@ -112,16 +113,16 @@ def remaining(sizes: Sequence[int], offset: int) -> Iterator[tuple[int, int, int
 class PackingStream:
     """Packs the items with ordinals `first`, `first + stride`, ... into rows.
 
-    `first` is the stream's number j, `stride` the number of streams B. Ordinals from `end` on don't exist; past them
-    the stream's rows are padding. `position` says where it resumes after the rows so far.
+    `first` is the stream's number j, `stride` the number of streams B. Ordinals from `end` on don't exist; after the
+    last one the stream's rows are padding. `position` is the point at which the stream resumes after the rows so far.
     """
 
     def __init__(
         self, items: Items, first: int, stride: int, layout: RowLayout, position: Position = (0, 0), end: float = inf
     ) -> None:
         self._items, self._stride, self._layout, self._end = items, stride, layout, end
-        self._first = int(first)  # numpy's ints, which rows and positions come in, overflow in the order's hash
-        self._unfinished: dict[int, tuple[Sequence[Document], tuple[int, ...]]] = {}  # documents of items, their sizes
+        self._first = int(first)  # rows and positions are NumPy ints, which would overflow in the order's hash
+        self._unfinished: dict[int, tuple[Sequence[Document], tuple[int, ...]]] = {}  # by item: documents, and sizes
         self._empty_items = 0  # in succession
         self.position: Position = (int(position[0]), int(position[1]))
 
@@ -138,7 +139,7 @@ class PackingStream:
         return cuts
 
     def _sizes(self, item: int) -> Sequence[int] | None:
-        """Reads an item where it is not read yet, and returns the sizes of its documents that are not empty."""
+        """Sizes an item's nonempty documents, in targets; reads the item if it has not been read yet."""
         if item not in self._unfinished:
             ordinal = self._first + item * self._stride
             if ordinal >= self._end:
@@ -147,8 +148,8 @@ class PackingStream:
             self._empty_items = 0 if documents else self._empty_items + 1
             if self._empty_items > MAX_EMPTY_DOCUMENTS and self._end == inf:
                 raise UserError(
-                    f"the last {self._empty_items:,} documents that a row read have no text: the data have come to an "
-                    "end, or what reads them no longer does"
+                    f"the last {self._empty_items:,} documents that a row read have no text: the data have ended, or "
+                    "their reader no longer works"
                 )
             self._unfinished[item] = documents, tuple([len(document.ids) - 1 for document in documents])
         return self._unfinished[item][1]
@@ -157,19 +158,19 @@ class PackingStream:
 class SourcePacker:
     """Fills this host's rows from one source. Threads may fill rows of different packing streams at once."""
 
-    name = ""  # of the source in a mixture
+    name = ""  # the source's name in a mixture
 
     def fill(self, batch: RowArrays, row: int, ordinal: int, place: int) -> Truncation:
-        """Writes row `ordinal` of the source, or the next of the stream at `place`, into row `row`, still padding."""
+        """Fills row `row`, still padding, with row `ordinal` of the source or the next row of the stream at `place`."""
         raise NotImplementedError
 
     def position(self, place: int) -> tuple[int, int]:
-        """Returns the position of the packing stream at `place`; zeros if the source has no need of one."""
+        """Gives the position of the packing stream at index `place`; zeros if the source does not need one."""
         return 0, 0
 
     def saved(self) -> dict[str, Any] | None:
-        """Returns where a `StreamSource` resumes after the rows so far, as JSON has it; None for other sources."""
+        """Gives the state at which a `StreamSource` resumes after the rows so far, as JSON; None for other sources."""
         return None
 
     def close(self) -> None:
-        """Drops the documents that are being read ahead; rows may be filled after it."""
+        """Drops documents being read ahead; rows may still be filled afterwards."""

@@ -1,4 +1,4 @@
-"""Translates text to token ids and back by a SentencePiece model."""
+"""Translates text to token ids and back with a SentencePiece model."""
 
 import hashlib
 from pathlib import Path
@@ -11,7 +11,7 @@ from src.system.errors import UserError
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Reads a SentencePiece model; one without bos, such as T5's, begins with eos. Raises UserError if it is unfit."""
+    """Reads a SentencePiece model; without a bos, as in T5, documents begin with eos. Raises UserError if unusable."""
 
     def __init__(self, path: str) -> None:
         if not Path(path).is_file():

@@ -1,4 +1,4 @@
-"""Fills this host's rows of batches from one source, by the way its documents come.
+"""Fills this host's rows of batches from one source: a stream, numbered rows, or documents to pack.
 
 T: tokens per row.  B: rows of a batch, over all hosts.
 """
@@ -15,11 +15,11 @@ from src.data.types import Document, InputSpec, RowArrays, RowSource, Source, is
 
 
 class SourceStart(NamedTuple):
-    """Says where a source's rows begin."""
+    """Holds the point at which a source's rows begin."""
 
-    rows: int = 0  # of it, over all hosts, that came before the run's rows are counted; for `NumberedRows`
-    positions: np.ndarray | None = None  # int32 [streams, 2], of this host's packing streams; None: at their start
-    saved: Mapping[str, Any] | None = None  # what `SourcePacker.saved` gave; None: at the start
+    rows: int = 0  # for `NumberedRows`: the source's rows, over all hosts, taken before the run's count of rows
+    positions: np.ndarray | None = None  # int32 [streams, 2], of this host's packing streams; None: the start
+    saved: Mapping[str, Any] | None = None  # the result of `SourcePacker.saved`; None: the start
 
 
 FIRST_ROW = SourceStart()
@@ -35,10 +35,10 @@ def source_packer(
     *,
     one_epoch: bool = False,
 ) -> SourcePacker:
-    """Chooses the packer of a source: of a stream, of numbered rows, or of documents in packing streams.
+    """Chooses the packer for a source: for a stream, for numbered rows, or for documents in packing streams.
 
-    `streams` are this host's of the `global_batch` packing streams. With `one_epoch` each document comes once, then
-    padding; otherwise rows never end.
+    `streams` are the numbers of this host's packing streams, of `global_batch` in total. With `one_epoch` each document
+    comes once, followed by padding; otherwise rows never end.
     """
     packer: SourcePacker
     if is_stream(source):
@@ -55,7 +55,7 @@ def source_packer(
 
 
 class NumberedRows(SourcePacker):
-    """Fills each row as a function of its number; from row `end` on they are padding."""
+    """Fills each row as a function of its number; rows from `end` on are padding."""
 
     def __init__(self, documents: DocumentStream, rows_before: int, end: float) -> None:
         self._documents, self._rows_before, self._end = documents, rows_before, end
@@ -66,7 +66,7 @@ class NumberedRows(SourcePacker):
 
 
 class PackedDocuments(SourcePacker):
-    """Packs documents by packing streams, which keep a position."""
+    """Packs documents with packing streams, each of which has a position to resume from."""
 
     def __init__(
         self,
@@ -106,10 +106,11 @@ class PackedDocuments(SourcePacker):
 
 
 def spread(read: Items, count: int, streams: int, inputs: InputSpec) -> Items:
-    """Has streams begin at different places of a document, if there are fewer documents, `count`, than streams.
+    """Starts streams at different offsets within documents, if there are fewer documents, `count`, than streams.
 
-    The ordinals that streams read together belong to several epochs: each has a place in documents, at even distances,
-    and reads the part before it last. Documents that fit a row stay whole, and so do rows without packing.
+    The ordinals that streams read together belong to several epochs: each epoch starts a document at its own offset, at
+    even distances, and reads the part before the offset last. Documents that fit into a row are not split, and without
+    packing offsets are whole rows.
     """
     length = inputs.batch.max_target_length
     unit = 1 if inputs.batch.packing else length

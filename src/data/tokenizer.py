@@ -1,4 +1,4 @@
-"""Opens the tokenizer of a config. Bytes as tokens are defined here."""
+"""Opens the tokenizer of a config, and defines the byte tokenizer."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from src.system.errors import UserError
 
 
 class ByteTokenizer(Tokenizer):
-    """Takes the bytes of UTF-8 as ids 0 to 255; bos is 256, eos 257."""
+    """Uses the bytes of UTF-8 as ids 0 to 255; bos is 256, eos 257."""
 
     vocab_size = 258
     bos = 256
@@ -34,13 +34,16 @@ class ByteTokenizer(Tokenizer):
 
 
 def make_tokenizer(data: Data, vocab_size: int, needed_by: str = "") -> Tokenizer | None:
-    """Opens the keys' tokenizer, None for synthetic data, unless a thing needs one.
+    """Opens the config's tokenizer; None for synthetic data.
 
-    Raises UserError if there is none for that, or it is unfit or exceeds `vocab_size`.
+    Raises UserError if the data are synthetic but `needed_by` names a use of the tokenizer, or if the tokenizer is
+    unusable or has more ids than `vocab_size`.
     """
     if all_synthetic(data):
         if needed_by:
-            raise UserError(f"{needed_by}: it needs a tokenizer, which dataset_type=synthetic lacks: dataset_type=text")
+            raise UserError(
+                f"{needed_by}: dataset_type=synthetic lacks the tokenizer that it needs: set dataset_type=text"
+            )
         return None
     match data.tokenizer_type:
         case "byte":

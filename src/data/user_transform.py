@@ -1,4 +1,4 @@
-"""Applies the function of the user that `batch_transform` names, and finds which fields it adds to a batch."""
+"""Applies the user's function named by `batch_transform`, and finds the fields that it adds to a batch."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,15 +11,15 @@ from src.data.types import BATCH_ARRAYS, RowArrays
 from src.system.errors import UserError, changed_keys
 from src.system.user_code import call, class_name, load_function
 
-MAX_WEIGHT = 1e30  # of a token in the loss, either way
-_TAKEN = ("dropout_keys", "text_bytes")  # what steps and evaluations add to a batch
+MAX_WEIGHT = 1e30  # of a token in the loss, positive or negative
+_TAKEN = ("dropout_keys", "text_bytes")  # fields that steps and evaluations add to a batch
 
 
 class UserTransform:
-    """Applies `batch_transform` to a host's rows; `fields` are those that it adds to a batch."""
+    """Applies `batch_transform` to a host's rows; `fields` are the fields that it adds to a batch."""
 
     def __init__(self, batch: BatchKeys, vocab_size: int) -> None:
-        """Loads the function, and finds its fields; raises UserError as `apply_transform`."""
+        """Loads the function, and finds its fields; raises UserError as `apply_transform` does."""
         self._function = load_function(batch.batch_transform, "batch_transform")
         self._vocab_size = vocab_size
         self.fields = _added_fields(self._function, batch.max_target_length, vocab_size)
@@ -32,9 +32,9 @@ class UserTransform:
 def _added_fields(
     function: Callable[[RowArrays], RowArrays], length: int, vocab_size: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the fields that the function adds to rows of this length.
+    """Finds the fields that the function adds, by applying it to two rows of padding of this length.
 
-    A step is compiled for them, maybe on a machine without the data, so the function is shown two rows of padding.
+    A step is compiled for these fields, maybe on a machine without the data.
     """
     rows = empty_batch(2, length)
     added = {name: x for name, x in _returned(function, rows).items() if name not in rows}
@@ -42,9 +42,9 @@ def _added_fields(
         is_named = isinstance(name, str) and name not in _TAKEN
         if x.shape[:1] != (2,) or x.dtype.kind not in "biuf" or x.dtype.itemsize > 4 or not is_named:
             raise UserError(
-                f"batch_transform added {name}: {x.dtype} {list(x.shape)}, to a batch of 2 rows. Expected [2, ...], a "
-                "row of it for each row, numbers of 32 bits at most (.astype(np.int32), np.float32), and a name, but "
-                f"not {' or '.join(_TAKEN)}"
+                f"batch_transform added {name}: {x.dtype} {list(x.shape)}, to a batch of 2 rows. Expected shape [2, "
+                "...], numbers of at most 32 bits (.astype(np.int32), np.float32), and a name other than "
+                f"{' or '.join(_TAKEN)}"
             )
     fields = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in sorted(added.items())}
     apply_transform(function, vocab_size, empty_batch(2, length), fields)
@@ -57,11 +57,11 @@ def apply_transform(
     batch: RowArrays,
     fields: Mapping[str, jax.ShapeDtypeStruct] = {},
 ) -> RowArrays:
-    """Returns what the function `batch_transform` makes of this host's rows, those of `BATCH_ARRAYS`.
+    """Applies the function `batch_transform` to this host's rows of `BATCH_ARRAYS`.
 
-    It may change them in place, and returns the same names, shapes and dtypes, and the `fields` it adds. Raises
-    UserError where it raises, returns others, or values that the model can't take: ids outside the vocabulary,
-    positions below 0, or NaN.
+    The function may change the arrays in place. It returns the same names, shapes and dtypes, and the `fields` that it
+    adds. Raises UserError if the function raises, returns other arrays, or returns values that the model can't take:
+    ids outside the vocabulary, positions below 0, or NaN.
     """
     rows = len(batch["tokens"])
     expected = {name: f"{array.dtype} {list(array.shape)}" for name, array in batch.items()}
@@ -71,13 +71,13 @@ def apply_transform(
     if different := changed_keys(expected, returned):
         listed = "\n".join(f"  {n}: {expected.get(n, 'none')} -> {returned.get(n, 'none')}" for n in different)
         raise UserError(
-            f"batch_transform returned other arrays than expected (expected -> returned):\n{listed}\n"
-            "Expected the names, shapes and dtypes it was given, and the fields that it adds to two rows of padding"
+            f"batch_transform returned unexpected arrays (expected -> returned):\n{listed}\n"
+            "Expected the names, shapes and dtypes of its input, and the fields that it adds to two rows of padding"
         )
     ids, whole, any_number = (0, vocab_size - 1), (0, np.iinfo(np.int32).max), (-MAX_WEIGHT, MAX_WEIGHT)
     ranges = {"tokens": ids, "targets": ids, "segment_ids": whole, "positions": whole, "loss_mask": any_number}
     for name, (low, high) in ranges.items():
-        unfit = ~((arrays[name] >= low) & (arrays[name] <= high))  # NaN is within no range
+        unfit = ~((arrays[name] >= low) & (arrays[name] <= high))  # NaN is outside every range
         if unfit.any():
             raise UserError(
                 f"batch_transform returned {name} with the value {arrays[name][unfit][0]}: expected {low} to {high}"
@@ -90,6 +90,6 @@ def _returned(function: Callable[[RowArrays], RowArrays], batch: RowArrays) -> R
     if not isinstance(changed, Mapping):
         raise UserError(
             f"batch_transform returned a value of type {class_name(changed)}: expected a dict of "
-            f"{', '.join(BATCH_ARRAYS)}, and fields of its own"
+            f"{', '.join(BATCH_ARRAYS)}, and any fields that it adds"
         )
     return {name: np.asarray(array) for name, array in changed.items()}

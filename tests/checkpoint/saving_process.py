@@ -50,7 +50,7 @@ def main(folder: Path, process: int):
     assert unseen in refusal(lambda: restore_step(view, {"stats": wanted["stats"]}))
     if process == 1:
         shutil.copytree(view / "20", view / "30")
-    assert "process 1 reads other contents in" in refusal(lambda: restored(view, wanted))
+    assert "process 1 reads different contents in" in refusal(lambda: restored(view, wanted))
     # Where process 0 does not see it, all take what process 0 sees.
     if process == 0:
         shutil.rmtree(view / "30")
@@ -61,7 +61,7 @@ def main(folder: Path, process: int):
     hf.mkdir()
     (hf / "config.json").write_text("{}")
     (hf / "model.safetensors").write_bytes(bytes([process]))
-    assert "process 1 reads other weights in" in refusal(lambda: load_weights(str(hf), {}))
+    assert "process 1 reads different weights in" in refusal(lambda: load_weights(str(hf), {}))
 
     # A damaged checkpoint that both see is saved again.
     multihost_utils.sync_global_devices("copied")

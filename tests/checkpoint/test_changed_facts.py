@@ -280,7 +280,7 @@ def test_a_file_rewritten_at_the_same_size_ends_the_run_before_it_is_saved(
     saved = runs.steps_saved(tmp_path / "run")
     assert saved[-1] in (5, 10)
     assert f"{corpus}/007.txt changed while the run reads it" in said
-    assert f"the checkpoint of step {saved[-1]} in {tmp_path}/run stands" in said
+    assert f"the checkpoint of step {saved[-1]} in {tmp_path}/run is intact" in said
     said = refusal(monkeypatch, capsys, **keys)
     assert "source contents: " in said
     (corpus / "007.txt").write_bytes((corpus / "007.txt").read_bytes().swapcase())

@@ -313,7 +313,7 @@ def test_a_checkpoint_that_failed_in_the_background_is_left_out_once(tmp_path, m
         for step in (10, 20, 30, 40, 50, 60):
             told.extend(saver.save(step, place(make_values(step), mesh), {}))
 
-    with pytest.raises(TransientError, match=r"checkpoint 50 could not be written .* The same command goes on"):
+    with pytest.raises(TransientError, match=r"checkpoint 50 could not be written .* The same command continues"):
         save_all()
     assert [message.split("(")[0] for message in told] == [
         "checkpoint 20 could not be written ",
@@ -323,7 +323,7 @@ def test_a_checkpoint_that_failed_in_the_background_is_left_out_once(tmp_path, m
 
 def test_a_store_that_stays_away_ends_in_a_transient_error(directory, mesh, sleeps, monkeypatch):
     monkeypatch.setattr(ocp.CheckpointManager, "save", failing("save", [EIO] * 5))
-    with pytest.raises(TransientError, match=r"checkpoint 30 could not be written .* Checkpoint 20 stands"):
+    with pytest.raises(TransientError, match=r"checkpoint 30 could not be written .* Checkpoint 20 is intact"):
         checkpointer(directory).save(30, place(make_values(30), mesh), {})
     assert len(sleeps) == 4
 
@@ -358,7 +358,7 @@ def test_a_full_disk_says_what_was_needed_and_what_stands(async_save, small_disk
     message = str(error.value)
     assert f"no space is left in {small_disk}/checkpoints" in message
     assert f"checkpoint 20 has {sum(x.nbytes for x in jax.tree.leaves(first)) / 2**30:.3g} GiB of arrays" in message
-    assert "Checkpoint 10 stands" in message
+    assert "Checkpoint 10 is intact" in message
     assert capfd.readouterr().err == ""  # neither Orbax nor TensorStore talk to the user
     assert names_in(small_disk / "checkpoints") == ["10"]
     assert same(checkpointer(small_disk / "checkpoints").restore_latest(wanted)[0], make_values(10))
@@ -374,7 +374,7 @@ def test_a_save_that_fails_is_the_last_line_of_the_run_and_the_only_one_of_its_e
     output = runs.finish(runs.start_command(["sh", "-c", shell], log), log, code=2).splitlines()
     assert not [line for line in output if "Traceback" in line or "orbax" in line.replace(output[-1], "")]
     assert output[-1].startswith(f"error: checkpoint 2 could not be written to {tmp_path}/run/checkpoints: ")
-    assert output[-1].endswith(" No other checkpoint is there.")
+    assert output[-1].endswith(" There is no other checkpoint.")
 
 
 def test_a_command_does_not_wait_for_threads_of_orbax_that_will_not_end():
@@ -396,7 +396,7 @@ def test_a_folder_in_a_checkpoints_place_is_refused_and_left(directory, mesh):
     saver.save(30, place(make_values(30), mesh), {})
     (directory / "40").mkdir()
     (directory / "40" / "mine").write_text("x")
-    with pytest.raises(UserError, match=r"checkpoints/40 is there already, and this run has not written it"):
+    with pytest.raises(UserError, match=r"checkpoints/40 exists already, and this run did not write it"):
         saver.save(40, place(make_values(40), mesh), {})
     saver.close()
     assert (directory / "40" / "mine").read_text() == "x"
@@ -443,7 +443,7 @@ def test_an_old_checkpoint_that_can_not_be_deleted_is_named_until_it_can(tmp_pat
 
     saver = checkpointer(tmp_path, max_to_keep=1)
     message = (
-        f"checkpoint 10 could not be deleted and takes room in {tmp_path}: PermissionError: [Errno 13] not allowed"
+        f"checkpoint 10 could not be deleted and takes up space in {tmp_path}: PermissionError: [Errno 13] not allowed"
     )
     with monkeypatch.context() as patch:
         patch.setattr(type(absolute(tmp_path)), "rmtree", failing)

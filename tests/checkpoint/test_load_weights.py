@@ -62,7 +62,7 @@ def test_each_weight_is_from_where_the_first_rule_says(runs):
     told = "\n".join(messages)
     assert f"from {folder / 'b'}: segments.0.0.attention.key, segments.0.0.attention.value" in told
     assert "segments.0.0.feed_forward_norm.scale (there segments.0.0.attention_norm.scale)" in told
-    assert "3 weights as without rules" in told
+    assert "3 weights not affected by rules" in told
     state = new_state(plan, abstract_state(plan), load_by_rules(rules, tree, plan.axes)[0])
     query = np.asarray(state.weights.trainable["segments"][0][0]["attention"]["query"])
     np.testing.assert_array_equal(query, kept["a"]["segments.0.0.attention.query"])
@@ -73,11 +73,11 @@ def test_each_weight_is_from_where_the_first_rule_says(runs):
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"match": "segment"}, "segment fits none of the weights that are left: "),
+        ({"match": "segment"}, "segment fits none of the remaining weights: "),
         ({"match": ".*key", "name": "keys"}, "has no keys: it has .*attention.key"),
         ({"match": ".*wi"}, r"segments.0.0.feed_forward.wi: \[2, 32, 2, 96\] in the checkpoint, \[2, 32, 2, 64\]"),
         ({"match": ".*(key)", "name": r"\2"}, r"name=\\2 does not fit"),
-        ({"match": r".*attention\.(key|value)", "name": "x"}, "gives two weights one name: x"),
+        ({"match": r".*attention\.(key|value)", "name": "x"}, "gives two weights the same name: x"),
     ],
 )
 def test_a_rule_that_does_not_fit_is_refused(runs, rule, message):

@@ -48,7 +48,7 @@ def test_ctrl_c_after_a_signal_ends_at_once_and_says_what_stands(first, tmp_path
         assert ended.wait(60)
     finally:
         preemption.close()
-    assert calls == [(130, "interrupted; no checkpoint is there", True)]
+    assert calls == [(130, "interrupted; there is no checkpoint", True)]
 
 
 def test_a_run_in_another_thread_leaves_the_handlers_alone():

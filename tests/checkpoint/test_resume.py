@@ -214,7 +214,7 @@ def test_a_raised_number_of_steps_goes_on(stopped, whole, corpus):
         (
             {"per_device_batch_size": 2},
             "per_device_batch_size",
-            "run had other batches (old -> new):\n  global batch: 8 -> 16\nGive per_device_batch_size, ",
+            "run had different batches (old -> new):\n  global batch: 8 -> 16\nGive per_device_batch_size, ",
         ),
         ({"max_target_length": 32}, "max_target_length", "max_target_length: 64 -> 32"),
         ({"rope_max_timescale": 500}, "rope_max_timescale", "rope_max_timescale: 10000 -> 500"),
@@ -271,7 +271,7 @@ def test_an_accepted_global_batch_goes_on_after_as_many_documents(stopped, corpu
     taken = int(runs.saved_arrays(stopped, 20)["data_position"][:, 0, 0].sum())
     changes = {"per_device_batch_size": 2, "eval_per_device_batch_size": 1}
     runs.run_here(**keys_of(stopped, corpus, **changes, accept_changes="[per_device_batch_size]"))
-    assert f"the global batch changed: the data go on after {taken} documents" in capsys.readouterr().out
+    assert f"the global batch changed: the data continue after {taken} documents" in capsys.readouterr().out
     # The ten steps that were left read what comes after the first documents of the stream: as many as were taken.
     config = resolve_config.load(runs.arguments(**keys_of(stopped, corpus, **changes)))
     data, _ = open_sources(InputSpec.of(config, ByteTokenizer()), config.evaluation)
@@ -319,7 +319,7 @@ def test_each_source_of_a_changed_mixture_goes_on_where_it_was(corpus, tmp_path,
     runs.run_here(**changed, **accepted)
     said = capsys.readouterr().out
     assert "accepted: source weights: a 3, b 1 -> b 1, c 2, a 1" in said
-    assert "the data of c begin at their start" in said
+    assert "the data of c start from the beginning" in said
     after = runs.saved_arrays(tmp_path / "runs" / "run", 21)["data_position"]
     # One more step: eight rows, of which each packing stream took one from one source.
     moved = (after != np.stack([before[:, 1], np.zeros_like(before[:, 0]), before[:, 0]], axis=1)).any(axis=2)
@@ -509,7 +509,7 @@ def test_a_checkpoint_that_leads_to_no_finite_loss_is_set_aside_and_the_one_befo
     said = runs.refusal(monkeypatch, capsys, runs.arguments(**keys))
     assert re.search(message, said)
     assert "21.nonfinite" in said
-    assert f"The checkpoint of step 20 in {stopped} stands, and the run goes on from it." in said
+    assert f"The checkpoint of step 20 in {stopped} is intact, and the run goes on from it." in said
     assert ("on_nonfinite=skip" in said) == (answer == "stop")
     assert {path.name for path in (stopped / "checkpoints").iterdir()} == {"20", "21.nonfinite", "evaluations.json"}
     monkeypatch.undo()
@@ -578,7 +578,7 @@ def test_an_average_may_change_its_pace_or_end_but_not_begin(tmp_path, corpus, m
     assert [line["step"] for line in runs.lines(tmp_path / "run") if "loss" in line] == [1, 2, 3]
     accepted = {**keys, "steps": 4, "ema_decay": 0.9, "accept_changes": "[ema_decay]"}
     refusal = runs.refusal(monkeypatch, capsys, runs.arguments(**accepted))
-    assert "lacks what this one would go on from: set ema_decay=0" in refusal
+    assert "lacks arrays that this run needs to continue: set ema_decay=0" in refusal
 
 
 # ---- Checkpoints that are gone

@@ -56,7 +56,7 @@ def test_a_ramp_written_out_by_hand():
     assert [step for step in range(13) if schedule.changes_at(step)] == [3, 5, 6]
     text = "2 rows to step 3, 4 rows to step 5, 6 rows to step 6, 8 from step 7 on, after 20 rows"
     assert schedule.describe(13) == text
-    assert schedule.describe(6) == text + ", which this run does not come to"
+    assert schedule.describe(6) == text + ", which this run does not reach"
 
 
 def test_a_ramp_of_95_sizes_names_the_first():

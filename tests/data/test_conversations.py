@@ -229,7 +229,7 @@ def test_examples_of_a_conversation_are_whole_in_rows_of_their_own_segments(conf
                     learned = batch["loss_mask"][row][here] == 1
                     found[tuple(zip(batch["tokens"][row][here].tolist(), learned.tolist(), strict=True))] += 1
         assert found == expected
-    with pytest.raises(UserError, match=r"rewrites earlier turns.*long_documents=truncate has a row for one"):
+    with pytest.raises(UserError, match=r"rewrites earlier turns.*long_documents=truncate has room for one"):
         list(
             eval_batches(
                 sft(config, vocab_size=300, packing=False, long_documents="truncate", max_target_length=120),

@@ -365,7 +365,7 @@ def test_a_run_on_custom_documents_ends_with_one_message(my_data, tmp_path, monk
     keys = {"dataset_type": "custom", "dataset_factory": "my_data:documents", "base_output_directory": tmp_path}
     for further, message in (
         ({"eval_interval": 1}, "dataset_factory=my_data:documents: item 20: the id 300"),
-        ({"batch_transform": "my_data:masked"}, "batch_transform returned other arrays than expected"),
+        ({"batch_transform": "my_data:masked"}, "batch_transform returned unexpected arrays"),
     ):
         argv = runs.arguments(**keys, **further, steps=1)
         assert message in runs.refusal(monkeypatch, capsys, argv)

@@ -176,7 +176,7 @@ def test_a_stream_is_read_in_its_own_order_and_over_again(open_data, capsys):
     tokens = targets_of(batches)
     assert batches[-1].saved[""]["epoch"] == 1
     said = (
-        f"dataset_factory=my_grain:stream: all {len(texts)} documents of this host's stream are read, it begins again"
+        f"dataset_factory=my_grain:stream: all {len(texts)} documents of this host's stream were read; it starts again"
     )
     assert set(capsys.readouterr().out.splitlines()) == {said}  # twice, if reading ahead came so far
     assert len(tokens) > sum(map(len, texts))
@@ -257,10 +257,10 @@ def test_a_stream_is_evaluated_by_batches_from_its_start_each_time(open_data):
     made, _, source = open_data("stream")
     sets = eval_batches(made, held_out(source, 3), TOKENIZER, range(B), B)
     assert_same(list(sets), list(sets))
-    with pytest.raises(UserError, match="have no end to evaluate to: set eval_steps"):
+    with pytest.raises(UserError, match="are endless: set eval_steps"):
         eval_batches(made, held_out(source, -1), TOKENIZER, range(B), B)
     made = made.replace(eval_mode="rolling", eval_steps=3)
-    with pytest.raises(UserError, match="are a stream, which begins anew each time: set eval_mode=reset"):
+    with pytest.raises(UserError, match="are a stream, which restarts each time: set eval_mode=reset"):
         eval_batches(made, held_out(source, 3), TOKENIZER, range(B), B)
 
 
@@ -349,7 +349,7 @@ def test_another_number_of_hosts_is_refused(open_data):
     made, _, _ = open_data("stream")
     facts = {"global batch": B, "max_target_length": 64, "packing": True, "data rules": 2}
     meta = {"data": facts, "streams": [{"": {"first": 0}}] * 2}
-    with pytest.raises(UserError, match=r"one for each process: the checkpoint is of 2 processes, and this job has 1"):
+    with pytest.raises(UserError, match=r"one per process: the checkpoint is of 2 processes, and this job has 1"):
         data_position(1, np.zeros((B, 1, 2), np.int32), meta, made.data, (), facts)
 
 
@@ -370,7 +370,7 @@ def test_two_hosts_that_read_the_same_are_refused(open_data, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [
-        ("endless", {}, r"dataset_factory=my_grain:endless returned a dataset without an end: leave repeat\(\) out"),
+        ("endless", {}, r"dataset_factory=my_grain:endless returned an endless dataset: leave repeat\(\) out"),
         ("hf", {"dataset_path": "/not/there"}, "dataset_path=/not/there raised FileNotFoundError"),
         ("hf", {"train_split": "test"}, "raised ValueError: Bad split: test"),
         ("hf", {"dataset_column": "body"}, "item 0: it has no field body. Its fields: text"),
@@ -398,7 +398,7 @@ def test_a_file_that_ends_early_is_an_error(open_data, tmp_path):
 
 def test_nothing_is_held_out_of_a_stream(open_data):
     _, _, source = open_data("stream")
-    with pytest.raises(UserError, match=r"is a stream, whose documents come one .* the first decode_num_prompts=N"):
+    with pytest.raises(UserError, match=r"is a stream, read in sequence: .* the first decode_num_prompts=N"):
         len(source)
 
 

@@ -77,7 +77,7 @@ def test_a_changed_byte_in_any_file_of_any_kind_is_an_error_that_names_the_file(
         assert line.startswith(f"{path} changed while the run reads it")
         flip(path)
         (line,) = check_unchanged([source], [])
-        assert line.startswith(f"{path} was written, with no change in size or in what is compared")
+        assert line.startswith(f"{path} was written, with no change in size or in the compared contents")
         assert check_unchanged([source], []) == []
         os.utime(path, (1, 1))
         assert len(check_unchanged([source], [])) == 1

@@ -111,7 +111,7 @@ def test_a_field_that_no_step_can_take_is_refused(my_fields, added, message):
 @pytest.mark.parametrize("name", [3, "text_bytes", "dropout_keys"])  # bytes of text are what evaluations count
 def test_a_field_with_a_name_of_ours_or_none_is_refused(my_fields, name):
     my_fields.named = lambda rows: {**rows, name: rows["tokens"]}
-    with pytest.raises(UserError, match=rf"added {name}: .* and a name, but not dropout_keys or text_bytes"):
+    with pytest.raises(UserError, match=rf"added {name}: .* and a name other than dropout_keys or text_bytes"):
         added_fields(keys_of("named"), 10)
 
 

@@ -1,4 +1,4 @@
-"""Reads documents that a function of the user returns: `dataset_type=custom`."""
+"""Reads documents that a user's function returns: `dataset_type=custom`."""
 
 import functools
 import hashlib
@@ -18,16 +18,16 @@ from src.system.code_digests import code_digests
 from src.system.errors import UserError
 from src.system.user_code import call, class_name, load_function
 
-# Bounds of an iterable, which is kept in memory.
+# Limits for an iterable, which is held in memory.
 _MAX_DOCUMENTS = 5_000_000
 _MAX_BYTES = 8 << 30
 _END = object()
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> Source:
-    """Opens what the function `dataset_factory` returns: a `CustomSource`, or of an iterable with a state a stream.
+    """Opens the result of the function `dataset_factory`: a stream if it can save its state, else a `CustomSource`.
 
-    Raises UserError as these do, and where there is no such function or it raises.
+    Raises UserError as these do, and if there is no such function or it raises.
     """
     name, factory = spec.setting("dataset_factory"), load_function(spec.dataset_factory, spec.key("dataset_factory"))
     digests = code_digests(spec.dataset_factory, spec.key("dataset_factory"))
@@ -42,7 +42,7 @@ def open_source(spec: DatasetSpec, inputs: InputSpec) -> Source:
 
 
 def document_of(name: str, column: str, vocab_size: int, nulls: Nulls, i: int, item: Any) -> str | np.ndarray:
-    """Reads the document in item `i` of what `name` gives; raises UserError where there is none."""
+    """Reads the document in item `i` of the data set `name`; raises UserError if it lacks a document."""
     read = functools.partial(as_document, vocab_size=vocab_size)
     try:
         return nulls(from_fields(item, column, read)) if isinstance(item, Mapping) else read(item)
@@ -51,7 +51,7 @@ def document_of(name: str, column: str, vocab_size: int, nulls: Nulls, i: int, i
 
 
 def _facts(name: str, dataset: Any) -> dict[str, str | int]:
-    """Returns what `fingerprint()` of a user's object says of it, else its class."""
+    """Calls `fingerprint()` of a user's object; without that method, records its class."""
     if not callable(getattr(dataset, "fingerprint", None)):
         return {"class": class_name(dataset)}
     facts = call(f"{name}: fingerprint() of what it returned", dataset.fingerprint)
@@ -63,14 +63,14 @@ def _facts(name: str, dataset: Any) -> dict[str, str | int]:
 class CustomSource(Source):
     """Reads the documents that the function `dataset_factory`, module:function, returned.
 
-    It is called with the config and the split, and returns an object with `__len__` and `__getitem__`, or an iterable,
-    which is read whole at the start. docs/data.md says what either has to hold to, and what their items may be.
-    Raises UserError where it returned something else, or no document.
+    The function is called with the config and the split, and returns an object with `__len__` and `__getitem__`, or an
+    iterable, which is read completely at the start. docs/data.md lists the requirements for both and for their items.
+    Raises UserError if the function returned something else, or no documents.
     """
 
     def __init__(self, name: str, dataset: Any, read: Callable[..., str | np.ndarray], code: Fingerprint) -> None:
         self._name, self._document = name, read
-        # An element that is not there is what a filter of Grain's MapDataset left out.
+        # Filters of Grain's MapDataset leave None for an element that they drop.
         self._may_filter = hasattr(dataset, "to_iter_dataset")
         self._facts = _facts(name, dataset) | code
         is_indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -87,7 +87,7 @@ class CustomSource(Source):
         if not self._length:
             raise UserError(f"{name} returned no document")
         if self._length == sys.maxsize:
-            raise UserError(f"{name} returned a dataset without an end: leave repeat() out, a run repeats its data")
+            raise UserError(f"{name} returned an endless dataset: leave repeat() out, a run repeats its data")
 
     def __len__(self) -> int:
         return self._length

@@ -13,7 +13,7 @@ EXPECTED = "expected a text, or a list of ids"
 
 
 def from_json(data: bytes, column: str) -> Content | None:
-    """Reads the document in a field of a JSON object, None if it is null; raises ValueError where there is none."""
+    """Reads the document in a field of a JSON object, None if it is null; raises ValueError without a document."""
     fields = parse_json(data)
     if not isinstance(fields, dict):
         raise ValueError(f"expected a JSON object, found {data[:80]!r}")
@@ -21,7 +21,7 @@ def from_json(data: bytes, column: str) -> Content | None:
 
 
 def from_fields(fields: Mapping[str, Any], column: str, read: Callable[[Any], Content]) -> Content | None:
-    """Returns `read` of a field, None if it is null; raises ValueError where `read` does, or there is no field."""
+    """Applies `read` to a field, None if it is null; raises ValueError if `read` does, or the field is missing."""
     if column not in fields:
         fields_listed = first_few(sorted(map(str, fields)), near=column) or "none"
         raise ValueError(f"it has no field {column}. Its fields: {fields_listed}")

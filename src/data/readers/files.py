@@ -1,6 +1,6 @@
-"""Finds files on local and remote paths, reads parts of them, and tells one set of files from another.
+"""Finds files on local and remote paths, reads parts of them, and fingerprints sets of files.
 
-A path with a protocol (gs://, s3://, ...) is remote and read by fsspec. Any other is local, as is one with file://.
+A path with a protocol (gs://, s3://, ...) is remote and read by fsspec. All other paths, and file://, are local.
 """
 
 import bisect
@@ -22,13 +22,13 @@ from src.system.storage_errors import attempted
 if TYPE_CHECKING:
     pass
 
-_MAX_NAMED = 100  # files that a fingerprint names one by one, so that an error can say which of them is another
+_MAX_NAMED = 100  # files that a fingerprint lists individually, so that an error can name a changed one
 _CHUNK_BYTES = 1 << 24
 _THREADS = 32
-# What a fingerprint reads of the files: all of them, or so many blocks spread evenly over their bytes.
+# A fingerprint reads up to this many blocks: all bytes of the files, or blocks spread evenly over them.
 _SAMPLED_BLOCKS, _BLOCK_BYTES = 256, 1 << 16
-_WATCHED, _WATCHED_IN_STORES = 1 << 14, 1 << 6  # files of which a run looks whether they are written
-# Paths of files that describe the data beside them; and of markers such as _SUCCESS, but not of source code.
+_WATCHED, _WATCHED_IN_STORES = 1 << 14, 1 << 6  # files that a run checks for writes
+# Names of files that describe the data next to them, and of markers such as _SUCCESS, but not of source code.
 ABOUT_DATA = re.compile(r"(?:.*/)?(?:readme|licen[cs]e|notice|citation|dataset_infos?)\b[^/]*", re.IGNORECASE)
 _MARKER = re.compile(r"(?:.*/)?_[^/]*(?<!\.py)(?<!\.pyi)(?<!\.c)(?<!\.h)(?<!\.js)(?<!\.ts)")
 
@@ -41,26 +41,26 @@ class Listing:
 
     folder: str  # as the user wrote it, with its protocol if it is remote
     sizes: dict[str, int]  # in bytes, by the files' names relative to the folder, sorted
-    is_whole: bool = dataclasses.field(default=False, compare=False)  # the folder was named, not a file or a glob
-    setting: str = dataclasses.field(default="", compare=False)  # what named it, for messages
+    is_whole: bool = dataclasses.field(default=False, compare=False)  # the path is the folder, not a file or a glob
+    setting: str = dataclasses.field(default="", compare=False)  # KEY=PATH in the config, for messages
     rules: int = dataclasses.field(default=PRESENT_RULES, compare=False)
 
     @functools.cached_property
     def paths(self) -> list[str]:
-        """Returns the paths that the functions here take."""
+        """Lists the files' full paths, as the functions of this module take them."""
         return [os.path.join(self.folder, name) for name in self.sizes]
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
-        """Returns counts, a digest of the names and sizes, and `contents`, one of what is in them.
+        """Collects counts, a digest of the names and sizes, and `contents`, a digest of the bytes.
 
-        Of more than 16 MiB in all, contents are sampled: 256 blocks of 64 KiB, so that the time is bounded whatever the
-        size (of a store that is hundreds of requests). A hundred files or fewer are named one by one too, as
-        `file NAME`: SIZE. Raises UserError where one can't be read.
+        Above 16 MiB in total, contents are sampled in 256 blocks of 64 KiB, so that the time is bounded for any size (a
+        store gets hundreds of requests). Up to a hundred files are also listed individually, as `file NAME`: SIZE.
+        Raises UserError if a file can't be read.
         """
         files = sorted(self.sizes.items())
         listed = "\n".join(f"{size} {name}" for name, size in files)
-        assert self._versions is not None  # they are looked at before anything is read
+        assert self._versions is not None  # record versions before reading any file
         return {
             "files": len(files),
             "bytes": sum(self.sizes.values()),
@@ -69,9 +69,9 @@ class Listing:
         } | {f"file {name}": size for name, size in files if len(files) <= _MAX_NAMED}
 
     def only(self, is_read: Callable[[str], object]) -> "Listing":
-        """Returns the files of a whole folder whose names `is_read` accepts, and prints which others are passed over.
+        """Selects the files of a whole folder whose names `is_read` accepts, and prints the files passed over.
 
-        Names that begin with `_`, such as _SUCCESS, are passed over too, unless they are source code's.
+        Names that begin with `_`, such as _SUCCESS, are passed over too, unless they are source code.
         """
         if not self.is_whole:
             return self
@@ -82,24 +82,24 @@ class Listing:
 
     @functools.cached_property
     def _versions(self) -> dict[str, tuple[Any, ...]]:
-        """Returns the size of some files, evenly spread over the list, and what else changes when one is written."""
+        """Records the size and other metadata of files, evenly spread over the list, to detect writes."""
         most = _WATCHED_IN_STORES if is_remote(self.folder) else _WATCHED
         watched = self.paths[:: len(self.paths) // most + 1]
         return dict(zip(watched, in_threads(_version, watched), strict=True))
 
     def written_since(self) -> tuple[str, bool]:
-        """Says which files were written since `fingerprint` was taken, "" for none, and whether that is another now."""
+        """Reports the files written since `fingerprint` was taken, "" for none, and whether their contents changed."""
         before, now = self._versions, dataclasses.replace(self)
         if not (written := changed_keys(before, now._versions)):
             return "", False
         resized = any(before[file][0] != now._versions[file][0] for file in written)
         differs = resized or self.fingerprint["contents"] != now.fingerprint["contents"]
-        how = "changed" if differs else "was written, with no change in size or in what is compared of the contents,"
+        how = "changed" if differs else "was written, with no change in size or in the compared contents,"
         before.update({} if differs else now._versions)
         return f"{first_few(written)} {how} while the run reads it", differs
 
     def _contents_digest(self) -> str:
-        """Digests the files' bytes in order, or blocks of them at even distances."""
+        """Digests the files' bytes in order, or blocks at even distances."""
         sizes = list(self.sizes.values())
         ends = list(itertools.accumulate(sizes))
         total = sum(sizes)
@@ -116,21 +116,21 @@ class Listing:
 
 
 def in_threads(function: Callable[..., Result], *arguments: Iterable[Any]) -> list[Result]:
-    """Calls a function in threads, as `map` does: reading a file, maybe of a store, mostly waits."""
+    """Maps a function in threads, because reading files, maybe from a store, is mostly waiting."""
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(function, *arguments))
 
 
 def is_remote(path: str) -> bool:
-    """Says whether a path is read by requests to a store."""
+    """Tells whether a path is read by requests to a store."""
     return "://" in path and not path.startswith("file://")
 
 
 def walk(folder: str, without: Collection[str] = (), rules: int = PRESENT_RULES) -> list[str]:
-    """Lists a local folder's files at any depth, but for hidden ones and those in hidden folders or in `without`."""
+    """Lists a local folder's files at any depth, except hidden files and folders and folders named in `without`."""
     names, seen = [], set()
     for parent, folders, files in os.walk(folder, followlinks=rules > 1):
-        if (place := os.path.realpath(parent)) in seen:  # by another name, or by a link to a folder around it
+        if (place := os.path.realpath(parent)) in seen:  # under another name, or through a link to a parent folder
             folders.clear()
             continue
         seen.add(place)
@@ -150,8 +150,8 @@ def _version(file: str) -> tuple[Any, ...]:
 
 
 def read(file: str, begin: int, end: int) -> bytes:
-    """Reads the bytes [begin, end) of a file, or those of them there are; raises as `attempted`."""
-    if is_remote(file):  # local files are not read by fsspec, which takes twice as long
+    """Reads the bytes [begin, end) of a file, fewer at its end; raises as `attempted` does."""
+    if is_remote(file):  # for local files fsspec would take twice as long
         from src.data.readers import stores
 
         return stores.read(file, begin, end)
@@ -170,11 +170,11 @@ def chunks(file: str, end: int) -> Iterator[bytes]:
 
 
 def line_name(file: str, start: int) -> str:
-    """Names the line that begins at byte `start`, for a message; the lines before it are read to count them."""
+    """Names the line that begins at byte `start`, for a message; reads the file up to it to count lines."""
     lines_before = sum(chunk.count(b"\n") for chunk in chunks(file, start))
     return f"{file}, line {lines_before + 1}"
 
 
 def is_jsonl(file: str) -> bool:
-    """Says whether each line of the file is a document."""
+    """Tells whether each line of the file is a document."""
     return file.endswith(".jsonl")

@@ -1,4 +1,4 @@
-"""Finds the files that a config's path means: a file, a folder or a glob, local or remote."""
+"""Finds the files of a config's path: a file, a folder or a glob, local or remote."""
 
 import fnmatch
 import glob
@@ -15,17 +15,17 @@ from src.data.rules import PRESENT_RULES
 from src.system.errors import UserError, first_few
 from src.system.storage_errors import attempted
 
-# Of more than six digits it is no number of files, and to look for the missing ones would not end.
+# More than six digits are not a count of files, and listing the missing numbers would take forever.
 _SHARD = re.compile(r"(?P<before>.*?)(?<!\d)(?P<number>\d{3,6})-of-(?P<total>\d{3,6})(?!\d)(?P<after>[^/]*)")
 
 
 def list_files(path: str, key: str, rules: int = PRESENT_RULES) -> Listing:
-    """Lists the files of a config's path: a file, a folder (its files at any depth, but for hidden ones) or a glob.
+    """Lists the files of a config's path: a file, a folder (its files at any depth, except hidden ones) or a glob.
 
-    Links to folders are followed, and in a folder and by `**` each folder is read once, whatever its names.
+    Links to folders are followed; a folder path and `**` read each folder once, even if several names lead to it.
 
-    Raises UserError where nothing is there, nothing here can read such a path, or a file of a numbered set
-    (x-00000-of-00010 and so on) is missing that a folder or a glob would have. `key` is the path's, for messages.
+    Raises UserError if the path does not exist, no installed package can read it, or a folder or a glob lacks a file of
+    a numbered set (x-00000-of-00010 and so on). `key` is the path's config key, for messages.
     """
     if not path:
         raise UserError(f"{key} is empty: expected a file, a folder or a glob")
@@ -50,14 +50,14 @@ def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def size(file: str) -> int:
-    """Returns the size of a local file in bytes; raises as `attempted`, and UserError for a pipe or a device."""
+    """Measures a local file in bytes; raises as `attempted` does, and UserError for a pipe or a device."""
     found = attempted(file, lambda: os.stat(file))
     if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{file} is no regular file: leave it out, by a glob that does not match it")
+        raise UserError(f"{file} is not a regular file: leave it out with a glob that does not match it")
     return found.st_size
 
 
-# A folder, what the names of files in it match ("" for all of them, None for one file), and their sizes by name.
+# A folder, the pattern of its file names ("" for all files, None for a single file), and the sizes by name.
 _Found = tuple[str, str | None, dict[str, int]]
 
 
@@ -79,7 +79,7 @@ def _find_local(path: str, rules: int) -> _Found:
 
 
 def _fixed_part(path: str) -> str:
-    """Returns the folder of a path, up to the first part with a wildcard."""
+    """Cuts a path to its folder, before the first part with a wildcard."""
     protocol, colon, place = path.rpartition("://")
     parts = place.split("/")[:-1]
     fixed = "/".join(itertools.takewhile(lambda part: not set(part) & set("*?["), parts))
@@ -90,11 +90,11 @@ def _check_no_gaps(names: Collection[str], pattern: str, setting: str) -> None:
     sets: dict[tuple[str, str, str], dict[int, str]] = {}
     for name in names:
         if match := _SHARD.fullmatch(name):
-            # What follows the numbers may be a hash, another for each file, but for the file's type.
+            # A hash that differs between files may follow the numbers, so only the file type is compared.
             kind = (match["before"], match["total"], os.path.splitext(match["after"])[1])
             sets.setdefault(kind, {})[int(match["number"])] = match["after"]
     for (before, total, _), numbers in sets.items():
-        first = int(0 not in numbers and int(total) in numbers)  # some count from 1
+        first = int(0 not in numbers and int(total) in numbers)  # some sets count from 1
         (after, *other_ends) = set(numbers.values())
         unlisted = set(range(first, first + int(total))) - set(numbers)
         begins = [f"{before}{number:0{len(total)}}-of-{total}" for number in sorted(unlisted)]
@@ -103,5 +103,5 @@ def _check_no_gaps(names: Collection[str], pattern: str, setting: str) -> None:
             listed = first_few(begin if other_ends else begin + after for begin in missing)
             raise UserError(
                 f"{setting}: of {int(total)} files {listed} {'is' if len(missing) == 1 else 'are'} missing. Restore "
-                "what is missing, or leave it out on purpose by a glob that does not match it, such as x-0000[0-4]-of-*"
+                "the missing files, or leave them out with a glob that does not match them, such as x-0000[0-4]-of-*"
             )

@@ -1,4 +1,4 @@
-"""Finds and reads files on stores, by fsspec: paths with a protocol, such as gs://."""
+"""Finds and reads files on stores with fsspec, for paths with a protocol such as gs://."""
 
 import os
 from collections.abc import Callable
@@ -11,27 +11,27 @@ from src.system.storage_errors import attempted
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-_REQUESTS, _DEPTH = 128, 6  # that read ahead: at a time, and for each packing stream
+_REQUESTS, _DEPTH = 128, 6  # reads ahead: at once, and for each packing stream
 
 Result = TypeVar("Result")
 
 
 def read(file: str, begin: int, end: int) -> bytes:
-    """Reads the bytes [begin, end) of a file by one request; raises as `attempted`."""
+    """Reads the bytes [begin, end) of a file in one request; raises as `attempted` does."""
     return _on_store(file, file, lambda fs, place: fs.cat_file(place, begin, end)) if begin < end else b""
 
 
 def version(file: str) -> tuple[Any, ...]:
-    """Returns a file's size, and what else changes when it is written; raises as `attempted`."""
+    """Reads a file's size and metadata, which change when it is written; raises as `attempted` does."""
     info = _on_store(file, file, lambda fs, place: fs.invalidate_cache() or fs.info(place))
     return info.get("size"), str(info)
 
 
 def find(path: str, setting: str, fixed_part: str) -> tuple[str, str | None, dict[str, int]]:
-    """Finds the files of a path, whose part without wildcards is given; returns as `find_files._find_local`."""
+    """Finds the files of a path, given its part without wildcards; returns the same as `find_files._find_local`."""
 
     def look(fs: "AbstractFileSystem", place: str) -> tuple[str, str | None, dict[str, dict]]:
-        fs.invalidate_cache()  # of listings: the files may be newer
+        fs.invalidate_cache()  # cached listings may be older than the files
         try:
             info = fs.info(place)
         except FileNotFoundError:
@@ -44,7 +44,7 @@ def find(path: str, setting: str, fixed_part: str) -> tuple[str, str | None, dic
     top = _on_store(folder, setting, lambda _, place: place)
     sizes = {name.removeprefix(top).lstrip("/"): info["size"] for name, info in infos.items() if info["type"] == "file"}
     if pattern is not None:
-        # Not hidden files, nor the empty object "folder/" that a store without folders may have in the place of one.
+        # Leaves out hidden files, and the empty object "folder/" with which some stores imitate a folder.
         sizes = {
             name: size for name, size in sizes.items() if not any(part[:1] in (".", "") for part in name.split("/"))
         }
@@ -52,9 +52,9 @@ def find(path: str, setting: str, fixed_part: str) -> tuple[str, str | None, dic
 
 
 class ReadAhead:
-    """Calls `read(ordinal)`, and in threads those of the next ordinals of the same stream, `stride` apart, below `end`.
+    """Calls `read(ordinal)`, and prefetches the stream's next ordinals in threads: `stride` apart, below `end`.
 
-    Streams may call from threads of their own. An error is raised where its ordinal is asked for.
+    Each stream may call from its own thread. An error is raised when its ordinal is requested.
     """
 
     def __init__(self, read: Callable[[int], Result], stride: int, end: float) -> None:
@@ -62,34 +62,33 @@ class ReadAhead:
         self._start()
 
     def __call__(self, ordinal: int) -> Result:
-        """Returns `read(ordinal)`."""
+        """Waits for `read(ordinal)`, and starts the next reads."""
         for coming in range(ordinal, ordinal + (_DEPTH + 1) * self._stride, self._stride):
             if coming not in self._begun and coming < self._end:
                 self._begun[coming] = self._pool.submit(self._read, coming)
         return self._begun.pop(ordinal).result()
 
     def close(self) -> None:
-        """Drops what is not read yet; a later call begins anew.
+        """Cancels the reads that have not started; later calls start again.
 
-        Reads that are waiting would otherwise be made before the process ends, each of them again and again where the
-        store fails.
+        Otherwise the process would make all waiting reads before it ends, and retry each of them if the store fails.
         """
         pool = self._pool
         self._start()
         pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
-        self._pool = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="read-ahead")  # whose threads start with calls
+        self._pool = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="read-ahead")  # starts its threads on demand
         self._begun: dict[int, Future[Result]] = {}
 
 
 def _on_store(path: str, what: str, use: Callable[["AbstractFileSystem", str], Result]) -> Result:
-    """Returns `use` of a path's file system and of its name for the path; raises as `attempted`."""
+    """Calls `use` with a path's file system and its name for the path; raises as `attempted` does."""
     from fsspec.core import url_to_fs
 
     try:
         return attempted(what, lambda: use(*url_to_fs(path)))
     except ImportError as error:
         raise UserError(
-            f"{what}: {error}. What reads such paths is a package of its own: .venv/bin/python -m pip install PACKAGE"
+            f"{what}: {error}. Such paths need a separate package: .venv/bin/python -m pip install PACKAGE"
         ) from error

@@ -26,6 +26,6 @@ class SyntheticSource(RowSource):
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> SyntheticSource:
-    """Opens rows of a seed; evaluation's is unlike every training seed, which is at least 0: they share no row."""
+    """Opens rows of a seed. Evaluation seeds are negative, training seeds at least 0, so the two share no rows."""
     seed = inputs.data.data_shuffle_seed
     return SyntheticSource(inputs.vocab_size, inputs.batch.max_target_length, -1 - seed if spec.is_eval else seed)

@@ -1,7 +1,7 @@
 """Reads documents in text files and .jsonl files: `dataset_type=text`.
 
-A long text is cut into pieces, so that none fills a row of the batch for thousands of steps. Everything after this
-module takes a piece for a document.
+A long text is cut into pieces, so that no document fills a row of the batch for thousands of steps. After this module,
+each piece is a document.
 """
 
 import functools
@@ -21,19 +21,19 @@ from src.data.rules import PRESENT_RULES
 from src.data.types import Fingerprint, InputSpec, Source
 from src.system.errors import UserError, say
 
-_CUT_WINDOW = 1 / 8  # of a piece: a cut is made at a line end if there is one in so much before its place
+_CUT_WINDOW = 1 / 8  # fraction of a piece, before its end, in which a cut moves back to a line end
 _KEPT_LINES = 4
-_CHECKED_SECONDS, _BLOCK_BYTES = 5.0, 1 << 18  # at the start: for how long, and how much at once
+_CHECKED_SECONDS, _BLOCK_BYTES = 5.0, 1 << 18  # checks at the start: time limit, and bytes per read
 _SOME_FILES = "expected text files, or .jsonl files, that are not empty"
 
 
 class DocumentFiles:
-    """Numbers the documents in files, by the files' names: each file is one, or in a .jsonl file each line.
+    """Numbers the documents in files, in the order of file names: each file, or each line of a .jsonl file.
 
-    `path` is a file, a folder (its files at any depth, but for hidden ones) or a glob, local or remote; empty: the
-    source code of the running Python's standard library. Messages name `key`, the config key that gave it. Each .jsonl
-    file is read through once to find its lines: a remote one is fetched whole. Raises UserError if none is there, and
-    says what was `expected`.
+    `path` is a file, a folder (its files at any depth, except hidden ones) or a glob, local or remote; if empty, the
+    source code of the running Python's standard library is read. Messages name its config key, `key`. Each .jsonl file
+    is read once to find its lines, so a remote one is fetched completely. Raises UserError, with the text `expected`,
+    if the files have no documents.
     """
 
     def __init__(self, path: str, key: str, expected: str = _SOME_FILES, rules: int = PRESENT_RULES) -> None:
@@ -45,7 +45,7 @@ class DocumentFiles:
             self.listing = standard_library()
         self.paths, self.sizes = self.listing.paths, list(self.listing.sizes.values())
         extents = list(map(_extents, self.paths, self.sizes))
-        # int [documents], the number of each one's file; int64 [documents, 2], at which bytes it begins and ends there.
+        # int [documents]: the number of each document's file. int64 [documents, 2]: its first byte there, and its end.
         self.file = np.repeat(np.arange(len(extents)), [len(extent) for extent in extents])
         self.extent = np.concatenate([*extents, np.empty((0, 2), np.int64)])
         if not len(self.file):
@@ -55,28 +55,28 @@ class DocumentFiles:
         return len(self.file)
 
     def locate(self, document: int) -> tuple[str, int, int]:
-        """Returns the file of a document, and the bytes in it where the document begins and ends."""
+        """Locates a document: its file, and the bytes at which it begins and ends."""
         start, stop = self.extent[document].tolist()
         return self.paths[self.file[document]], start, stop
 
     def document_keys(self) -> np.ndarray:
-        """Returns uint64 [documents]: a hash of file name and place in the file, which other files don't change."""
+        """Hashes each document's file name and position, uint64 [documents]; other files don't change its hash."""
         names = np.array([order.hash_keys("file", name)[0] for name in self.listing.sizes], np.uint64)
         return order.mix64(names[self.file] + self.extent[:, 0].astype(np.uint64))
 
     def fingerprint(self) -> Fingerprint:
-        """Returns that of the files, and how many documents are in them."""
+        """Identifies the files and the number of their documents."""
         return {**self.listing.fingerprint, "documents": len(self)}
 
 
 class TextSource(Source):
-    """Reads text files, each a document, and .jsonl files, each line's `column` of which has one: a text, or ids.
+    """Reads text files, each a document, and .jsonl files, with a document in `column` of each line: a text, or ids.
 
-    Opening checks the beginning and the end of every file, then the rest in a random order for five seconds; what is
-    wrong in another place is an error when it is reached. Of remote files, where each read is a request, only the
-    beginning of the first is checked. Documents longer than `max_document_bytes` are cut into pieces, each a document
-    of its own from there on. By the first `rules` a byte order mark is text. Raises UserError where no document is
-    there, or a file is not text.
+    Opening checks the beginning and the end of every file, then the rest in a random order for five seconds; other
+    flaws become errors when they are read. For remote files, where each read is a request, only the beginning of the
+    first file is checked. Documents longer than `max_document_bytes` are cut into pieces, which are then treated as
+    separate documents. Version 1 of `rules` reads a byte order mark as text. Raises UserError if there are no
+    documents, or a file is not text.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class TextSource(Source):
         self._files = DocumentFiles(path, key, rules=rules)
         self._is_library = not path
         self.listings = [self._files.listing]
-        # Each piece of a line takes parsing all of it: the documents of some lines are kept.
+        # Reading a piece means parsing its whole line, so the documents of the last few lines are cached.
         self._line = functools.lru_cache(maxsize=_KEPT_LINES)(self._read_line)
         self._index = Index(_count_pieces(np.diff(self._files.extent)[:, 0], max_document_bytes))
         self._nulls = Nulls(f"{key}={path}")
-        if path and rules > 1:  # of the standard library all was read to list it
+        if path and rules > 1:  # listing the standard library has already read all of it
             self._check(f"{key}={path}", files.is_remote(path))
 
     def __len__(self) -> int:
@@ -118,11 +118,11 @@ class TextSource(Source):
 
     def fingerprint(self) -> Fingerprint:
         cuts = {"type": "text", "pieces": len(self), "max_document_bytes": self._max_bytes}
-        column = {} if self._column == "text" else {"column": self._column}  # which old checkpoints don't name
+        column = {} if self._column == "text" else {"column": self._column}  # old checkpoints don't name the default
         return {**self._files.fingerprint(), **cuts, **column}
 
     def _check(self, setting: str, is_remote: bool) -> None:
-        """Reads the first and the last piece of each file, then blocks in a random order while there is time."""
+        """Reads the first and the last piece of each file, then blocks in a random order until the time is up."""
         firsts = self._index.starts[[*np.unique(self._files.file, return_index=True)[1], len(self._files)]]
         for item in firsts[:1] if is_remote else np.unique([firsts[:-1], firsts[1:] - 1]):
             self[int(item)]
@@ -135,7 +135,7 @@ class TextSource(Source):
             self._check_block(*blocks.find(block))
 
     def _check_block(self, number: int, block: int) -> None:
-        """Checks the lines that begin in a block of a file, or the piece of a text."""
+        """Checks the lines that begin in a block of a .jsonl file, or that block of a text."""
         file = self._files.paths[number]
         if not is_jsonl(file):
             self._read_text(file, block, self._files.sizes[number], _BLOCK_BYTES)
@@ -157,7 +157,7 @@ class TextSource(Source):
         return data.decode("utf-8-sig" if is_beginning else "utf-8")
 
     def _read_line(self, file: str, start: int, stop: int) -> bytes | np.ndarray:
-        """Reads the document in the line at bytes [start, stop) of a .jsonl file: a text in UTF-8, or ids."""
+        """Reads the document in a .jsonl file's line at bytes [start, stop): a text in UTF-8, or ids."""
         return self._parse_line(files.read(file, start, stop), file, start)
 
     def _parse_line(self, line: bytes, file: str, start: int) -> bytes | np.ndarray:
@@ -167,14 +167,14 @@ class TextSource(Source):
             document = self._nulls(from_json(line, self._column))
         except ValueError as error:
             place = files.line_name(file, start)
-            is_of_field = str(error).startswith(("it has no field", "its field"))  # not of what is no JSON
+            is_of_field = str(error).startswith(("it has no field", "its field"))  # rather than invalid JSON
             hint = f" (dataset_column={self._column} names the field)" if is_of_field else ""
             raise UserError(f"{place}: {error}{hint}") from None
         return document.encode() if isinstance(document, str) else document
 
 
 def standard_library() -> files.Listing:
-    """Lists the standard library's .py files, but for those that are not UTF-8 (tests of source encodings)."""
+    """Lists the standard library's .py files, except files that are not UTF-8 (tests of source encodings)."""
     folder = sysconfig.get_path("stdlib")
     sizes = {}
     for name in sorted(files.walk(folder, ("site-packages", "dist-packages", "__pycache__"))):
@@ -186,7 +186,7 @@ def standard_library() -> files.Listing:
 
 
 def _extents(file: str, size: int) -> np.ndarray:
-    """Returns int64 [documents, 2]: where each document of a file begins and ends, in bytes. An empty file has none."""
+    """Finds the bytes at which a file's documents begin and end: int64 [documents, 2], empty for an empty file."""
     if not is_jsonl(file):
         return np.array([(0, size)] if size else [], np.int64).reshape(-1, 2)
     line_ends = []
@@ -196,7 +196,7 @@ def _extents(file: str, size: int) -> np.ndarray:
         at += len(chunk)
     stops = np.concatenate([*line_ends, [at]])
     starts = np.concatenate([[0], stops[:-1] + 1])
-    return np.stack([starts, stops], axis=1)[stops - starts >= len("{}")]  # a shorter line holds no object
+    return np.stack([starts, stops], axis=1)[stops - starts >= len("{}")]  # a shorter line cannot hold an object
 
 
 def _count_pieces(sizes: np.ndarray, max_bytes: int) -> np.ndarray:
@@ -205,7 +205,7 @@ def _count_pieces(sizes: np.ndarray, max_bytes: int) -> np.ndarray:
 
 def _piece(number: int, size: int, max_bytes: int, read: Callable[[int, int], bytes]) -> bytes:
     """Reads piece `number` of a document of `size` bytes by `read(begin, end)`; empty past the last piece."""
-    # Cuts depend on the document alone and are found from the bytes around them, so each piece is read by itself.
+    # Cuts depend only on the document and are found from the bytes around them, so each piece can be read separately.
     count, window = int(_count_pieces(np.int64(size), max_bytes)), int(_CUT_WINDOW * max_bytes)
     if number >= count:
         return b""
@@ -218,7 +218,7 @@ def _piece(number: int, size: int, max_bytes: int, read: Callable[[int, int], by
 
 
 def _cut(data: bytes, at: int, window: int) -> int:
-    """Returns where to cut instead of `at`: after the last line end in the window before it, else at a character."""
+    """Moves a cut back from `at` to the last line end in the window before it, else to the start of a character."""
     line_end = data.rfind(b"\n", max(at - window, 0), at)
     if line_end >= 0:
         return line_end + 1
@@ -228,7 +228,7 @@ def _cut(data: bytes, at: int, window: int) -> int:
 
 
 def _flaw(data: bytes) -> str:
-    """Says why bytes are not text, as the rest of a sentence; empty if they are."""
+    """Explains why bytes are not text, as the end of a sentence; empty if they are text."""
     if b"\0" in data:
         return "is not a text file: it has a NUL byte"
     try:

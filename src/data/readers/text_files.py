@@ -1,4 +1,4 @@
-"""Tells text files from files in other formats, by their names and by their first bytes."""
+"""Distinguishes text files from other formats, by their names and their first bytes."""
 
 import csv
 import io
@@ -15,15 +15,15 @@ EXPECTED = (
     "dataset_type=text reads UTF-8, and each line of a .jsonl file as an object with a text; a glob leaves other files "
     "out, as in dataset_path='FOLDER/**/*.txt'"
 )
-# What lies beside the text in a folder: pictures, changes, and single JSON objects, such as settings and notebooks.
+# Files found next to texts in a folder: pictures, patches, and single JSON objects, such as settings and notebooks.
 _BESIDE_TEXT = re.compile(r".*\.(svg|png|jpe?g|gif|webp|ico|diff|patch|json|ipynb)", re.IGNORECASE)
-HEAD_BYTES = 1 << 16  # of a file, by which other formats are recognised
+HEAD_BYTES = 1 << 16  # read from a file to recognise other formats
 JSON_LINES = "has JSON lines: rename it to end with .jsonl"
 JSON_OBJECT = "is a JSON object, which is read as a line of a file whose name ends with .jsonl"
 _COMPRESSED, _UTF_16 = "is compressed: unpack it first", "is UTF-16: convert it by iconv -f UTF-16 -t UTF-8"
 _TABLE = "is a table: docs/data.md has a command that writes its rows as a .jsonl file"
 _OTHER_TYPES = re.compile(r"\.(array_?record|parquet|tfrecord)")  # in names
-# First bytes, and the rest of a sentence about a file that has them.
+# First bytes of a file, and the end of a sentence about such a file.
 _MAGIC = {
     b"PAR1\x15": "is Parquet: set dataset_type=parquet",
     b"ARROW1\0": "is Arrow: write it as Parquet, and set dataset_type=parquet",
@@ -32,18 +32,18 @@ _MAGIC = {
     **dict.fromkeys((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"7z\xbc\xaf"), _COMPRESSED),
 }
 _STRING = r'"(?:[^"\\]|\\.)*"'
-# An object, maybe after nulls; strings in brackets; numbers, if there are eight or more brackets than in "[1, 2] have
-# shown".
+# An object, maybe after nulls; strings in brackets; eight or more numbers in brackets, or nested brackets, unlike
+# "[1, 2] have shown".
 _JSON = re.compile(
     rf"[\[\s]*(?:null\s*,\s*)*\{{\s*(?:{_STRING}\s*:|\}})|\[[\[\s]*{_STRING}\s*[],]"
     r"|\[\s*(?:-?\d[\d.]*\s*,\s*){8}|\[\s*\[\s*\d"
 )
-_HEADING = re.compile(r"[^\W\d][\w .()/-]{0,40}(?<! )")  # of a column
-_ROWS = 10  # of a table that are looked at
+_HEADING = re.compile(r"[^\W\d][\w .()/-]{0,40}(?<! )")  # a column's name
+_ROWS = 10  # checked to recognise a table
 
 
 def list_text_files(path: str, key: str, rules: int = PRESENT_RULES) -> files.Listing:
-    """Lists the files of a path; raises UserError for data of another type."""
+    """Lists the text files of a path; raises UserError for data of another type."""
     listing, setting = find_files.list_files(path, key, rules), f"{key}={path}"
     for name in listing.sizes:
         folder, file = os.path.split(name)
@@ -57,11 +57,11 @@ def list_text_files(path: str, key: str, rules: int = PRESENT_RULES) -> files.Li
 
 
 def _only_text(listing: files.Listing) -> files.Listing:
-    """Passes over the files of a folder that by their names are not text; raises UserError for data that are not."""
-    listing = listing.only(lambda name: True)  # but for those that no reader reads
+    """Drops files of a folder that are not text by their names; raises UserError if other files are not text."""
+    listing = listing.only(lambda name: True)  # drops only the markers that no reader reads
     about_data, beside = (set(filter(names.fullmatch, listing.sizes)) for names in (files.ABOUT_DATA, _BESIDE_TEXT))
     is_mixed = listing.is_whole and listing.sizes.keys() > about_data | beside
-    is_remote = files.is_remote(listing.folder)  # then each head is a request, and others are looked at when they come
+    is_remote = files.is_remote(listing.folder)  # each head would be a request: check files when they are read
     for name, file in zip(listing.sizes, listing.paths, strict=True):
         head = files.read(file, 0, HEAD_BYTES) if not is_remote or name.endswith(".json") else b""
         fits = ["", *[JSON_LINES, JSON_OBJECT] * is_jsonl(name), *[JSON_OBJECT] * (is_mixed and name in beside)]
@@ -72,7 +72,7 @@ def _only_text(listing: files.Listing) -> files.Listing:
 
 
 def other_format(file: str, data: bytes) -> str:
-    """Says which other format a file is in, by its name and by `data` at its beginning, and what to do; "" for text."""
+    """Names a file's other format, from its name and its first bytes `data`, with a remedy; "" for text."""
     if kind := _OTHER_TYPES.search(os.path.basename(file)):
         return f"is data of type {kind[1]}, not text"
     if magic := next(filter(data.startswith, _MAGIC), None):
@@ -88,10 +88,10 @@ def other_format(file: str, data: bytes) -> str:
 
 
 def _is_table(text: str, delimiter: str) -> bool:
-    """Says whether the first rows have equally many fields, two or more, under a row of different column names."""
+    """Tells whether the first rows have equally many fields, two or more, under a row of distinct column names."""
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     heading, *rows = [*itertools.islice(lines, _ROWS)] or [[]]
-    complete = rows[:-1] or rows  # the bytes at hand may end within the last one
-    named = heading[1:] if heading[:1] == [""] else heading  # pandas leaves out the name of its index
+    complete = rows[:-1] or rows  # the available bytes may end inside the last row
+    named = heading[1:] if heading[:1] == [""] else heading  # pandas leaves its index unnamed
     is_heading = len(set(heading)) == len(heading) > 1 and all(map(_HEADING.fullmatch, named))
     return is_heading and bool(rows) and all(len(row) == len(heading) for row in complete)

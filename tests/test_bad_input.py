@@ -235,4 +235,4 @@ def test_help_for_a_key_is_printed_and_nothing_else_done(tmp_path):
     log = tmp_path / "log"
     output = runs.finish(runs.start_command([sys.executable, "-m", "src.train", "--help", "learning_rate"], log), log)
     assert output.count("\n") == 2
-    assert_says(output, "Optimizer", "learning_rate: 3.0e-4", "the schedule's highest")
+    assert_says(output, "Optimizer", "learning_rate: 3.0e-4", "peak learning rate")

@@ -8,9 +8,9 @@ from src.config.keys import BELOW_1, FROM_0, FROM_1, FROM_1_OR_UNSET, FROM_2, PO
 
 DTYPES = ("bfloat16", "float32")
 _QKV = ("query_proj", "key_proj", "value_proj")
-_PRODUCTS = (*_QKV, "out_proj", "mlpwi", "mlpwo")  # all matrix products but attention's
+_PRODUCTS = (*_QKV, "out_proj", "mlpwi", "mlpwo")  # all matmuls but attention's
 REMAT_ARRAYS = ("decoder_layer_input", *_QKV, "context", "out_proj", "mlpwi", "mlpwo")
-# The arrays that a policy other than none and custom keeps for the backward pass: on the device, and in host memory.
+# The arrays that each policy but none and custom saves for the backward pass: on the device, and in host memory.
 REMAT_POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "full": ((), ()),
     "minimal": (_PRODUCTS, ()),
@@ -22,17 +22,17 @@ REMAT_POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 REMAT_COMMENT = (
     """\
-What a block keeps for the backward pass; the rest is computed again. Arrays: decoder_layer_input (the block's
+What a block saves for the backward pass, which recomputes the rest. Arrays: decoder_layer_input (the block's
 input), query_proj, key_proj, value_proj, context (attention's output before its projection), out_proj
-(after it), mlpwi (feed-forward, each factor's product), mlpwo (its output). Every policy keeps decoder_layer_input
-on the device unless custom offloads it; what no derivative needs is left out. minimal repeats attention's products.
-  none                 every intermediate, nothing is computed again
+(after it), mlpwi (feed-forward, each factor's matmul), mlpwo (its output). Every policy saves decoder_layer_input
+on the device unless custom offloads it. Arrays that no derivative needs are not saved. minimal recomputes attention.
+  none                 every intermediate; nothing is recomputed
 """
     + "".join(
-        f"  {policy:20} {' '.join(kept + sent) or 'decoder_layer_input alone'}{', in host memory' * bool(sent)}\n"
+        f"  {policy:20} {' '.join(kept + sent) or 'only decoder_layer_input'}{', in host memory' * bool(sent)}\n"
         for policy, (kept, sent) in REMAT_POLICIES.items()
     )
-    + "  custom               what remat_custom names"
+    + "  custom               the arrays that remat_custom names"
 )
 
 # fmt: off
@@ -40,95 +40,102 @@ on the device unless custom offloads it; what no derivative needs is left out. m
 @group
 class Numerics:
     """Numerics"""
-    dtype: str = key("bfloat16", "of activations and matrix products: bfloat16 or float32", DTYPES)
-    weight_dtype: str = key("float32", "of the weights, and of Adam's second moment", DTYPES, resume_invariant=True)
-    matmul_precision: str = key("default", "default, high, highest: TPU and GPU round float32 but with highest",
+    dtype: str = key("bfloat16", "of activations and matmuls: bfloat16 or float32", DTYPES)
+    weight_dtype: str = key("float32", "of weights and of Adam's second moment", DTYPES, resume_invariant=True)
+    matmul_precision: str = key("default", "default, high or highest; TPU and GPU round float32 unless highest",
         ("default", "high", "highest"))
     attention: str = key("autoselected", "autoselected, dot_product, blocked, flash (TPU), cudnn_flash (NVIDIA GPU)",
         ("autoselected", "dot_product", "blocked", "flash", "cudnn_flash"))
     num_vocab_tiling: int = key(0,
-        "tiles of the vocabulary (if devices share that, of the sequence) in the loss, one at a time; 0: by size",
+        "loss tiles, one at a time: of the vocabulary (sharded: the sequence); 0: by size",
         FROM_0, 2**24)
 
 
 @group
 class Compilation:
     """Compilation and memory"""
-    scan_layers: str = key("auto", "true: one body for each repeated pattern; false: unrolled; auto: so on one CPU",
+    scan_layers: str = key("auto", "true: one body for each repeated pattern; false: unrolled; auto: false on one CPU",
         ("auto", "true", "false", "True", "False"))
     remat_policy: str = key("full", "one of the above", ("none", *REMAT_POLICIES, "custom"), above=REMAT_COMMENT)
-    remat_custom: Mapping = key({}, "custom: array: device or offload, for each array to keep")
-    jax_cache_dir: str = path("~/.cache/mintext", "compiled programs are kept here between runs; empty: not kept")
+    remat_custom: Mapping = key({}, "custom: {array: device or offload} for each array to save")
+    jax_cache_dir: str = path("~/.cache/mintext",
+        "folder where compiled programs are kept between runs; empty: not kept")
 
 
 @group
 class Optimizer:
     """Optimizer"""
-    opt_type: str = key("adamw", "adamw, adafactor (learning_rate is then relative to a weight's size), muon or sgd",
+    opt_type: str = key("adamw", "adamw, adafactor (learning_rate is relative to a weight's size), muon or sgd",
         ("adamw", "adafactor", "muon", "sgd"), resume_invariant=True)
-    learning_rate: float = key(3e-4, "the schedule's highest", POSITIVE, 2**120)
+    learning_rate: float = key(3e-4, "peak learning rate", POSITIVE, 2**120)
     lr_schedule_type: str = key("cosine", "cosine, exponential, or wsd: warm-up, stable, linear decay",
         ("cosine", "exponential", "wsd"))
-    learning_rate_schedule_steps: int = key(-1, "the schedule's length, then the rate is 0; -1: steps", FROM_1_OR_UNSET)
-    warmup_steps_fraction: float = key(0.1, "of the schedule: linear from 0 to learning_rate", SHARE)
-    learning_rate_final_fraction: float = key(0.1, "the schedule ends at this fraction of learning_rate", SHARE)
-    wsd_decay_steps_fraction: float = key(0.1, "wsd: of the schedule, the decay at its end", SHARE)
+    learning_rate_schedule_steps: int = key(-1,
+        "length of the schedule, after which the rate is 0; -1: steps", FROM_1_OR_UNSET)
+    warmup_steps_fraction: float = key(0.1, "share of the schedule: linear warm-up from 0 to learning_rate", SHARE)
+    learning_rate_final_fraction: float = key(0.1,
+        "learning rate at the schedule's end, as a fraction of learning_rate", SHARE)
+    wsd_decay_steps_fraction: float = key(0.1, "wsd: share of the schedule with linear decay, at its end", SHARE)
     optimizer_rules: tuple = key((),
-        'for each weight the first that fits: [{match: "*norm*", learning_rate_scale: 0.1, weight_decay: 0}, ...]',
+        'first match wins: [{match: "*norm*", learning_rate_scale: 0.1, weight_decay: 0}]',
         resume_invariant=True)
     adam_b1: float = key(0.9, "decay of the first moment", BELOW_1)
     adam_b2: float = key(0.95, "decay of the second moment", BELOW_1)
-    adam_eps: float = key(1e-8, "added to the root of the second moment", POSITIVE)
-    adam_weight_decay: float = key(0.1, "decoupled, on weights only: not on norms, biases", FROM_0)
+    adam_eps: float = key(1e-8, "added to the square root of the second moment", POSITIVE)
+    adam_weight_decay: float = key(0.1, "decoupled; not applied to norms and biases", FROM_0)
     adam_clip_threshold: float = key(0.0,
-        "root mean square that adamw's update of each matrix or vector is scaled down to (Pax); 0: off", FROM_0)
-    mup_base_emb_dim: int = key(0, "width that learning_rate was tuned at, for any other (muP)", FROM_0,
+        "maximum root mean square of adamw's update of a matrix or vector (Pax); 0: off", FROM_0)
+    mup_base_emb_dim: int = key(0,
+        "width that learning_rate was tuned at, to use it at other widths (muP); 0: off", FROM_0,
         resume_invariant=True)
-    muon_beta: float = key(0.95, "muon: decay of the momentum; what is no matrix in a layer has adamw", BELOW_1)
-    mu_dtype: str = key("", "first moment's; empty: the weights', or float32 with lora_rank", ("", *DTYPES),
+    muon_beta: float = key(0.95,
+        "muon: decay of the momentum; weights other than matrices in layers use adamw", BELOW_1)
+    mu_dtype: str = key("", "of the first moment; empty: as the weights, or float32 with lora_rank", ("", *DTYPES),
         resume_invariant=True)
-    shard_optimizer_over_data: bool = key(False, "the optimizer's state is cut over copies of the weights too (ZeRO-1)")
-    optimizer_memory_host_offload: bool = key(False, "the optimizer's state lies in host memory, but for the update")
-    gradient_clipping_threshold: float = key(1.0, "global norm the gradient is scaled down to; 0: off", FROM_0)
+    shard_optimizer_over_data: bool = key(False, "shard the optimizer state over replicas of the weights too (ZeRO-1)")
+    optimizer_memory_host_offload: bool = key(False, "keep the optimizer state in host memory except during the update")
+    gradient_clipping_threshold: float = key(1.0,
+        "maximum global norm of the gradient, scaled down to it; 0: off", FROM_0)
     gradient_accumulation_steps: int = key(1, "micro-batches per step, each of per_device_batch_size", FROM_1, 2**20)
-    loss: str = key("", "module:function(model, batch, plan) -> what is minimised; empty: next_token_loss",
+    loss: str = key("", "module:function(model, batch, plan) -> loss to minimise; empty: next_token_loss",
         resume_invariant=True)
     z_loss_multiplier: float = key(0.0, "weight of the squared log of the softmax normaliser (PaLM, section 5)", FROM_0)
     load_balance_loss_weight: float = key(0.0,
-        "weight of the experts' load-balance loss (Switch Transformer, section 2.2): 1 per layer if even", FROM_0)
+        "weight of the load-balance loss, 1 per layer if even (Switch Transformer, sec 2.2)", FROM_0)
     router_z_loss_weight: float = key(0.0, "weight of the routers' squared logsumexp (ST-MoE, equation 5)", FROM_0)
-    routed_bias_update_rate: float = key(0.001, "routed_bias: how far a step moves a bias towards even loads", FROM_0)
-    mtp_loss_scaling_factor: float = key(0.1, "mtp_num_layers: weight of the extra predictions' mean loss", FROM_0)
+    routed_bias_update_rate: float = key(0.001, "routed_bias: change of a bias per step, towards even loads", FROM_0)
+    mtp_loss_scaling_factor: float = key(0.1,
+        "mtp_num_layers: weight of the mean loss of the extra predictions", FROM_0)
     on_nonfinite: str = key("stop",
-        "a loss or gradient that is not finite: stop, or skip the update (ten in a row stop too)", ("stop", "skip"))
-    ema_decay: float = key(0.0, "the state has an average of the weights too, which decays by this a step; 0: none",
+        "on a nonfinite loss or gradient: stop, or skip the update (ten in a row stop too)", ("stop", "skip"))
+    ema_decay: float = key(0.0, "also keep an average of the weights, which decays by this each step; 0: none",
         BELOW_1, resume_invariant=True)
-    abort_on_nan_loss: bool = key(True, "on_nonfinite=stop: a loss that is no number stops; false: skip its update")
-    abort_on_inf_loss: bool = key(True, "on_nonfinite=stop: an infinite loss stops; false: skip its update")
+    abort_on_nan_loss: bool = key(True, "on_nonfinite=stop: stop if the loss is NaN; false: skip its update")
+    abort_on_inf_loss: bool = key(True, "on_nonfinite=stop: stop if the loss is infinite; false: skip its update")
     skip_step_on_spikes: bool = key(False,
-        "skip an update whose loss or gradient norm is far above the last ones", resume_invariant=True)
-    skip_step_interval: int = key(128, "skip_step_on_spikes: the last ones are of so many steps", FROM_2, 2**16,
+        "skip an update if its loss or gradient norm is far above recent ones", resume_invariant=True)
+    skip_step_interval: int = key(128, "skip_step_on_spikes: number of recent steps to compare with", FROM_2, 2**16,
         resume_invariant=True)
     skip_step_scaling_factor: float = key(6.0,
-        "skip_step_on_spikes: far is more than so many standard deviations above their mean", POSITIVE)
+        "skip_step_on_spikes: far above is mean + this many standard deviations", POSITIVE)
     log_internals: int = key(0,
-        "steps between records of the norms of weights, gradients, updates and of layers' outputs; 0: none", FROM_0)
-    init_weights_seed: int = key(0, "of the weights and of dropout", SEED)
+        "steps between recorded norms of weights, gradients, updates, layer outputs; 0: off", FROM_0)
+    init_weights_seed: int = key(0, "seed of the weights and of dropout", SEED)
 
 
 @group
 class Trainable:
     """Finetuning: the weights"""
     trainable_parameters: tuple = key((),
-        "weights to train, by name (attention.query, segments.0.*); []: all, or with lora_rank none",
+        "weights to train (attention.query, segments.0.*); []: all, or none with lora_rank",
         example="[attention.*]")
-    lora_rank: int = key(0, "rank of the adapters trained in the place of the weights (LoRA); 0: none", FROM_0, 2**16)
-    lora_alpha: float = key(16.0, "an adapter adds lora_alpha / lora_rank times its product", POSITIVE)
+    lora_rank: int = key(0, "rank of the adapters trained instead of the weights (LoRA); 0: none", FROM_0, 2**16)
+    lora_alpha: float = key(16.0, "an adapter's output is scaled by lora_alpha / lora_rank", POSITIVE)
     lora_parameters: tuple = key(("attention.query", "attention.value"),
-        "the weights that have an adapter, by name; * stands for anything", example="[attention.query]")
+        "names of weights with an adapter; * stands for anything", example="[attention.query]")
 # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Step(Numerics, Quantization, Compilation, Optimizer, Trainable, Preferences):
-    """How a step computes, what it keeps in memory, what it minimises, how and for which weights."""
+    """How a step computes, what it saves, what it minimises, with which optimizer, and for which weights."""

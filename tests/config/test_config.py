@@ -329,7 +329,7 @@ def test_help():
     assert help_for([BASE, "steps=3", "-h", "steps"]) == help_text("steps")
     assert help_text("learning_rate").splitlines() == [
         "Optimizer",
-        "learning_rate: 3.0e-4               # the schedule's highest",
+        "learning_rate: 3.0e-4               # peak learning rate",
     ]
     remat = help_text("remat_policy")
     assert remat.index("save_out_proj") < remat.index("\nremat_policy:")

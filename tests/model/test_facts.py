@@ -83,7 +83,7 @@ OF_THE_MODEL = {
 
 def test_every_key_about_layers_may_differ_by_layer():
     sizes = {"base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim"}
-    groups = ("Model: facts", "Model: attention", "Model: positions", "Model: feed-forward")
+    groups = ("Model: layer settings", "Model: attention", "Model: positions", "Model: feed-forward")
     in_groups = {key.name for key in KEYS.values() if key.group.startswith(groups)}
     assert in_groups - OF_THE_MODEL == LAYER_FACTS - sizes
 

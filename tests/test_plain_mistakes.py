@@ -72,7 +72,7 @@ def test_a_pipe_that_nobody_writes_to_is_not_waited_for(key, tmp_path):
 @pytest.mark.parametrize("key", ["dataset_path", "prompt_path", "load_parameters_path", "base_output_directory"])
 def test_a_home_of_nobody(key):
     with pytest.raises(
-        UserError, match=rf"{key}=~nobody-here/x: ~nobody-here is no user of this machine; .* \./~nobody"
+        UserError, match=rf"{key}=~nobody-here/x: ~nobody-here is not a user of this machine; .* \./~nobody"
     ):
         load([runs.BASE, f"{key}=~nobody-here/x"])
 
@@ -122,7 +122,7 @@ def test_a_value_that_contains_itself(itself):
     config = ConfigDict()
     config.mlp_activations = itself
     itself.update(inside=itself) if isinstance(itself, ConfigDict) else itself.append(itself)
-    with pytest.raises(UserError, match="mlp_activations: its value is no number, text, list or mapping"):
+    with pytest.raises(UserError, match="mlp_activations: its value is not a number, text, list or mapping"):
         load(config)
 
 

@@ -173,7 +173,7 @@ def test_the_remaining_time_is_reckoned_by_rows(capsys):
             "per_device_batch_size_start=1 does not grow to per_device_batch_size=1 by ",
         ),
         ({"per_device_batch_size_increment": 0.2}, "let the increment divide the difference"),
-        ({"pgle": "collect"}, "pgle=collect is of one program, and enable_rampup_batch_size has one for each size"),
+        ({"pgle": "collect"}, "pgle=collect is for one program, but enable_rampup_batch_size has one for each size"),
         ({"enable_rampup_batch_size": False}, "has no effect: it needs enable_rampup_batch_size=true"),
         (
             {"ici_pipeline_parallelism": 2, "ici_tensor_parallelism": 2, "base_num_decoder_layers": 2},

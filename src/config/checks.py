@@ -1,6 +1,6 @@
-"""Checks what the keys of a configuration demand of each other.
+"""Checks the keys of a configuration against each other.
 
-What depends on the devices or the data is checked where those are known.
+Checks that depend on the devices or the data run once those are known.
 """
 
 import importlib
@@ -16,13 +16,13 @@ from src.config.step_keys import REMAT_ARRAYS
 from src.config.yaml import dump
 from src.system.errors import UserError, did_you_mean, first_few
 
-# What a type of data can't do without.
+# The setting that each type of data requires.
 _NEEDED = {"tfds": "dataset_name", "custom": "dataset_factory"}
 _NEEDED |= dict.fromkeys(("array_record", "parquet", "tokens", "hf"), "dataset_path")
 
 
 def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
-    """Returns what is wrong with every key of base.yml, of its right type: sentences that name the keys to change."""
+    """Checks every key of base.yml, all of the right types; returns problems as sentences that name the keys."""
     invalid = {key: problem for key in config if key not in failed and (problem := check_value(key, config[key]))}
     sound = FlatKeys({key: value for key, value in config.items() if key not in failed and key not in invalid})
     problems = list(invalid.values())
@@ -34,7 +34,7 @@ def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
     for check in checks:
         try:
             problems.extend(check(sound))
-        except KeyError as error:  # what depends on a key in `failed`, which was already reported, is not judged
+        except KeyError as error:  # the check reads a key in `failed`, which was already reported
             if error.args[0] not in config:
                 raise
     return problems
@@ -58,7 +58,7 @@ def _mesh(config: FlatKeys) -> Iterator[str]:
         if len(unset) > 1:
             by_default = [key for key in unset if KEYS[key].default == -1]
             hint = f": -1 is the default of {by_default[0]}, so add {by_default[0]}=1" if by_default else ""
-            yield f"only one {kind} size may be -1 (what is left), not {' and '.join(unset)}{hint}"
+            yield f"only one {kind} size may be -1 (the rest), not {' and '.join(unset)}{hint}"
 
 
 def _rules(config: FlatKeys) -> Iterator[str]:
@@ -68,7 +68,7 @@ def _rules(config: FlatKeys) -> Iterator[str]:
             yield f"logical_axis_rules has no {name}.{hint}"
     if missing := [name for name in LOGICAL_AXES if name not in config.logical_axis_rules]:
         yield (
-            f"logical_axis_rules lacks {first_few(missing)}; to change one rule alone, "
+            f"logical_axis_rules lacks {first_few(missing)}; to change only one rule, "
             f"write it with a dot: logical_axis_rules.{missing[0]}=[]"
         )
     for name, axes in config.logical_axis_rules.items():
@@ -83,19 +83,19 @@ def _schedule(config: FlatKeys) -> Iterator[str]:
     if config.steps == -1 and config.learning_rate_schedule_steps == -1:
         yield "steps=-1 takes its value from learning_rate_schedule_steps, which is -1 too: set one of them"
     if config.lr_schedule_type == "exponential" and config.learning_rate_final_fraction == 0:
-        yield "lr_schedule_type=exponential never comes to 0: set learning_rate_final_fraction above 0, such as 0.1"
+        yield "lr_schedule_type=exponential never reaches 0: set learning_rate_final_fraction above 0, such as 0.1"
     warmup, decay = config.warmup_steps_fraction, config.wsd_decay_steps_fraction
     if config.lr_schedule_type == "wsd" and warmup + decay > 1:
         yield f"warmup_steps_fraction={warmup} and wsd_decay_steps_fraction={decay} leave no room: their sum exceeds 1"
 
 
 def _moments(config: FlatKeys) -> Iterator[str]:
-    adapters_alone = config.lora_rank and not config.trainable_parameters  # which are float32, and so their moments
+    adapters_alone = config.lora_rank and not config.trainable_parameters  # which have float32 moments
     second = "float32" if adapters_alone else config.weight_dtype
     moments = {"adam_b1": config.mu_dtype or ("float32" if config.lora_rank else second), "adam_b2": second}
     types = {config.opt_type, *(rule.get("opt_type") for rule in config.optimizer_rules)}
     for name, dtype in moments.items() if types.intersection(WITH_MOMENTS) else ():
-        if dtype == "bfloat16" and 0 < 1 - config[name] < 2**-8:  # half of what a bfloat16 can be less by
+        if dtype == "bfloat16" and 0 < 1 - config[name] < 2**-8:  # half the relative gap between bfloat16 numbers
             yield (
                 f"{name}={config[name]} needs a moment in float32: rounded to bfloat16 it would never decay. Set "
                 f"{name} to 0.996 or less, or {'mu_dtype' if name == 'adam_b1' else 'weight_dtype'}=float32"
@@ -110,7 +110,7 @@ def _tiles(config: FlatKeys) -> Iterator[str]:
 
 def _sources(config: FlatKeys) -> Iterator[str]:
     for spec in dataset_spec.all_specs(config):
-        # Without a path the one source of a run is Python's own; of several each says what it is.
+        # The only source of a run may omit its path, and is then Python's own source; each of several needs one.
         needed = "dataset_path" if spec.name and spec.dataset_type == "text" else _NEEDED.get(spec.dataset_type)
         if needed and not getattr(spec, needed):
             yield f"dataset_type={spec.dataset_type} needs {spec.key(needed)}"
@@ -136,13 +136,13 @@ def _evaluation(config: FlatKeys) -> Iterator[str]:
     steps = [entry.get("eval_steps", config.eval_steps) for entry in config.eval_datasets]
     if config.eval_mode == "rolling" and -1 in (steps or [config.eval_steps]):
         yield (
-            "eval_mode=rolling goes on where the last evaluation ended, and eval_steps=-1 (one epoch) begins anew each "
+            "eval_mode=rolling continues where the last evaluation ended, but eval_steps=-1 (one epoch) restarts each "
             "time: set eval_steps to a number of batches, or eval_mode=reset"
         )
     if config.eval_interval == -1 or dataset_spec.names_eval_data(config):
         return
     if config.datasets:
-        yield "eval_interval needs data to evaluate on, for nothing is held out of datasets: eval_datasets"
+        yield "eval_interval needs data to evaluate on, because nothing is held out of datasets: set eval_datasets"
     elif config.eval_fraction == 0:
         yield "eval_interval needs data to evaluate on: set eval_dataset_path or an eval_fraction above 0"
 
@@ -161,7 +161,7 @@ def _processes(config: FlatKeys) -> Iterator[str]:
 def _accepted(config: FlatKeys) -> Iterator[str]:
     for name in map(str, config.accept_changes):
         if name not in (known := (*KEYS, "data_rules")):
-            yield f"accept_changes names {name}, which is no key.{did_you_mean(name, known)}"
+            yield f"accept_changes names {name}, which is not a key.{did_you_mean(name, known)}"
 
 
 CHECKS = (
@@ -169,7 +169,7 @@ CHECKS = (
     *(_remat, _mesh, _rules, _schedule, _moments, _tiles),
     *(_sources, _tokenizer, _evaluation, _processes, _accepted),
 )
-# Functions by module, which have nothing to say while all of these keys are at their defaults.
+# Functions by module; each is skipped while all of its keys are at their defaults.
 OPTIONAL = {
     "segments.check_segments": ("decoder_segments",),
     "optional_checks.mup": ("mup_base_emb_dim",),

@@ -1,4 +1,4 @@
-"""The keys that an ordinary run leaves alone: ahead-of-time compilation, 8-bit matmuls, decoding, diagnostics."""
+"""Declares keys that an ordinary run does not need: for compilation ahead of time, decoding, diagnostics and more."""
 
 from src.config import keys
 from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, POSITIVE, SEED, SHARE_OR_UNSET, Range, group, key, path

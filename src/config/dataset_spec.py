@@ -1,4 +1,4 @@
-"""The sets of data that a configuration names, each described by the same few settings."""
+"""Describes the datasets that a configuration names, each by the same few settings."""
 
 import dataclasses
 import math
@@ -9,11 +9,11 @@ from typing import Any
 from src.config.schema import Data
 from src.system.errors import UserError
 
-# The order of a mixture's sources repeats after as many rows as its weights, as whole numbers, add up to.
+# Limits the sum of a mixture's weights as whole numbers: its order of sources repeats after that number of rows.
 MAX_PERIOD = 100_000
 
-# A setting of one set of data: the config key that gives it for training, and the one for evaluation. An entry of
-# `datasets` or `eval_datasets` gives it by its name here, and what it leaves out is taken from these keys.
+# The settings of a dataset, each with its config keys for training and for evaluation. An entry of `datasets` or
+# `eval_datasets` uses the names here; a setting that it omits comes from these keys.
 SETTINGS = {
     "dataset_type": ("dataset_type", "dataset_type"),
     **{"dataset_path": ("dataset_path", "eval_dataset_path"), "dataset_name": ("dataset_name", "eval_dataset_name")},
@@ -25,83 +25,83 @@ ENTRY_KEYS = {"datasets": ("name", "weight", *SETTINGS), "eval_datasets": ("name
 
 @dataclasses.dataclass(frozen=True)
 class DatasetSpec:
-    """One set of data."""
+    """Describes a dataset to train or evaluate on."""
 
-    name: str  # of an entry of `datasets` or `eval_datasets`; empty for the one that the keys themselves describe
+    name: str  # of an entry of `datasets` or `eval_datasets`; empty if top-level keys describe the dataset
     max_document_bytes: int
-    is_eval: bool = False  # it is named by the keys for evaluation
-    # SETTINGS, in their order.
+    is_eval: bool = False  # the keys for evaluation name it
+    # The fields below are in the order of SETTINGS.
     dataset_type: str = ""
     dataset_path: str = ""
     dataset_name: str = ""
     split: str = ""
-    dataset_column: str = ""  # the field of a record that has its text, or its ids
+    dataset_column: str = ""  # the field of a record with its text or token ids
     array_record_format: str = ""
     dataset_factory: str = ""
 
     def key(self, setting: str) -> str:
-        """Returns what a message calls a setting: the key that a user changes, such as `eval_dataset_path`."""
+        """Names a setting in messages by the key that a user changes, such as `eval_dataset_path`."""
         if not self.name:
             return SETTINGS[setting][self.is_eval]
         return f"{'eval_datasets' if self.is_eval else 'datasets'}, {self.name}: {setting}"
 
     def setting(self, setting: str) -> str:
-        """Returns the setting as a user wrote it, for a message: `dataset_path=books/*.txt`."""
+        """Formats the setting as a user writes it, for a message: `dataset_path=books/*.txt`."""
         return f"{self.key(setting)}={getattr(self, setting)}"
 
 
 def train_specs(data: Data) -> list[DatasetSpec]:
-    """Returns the sets of data that a run trains on: the entries of `datasets`, or the one that the keys describe."""
+    """Lists the datasets that a run trains on: the entries of `datasets`, or the one that top-level keys describe."""
     return _specs(data, data.datasets, is_eval=False)
 
 
 def eval_specs(data: Data) -> list[DatasetSpec]:
-    """Returns the sets that a run evaluates on: the entries of `eval_datasets`, or the one that the keys describe."""
+    """Lists the datasets to evaluate on: the entries of `eval_datasets`, or the one that top-level keys describe."""
     return _specs(data, data.eval_datasets, is_eval=True)
 
 
 def all_specs(data: Data) -> list[DatasetSpec]:
-    """Returns the sets of data that are named, to train and to evaluate on."""
+    """Lists all datasets that are named, for training and for evaluation."""
     return train_specs(data) + (eval_specs(data) if names_eval_data(data) else [])
 
 
 def all_synthetic(data: Data) -> bool:
-    """Returns whether no data of a run, to train or to evaluate on, are text."""
+    """Returns whether all data of a run are synthetic, for training and for evaluation."""
     return all(spec.dataset_type == "synthetic" for spec in all_specs(data))
 
 
 def train_weights(data: Data) -> tuple[float, ...]:
-    """Returns how many rows of each set of `train_specs` there are, in proportion."""
+    """Gives the relative number of rows from each dataset of `train_specs`."""
     return tuple(entry.get("weight", 1.0) for entry in data.datasets) or (1.0,)
 
 
 def whole_numbers(weights: Sequence[float]) -> list[int]:
-    """Returns the least whole numbers in proportion; raises UserError if one is negative, all are 0, or too long."""
-    # By way of their digits: 0.1 is a tenth, not the nearest binary fraction.
+    """Scales weights to the least whole numbers; raises UserError if one is negative, all are 0, or the sum is big."""
+    # Read from decimal digits: 0.1 is a tenth, not the nearest binary fraction.
     fractions = [Fraction(str(weight)) for weight in weights]
     if any(fraction < 0 for fraction in fractions) or not any(fractions):
-        raise UserError(f"the weights of datasets are {list(weights)}: expected none below 0, and one above")
+        raise UserError(f"the weights of datasets are {list(weights)}: expected none below 0, and at least one above")
     denominator = math.lcm(*(fraction.denominator for fraction in fractions))
     counts = [int(fraction * denominator) for fraction in fractions]
     divisor = math.gcd(*counts)
     counts = [count // divisor for count in counts]
     if sum(counts) > MAX_PERIOD:
         raise UserError(
-            f"the weights of datasets, {list(weights)}, are in the proportion of {counts}: write them with fewer "
-            f"digits, so that these numbers add up to {MAX_PERIOD:,} at most"
+            f"the weights of datasets, {list(weights)}, have the ratios {counts}: write them with fewer "
+            f"digits, so that these numbers add up to at most {MAX_PERIOD:,}"
         )
     return counts
 
 
 def names_eval_data(data: Data) -> bool:
-    """Returns whether data to evaluate on are named, or random; else they are a part of the training data."""
+    """Returns whether evaluation data are named or synthetic; otherwise part of the training data is held out."""
     named = data.eval_datasets or data.eval_dataset_path or (data.dataset_type == "tfds" and data.eval_dataset_name)
     return bool(named) or all(spec.dataset_type == "synthetic" for spec in train_specs(data))
 
 
 def _specs(data: Data, entries: Sequence[Mapping[str, Any]], is_eval: bool) -> list[DatasetSpec]:
     shared = {setting: getattr(data, keys[is_eval]) for setting, keys in SETTINGS.items()}
-    if shared["dataset_type"] == "tfds":  # whose path is the folder of all datasets
+    if shared["dataset_type"] == "tfds":  # its path is the folder of all datasets
         shared["dataset_path"] = shared["dataset_path"] or data.dataset_path
     named = [(entry["name"], {name: entry.get(name, shared[name]) for name in SETTINGS}) for entry in entries]
     return [DatasetSpec(name, data.max_document_bytes, is_eval, **each) for name, each in named or [("", shared)]]

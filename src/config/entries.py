@@ -1,4 +1,4 @@
-"""Reads lists of mappings as typed: the entries of datasets, of eval_datasets and of rules."""
+"""Reads lists of mappings and types their settings: the entries of datasets, eval_datasets and rules."""
 
 import functools
 import re
@@ -12,7 +12,7 @@ from src.config.schema import KEYS
 from src.config.yaml import convert, dump
 from src.system.errors import did_you_mean, first_few
 
-# The settings that an entry of a key may have, each with a value of its type; the first of them it must.
+# The settings that each key's entries may have, with a value of the right type; the first one is required.
 RULES: dict[str, dict[str, Any]] = {
     "optimizer_rules": {"match": "", "learning_rate_scale": 1.0, "opt_type": "", "weight_decay": 0.0},
     "load_weights_rules": {"match": "", "path": "", "name": ""},
@@ -25,7 +25,7 @@ _RANGES = {"learning_rate_scale": FROM_0, "weight_decay": FROM_0}
 
 
 def read_entries(key: str, value: Any) -> tuple[Mapping[str, Any], ...]:
-    """Returns a parsed list of mappings, each setting typed; raises ValueError with all that is wrong."""
+    """Types each setting in a parsed list of mappings; raises ValueError with all problems."""
     entries = read_list(value, "entry", functools.partial(_read_entry, ENTRIES[key]))
     if key in RULES:
         return entries
@@ -58,7 +58,7 @@ def _read_setting(known: Mapping[str, Any], name: str, value: Any) -> Any:
     if name not in known:
         hint = did_you_mean(name, known) or f" There are {first_few(known, near=name)}"
         if name.partition(":")[0] in known:
-            hint = " YAML needs a blank after the colon"
+            hint = " YAML needs a space after the colon"
         raise ValueError(f"no setting {name}.{hint}")
     typed = convert(value, known[name], name)
     if name in _RANGES and not _RANGES[name].holds(typed):

@@ -1,4 +1,4 @@
-"""Reaches the answers to other trainers' names, which are imported once something is not understood."""
+"""Loads the hints about other trainers' names, once a name or value is not understood."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +7,7 @@ from src.config.schema import KEYS
 from src.system.errors import did_you_mean
 from src.system.imports import optional
 
-# What is answered if src/extras/ has been deleted: MinText's own names are all that is known.
+# Used if src/extras/ has been deleted: only MinText's own names are known.
 _NOTHING_KNOWN = SimpleNamespace(
     meant=lambda key: did_you_mean(key, KEYS),
     migration_hint=lambda key, value: None,
@@ -21,5 +21,5 @@ _NOTHING_KNOWN = SimpleNamespace(
 
 
 def hints() -> Any:
-    """Returns the module `src/extras/migration_hints.py`."""
+    """Imports `src/extras/migration_hints.py`, or a substitute without hints."""
     return optional("migration_hints") or _NOTHING_KNOWN

@@ -1,4 +1,4 @@
-"""How a key of the configuration is declared: `key(default, comment, ...)`, a field of a frozen dataclass."""
+"""Declares keys of the configuration: `key(default, comment, ...)` is a field of a frozen dataclass."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Range(NamedTuple):
-    """The range of a number, in words and as a test; and the largest number, unless a key says another."""
+    """The range of a number, in words and as a test, and the largest number unless a key gives its own."""
 
     words: str
     holds: Callable[[float], bool]
@@ -15,7 +15,7 @@ class Range(NamedTuple):
 
 
 # fmt: off
-# Of less, 0 or its square is 0 in float32.
+# A smaller number, or its square, is 0 in float32.
 POSITIVE         = Range("a positive number, 1e-30 or more", lambda x: x >= 1e-30)
 ABOVE_0          = Range("a positive number", lambda x: x > 0)
 FROM_0           = Range("0 or more", lambda x: x >= 0)
@@ -37,30 +37,30 @@ SEED             = Range("at least 0 and less than 2**32", lambda x: 0 <= x < 2*
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key's declaration."""
+    """The declaration of one key."""
 
     default: Any
     comment: str  # the line that explains it
-    allowed: Range | tuple[str, ...] = ()  # the range of a number, or the texts there are to choose from
-    max: float | None = None  # the largest number, more than any machine has room or time for: products may overflow
-    per_layer: bool = False  # a pattern of `decoder_segments` may give a layer its own
+    allowed: Range | tuple[str, ...] = ()  # the range of a number, or the choices for a text
+    max: float | None = None  # the largest number, beyond any machine's memory or time; larger ones may overflow
+    per_layer: bool = False  # a pattern of `decoder_segments` may set it per layer
     excluded_by: str = ""  # the attention type that does not have it
-    resume_invariant: bool | None = None  # a run resumed with another value is another run; None: as its group
-    example: str = ""  # of a list whose entries are texts, such as `[attention.*]`
+    resume_invariant: bool | None = None  # a run cannot resume with another value; None: as for its group
+    example: str = ""  # for a list of texts, such as `[attention.*]`
     is_path: bool = False
-    is_local: bool = False  # its path is read or written through this machine's file system alone
-    any_text: bool = False  # its text may have any character, not only those that a name may have
-    commands: tuple[str, ...] = ()  # that read it, the main one first; none: all that have to do with what it is of
-    ignored: str = "in files"  # where other commands take and list it: anywhere, in files (which they share), nowhere
+    is_local: bool = False  # the path is on this machine's file system, not in a remote store
+    any_text: bool = False  # the text may have any character, even those that a name may not have
+    commands: tuple[str, ...] = ()  # the commands that read it, the main one first; empty: all that it concerns
+    ignored: str = "in files"  # where others may give it and get a note: anywhere, in files (which they share), nowhere
     above: str = ""  # comment lines above it in base.yml
-    entries: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what explains each entry of a mapping
+    entries: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the comment of each entry of a mapping
     name: str = ""
     section: str = ""  # the attribute of `Config`
     group: str = ""  # the title in base.yml
 
 
 def frozen(value: Any) -> Any:
-    """Returns `value` with tuples for lists and read-only mappings for dicts, at every depth."""
+    """Makes `value` immutable at every depth: tuples for lists, read-only mappings for dicts."""
     if isinstance(value, Mapping):
         return MappingProxyType({name: frozen(entry) for name, entry in value.items()})
     return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
@@ -69,7 +69,7 @@ def frozen(value: Any) -> Any:
 def key(
     default: Any, comment: str, allowed: Range | tuple[str, ...] = (), max: float | None = None, **more: Any
 ) -> Any:
-    """Declares a key; the arguments are `Key`'s."""
+    """Declares a key; the arguments are the fields of `Key`."""
     if max is None and isinstance(allowed, Range):
         max = allowed.max
     commands = more.get("commands", ())

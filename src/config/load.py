@@ -20,8 +20,8 @@ from src.system.errors import UserError, changed_keys, clipped
 
 ENTRY_LISTS = ("datasets", "eval_datasets", "optimizer_rules", "load_weights_rules")  # entries.py reads them
 
-# Maps a folder of a model that another program wrote, and whether its tokenizer alone is wanted, to the keys of both as
-# `parse_keys` gives them; None where no such model is there. The config knows none of these formats.
+# Reads the folder of another program's model, or only its tokenizer (if the second argument is true), into keys as
+# `parse_keys` returns them, or None if the folder has no such model. The config does not know these formats.
 FolderReader = Callable[[str, bool], Mapping[str, Any] | None]
 
 
@@ -33,18 +33,18 @@ def load(
     command: str = "",
     read_folder: FolderReader = lambda folder, tokenizer_only: None,
 ) -> Config:
-    """Returns the configuration of a command line: a config file or a run's folder (else base.yml), then `key=value`.
+    """Resolves a command line: a config file or a run's folder (else base.yml), then `key=value` arguments.
 
-    Precedence, lowest first: base.yml, the model file that `model_name` names, the config file after what its
+    Precedence, lowest first: base.yml, the model file that `model_name` names, the config file after the file that its
     `base_config` names, the arguments. A mapping or list replaces the one below it; a dotted key
     (`logical_axis_rules.mlp=[]`) sets one entry of a mapping. A run's folder has every key of the run.
 
-    `argv` is the command line without the program, or a ConfigDict, which stands for a config file. `notes` takes a
-    line for each key that was accepted but changes nothing: another trainer's, or one of another `command` than this.
-    With `uses_weights` a folder that is named, as the run or as the model, is the default of `load_parameters_path`.
-    `read_folder` reads models' folders.
+    `argv` is the command line without the program, or a ConfigDict in place of a config file. `notes` receives a
+    line for each key that was accepted but changes nothing: another trainer's key, or one for another `command`.
+    With `uses_weights`, a run or model folder on the command line is the default of `load_parameters_path`.
+    `read_folder` reads model folders.
 
-    Raises UserError: everything that is wrong, in one message. Raises OSError: a file cannot be read.
+    Raises UserError with all problems in one message, and OSError if a file cannot be read.
     """
     if isinstance(argv, str | Mapping) or not all(isinstance(word, str) for word in argv):
         expected = 'a list of words, such as ["configs/base.yml", "steps=100"], or an ml_collections.ConfigDict'
@@ -82,7 +82,7 @@ def _load(
     arguments = list(_arguments(words, problems))
     last = {setting.key: str(setting.value) for setting in arguments}
     for key in dict.fromkeys(each.key for each in arguments if str(each.value) != last[each.key]):
-        notes.append(f"{key} is typed more than once: the last counts, {key}={last[key]}")
+        notes.append(f"{key} is given more than once; using the last value, {key}={last[key]}")
     model_name = _model_name([*files, *arguments])
     model: list[Setting] = []
     if not run and model_name:
@@ -96,7 +96,7 @@ def _load(
                 typed = {setting.key for setting in arguments}
                 problems += named_model.replaced_settings(model_name, model, files, typed)
     elif run and model_name != _model_name(files):
-        problems.append(f"model_name={model_name}: {run} is a run with a model of its own, which keeps it")
+        problems.append(f"model_name={model_name}: {run} is a run, and a run keeps its own model")
     settings = [*model, *files, *arguments]
     below: list[Setting] = []
     if any(setting.key == "run_name" for setting in settings):
@@ -104,10 +104,10 @@ def _load(
 
         below = former_defaults(settings)
     config, failed = _resolve([*below, *settings], problems, notes)
-    # The model of another run has the name that it has there.
+    # A model that comes from another run keeps the name it has there.
     config["model_name"] = next((str(setting.value) for setting in model if setting.key == "model_name"), model_name)
     problems += check_config(config, failed)
-    # A run's own file has every key, also those that say nothing.
+    # A run's own file lists every key, including keys without effect.
     chosen = [setting for setting in files if not (run or setting.where.endswith(f"/{run_configs.CONFIG}"))]
     for key, sentence in unused_keys([*chosen, *arguments], config, failed, command, notes):
         (notes if hints().is_maxtext_default(key, config.get(key)) else problems).append(sentence)
@@ -131,15 +131,15 @@ def _collected(problems: list[str]) -> Iterator[None]:
 
 
 def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Setting]:
-    if "=" in arguments:  # alone, with blanks around it
-        problems.append(f"{' '.join(arguments)}: type key=value without blanks around =, as in steps=20")
+    if "=" in arguments:  # typed with spaces around it
+        problems.append(f"{' '.join(arguments)}: type key=value without spaces around =, as in steps=20")
         return
     for argument in joined(arguments):
         key, equals, text = argument.lstrip("-").partition("=")
         if problem := yaml.unprintable(argument, is_name=key not in KEYS or not KEYS[key].any_text):
             problems.append(f"{argument!a}: {problem}")
         elif not equals:
-            problems.append(f"{argument}: expected key=value, after the YAML file where there is one")
+            problems.append(f"{argument}: expected key=value, after the YAML file if there is one")
         elif argument.startswith("-") and key.partition(".")[0] in KEYS:
             problems.append(f"{argument}: keys are typed without dashes, {key}={text}")
         else:
@@ -148,7 +148,7 @@ def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Settin
 
 
 def joined(argv: Sequence[str]) -> Iterator[str]:
-    """Yields the words of a command line, each flag as one: `--steps 100` as `--steps=100`, `--verbose` as true."""
+    """Joins flags and values of a command line: `--steps 100` as `--steps=100`, `--verbose` as `--verbose=true`."""
     words = list(argv)
     while words:
         word = words.pop(0)
@@ -159,18 +159,18 @@ def joined(argv: Sequence[str]) -> Iterator[str]:
 
 
 def _default(key: str) -> Any:
-    """Returns the default of a key or a dotted entry; None where there is none."""
+    """Looks up the default of a key or a dotted entry; None if it has no default."""
     key, dot, entry = key.partition(".")
     default = KEYS[key].default if key in KEYS else None
     return default.get(entry) if dot and isinstance(default, Mapping) else default
 
 
 def _chain(path: Path, problems: list[str], keys: dict[str, Any] | None = None) -> list[Setting]:
-    """Returns the settings of a config file after those of its `base_config`, and so on, without base.yml."""
-    settings: list[Setting] = []  # `keys` are those of the first, where it is no file
+    """Reads a config file and the chain of its `base_config` files, the lowest first, without base.yml."""
+    settings: list[Setting] = []  # `keys` replace the first file's, for a ConfigDict
     visited: list[Path] = []
     if path.parts[:1] == ("configs",) and not path.exists() and CONFIGS.parent.joinpath(path).is_file():
-        path = CONFIGS.parent / path  # from anywhere, as where the package is installed
+        path = CONFIGS.parent / path  # found from any folder, even if only the package is installed
     while (resolved := Path(os.path.realpath(path))) != BASE:
         if resolved in visited:
             problems.append(f"base_config goes round in a circle: {' -> '.join(map(str, [*visited, resolved]))}")
@@ -201,13 +201,13 @@ def _read(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _model_name(settings: Sequence[Setting]) -> str:
-    """Returns the model name that wins; empty for none, which MaxText calls default."""
+    """Picks the model name with the highest precedence; empty for no model, which MaxText calls default."""
     names = ["", *(setting.value for setting in settings if setting.key == "model_name")]
     return "" if names[-1] in (*NOTHING, "default") else file_name(str(names[-1]))
 
 
 def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str]) -> tuple[dict[str, Any], set[str]]:
-    """Applies the settings to the defaults in order; returns the values, and the keys of settings that were wrong."""
+    """Applies the settings to the defaults in order; returns the values, and the keys whose settings were invalid."""
     config = defaults()
     failed: set[str] = set()
     for setting in settings:
@@ -219,7 +219,7 @@ def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str])
                 similar = hints().meant(setting.key) or " `--help` lists all keys."
                 problems.append(f"unknown key {setting.key} ({setting.where}).{similar}")
         elif dot and not isinstance(config[key], Mapping):
-            problems.append(f"{setting.key} ({setting.where}): {key} is no mapping, it has no entry {entry}")
+            problems.append(f"{setting.key} ({setting.where}): {key} is not a mapping, so it has no entry {entry}")
             failed.add(key)
         else:
             try:
@@ -234,7 +234,7 @@ def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str])
 
 
 def _own(key: str, value: Any) -> Any:
-    """Returns a value as the key has it; another trainer's spelling of it is known only if it is not MinText's."""
+    """Types a key's value; reads it as another trainer's spelling only if it is not a valid value of MinText's."""
     with contextlib.suppress(ValueError):
         typed = _typed(key, value)
         if "." in key or not check_value(key, typed):
@@ -251,17 +251,17 @@ def _typed(key: str, value: Any) -> Any:
         from src.config.entries import read_entries
 
         return read_entries(key, value)
-    default = _default(key)  # None: of an unknown key or entry, which a check answers
+    default = _default(key)  # None for an unknown key or entry, which a check reports
     return frozen(literal(value) if default is None else convert(value, default))
 
 
 def to_yaml(config: Mapping[str, Any]) -> str:
-    """Returns the whole configuration as YAML; `load` of a file with it gives an equal one."""
+    """Writes the whole configuration as YAML, which `load` reads back as an equal one."""
     return "".join(f"{key}: {dump(config[key])}\n" for key in KEYS)
 
 
 def from_yaml(text: str) -> dict[str, Any]:
-    """Returns the keys that `to_yaml` wrote, maybe another version's; raises UserError if malformed or mistyped."""
+    """Reads the keys that `to_yaml` wrote, maybe in another version; raises UserError if malformed or mistyped."""
     config = {}
     for key, value in parse_keys(text, "the run's config.yml").items():
         try:
@@ -272,7 +272,7 @@ def from_yaml(text: str) -> dict[str, Any]:
 
 
 def diff_from_base(config: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each key whose value is not the default, with both; entries of mappings have dotted keys."""
+    """Formats a line for each key that differs from its default, with both values; mapping entries have dotted keys."""
     old, new = _dotted(defaults()), _dotted(config)
     return [f"{key}: {dump(new.get(key))} (default {dump(old.get(key))})" for key in changed_keys(new, old)]
 
@@ -286,10 +286,10 @@ def _dotted(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the changes from a run's configuration that it may see as it goes on, and those that it may not, by key.
+    """Compares a run's configuration with a new one: changes that a resumed run accepts, and those it refuses, by key.
 
-    The latter alter its weights' shapes or meaning, its data or their order, and `accept_changes` does not name them. A
-    key that the run's version did not have yet had the effect of its default.
+    It refuses changes of the weights' shapes or meaning, the data or their order, unless `accept_changes` names them. A
+    key that the run's version did not have yet counts as its default.
     """
     old = {**defaults(), **old}
     changed = [key for key in changed_keys(new, old) if key not in run_configs.PER_LAUNCH_KEYS]

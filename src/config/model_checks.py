@@ -1,4 +1,4 @@
-"""Checks each key's value by itself, and the keys that describe a model together."""
+"""Checks each key's value, and the keys that describe a model against each other."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from src.config.schema import KEYS
 from src.config.yaml import MAX_NAME, convert, dump, too_long, unprintable
 
 ACTIVATIONS = ("silu", "gelu", "gelu_exact", "quick_gelu", "relu", "squared_relu", "linear", "plus_one")
-# What an attention type can't do without.
+# The keys that each attention type requires.
 _NEEDED = {
     "local_sliding": ("sliding_window_size",),
     "chunk": ("chunk_attn_window_size",),
@@ -21,7 +21,7 @@ _NEEDED = {
 
 
 class FlatKeys(dict[str, Any]):
-    """Flat keys, also as attributes; a check that reads one that is missing, because it is wrong, raises KeyError."""
+    """Flat keys, also as attributes; raises KeyError if a check reads a key that is absent because it is invalid."""
 
     __getattr__ = dict.__getitem__
 
@@ -33,19 +33,17 @@ def check_value(name: str, value: Any) -> str:
         return f"{name}: {problem}"
     if key.is_path and "://" not in value and (problem := too_long(value)):
         return f"{name}={value} {problem}"
-    if key.is_path and re.fullmatch("(?!file|hf)[a-z0-9]+://(/.*)?", value):  # a store would be asked for minutes
-        return f"{name}={value} names no bucket; an empty variable of the shell leaves such a path"
+    if key.is_path and re.fullmatch("(?!file|hf)[a-z0-9]+://(/.*)?", value):  # asking a store would take minutes
+        return f"{name}={value} names no bucket; an empty shell variable leaves such a path"
     if key.is_path and os.path.expanduser(value).startswith("~"):
-        return (
-            f"{name}={value}: {value.partition('/')[0]} is no user of this machine; a folder of that name is ./{value}"
-        )
+        return f"{name}={value}: {value.partition('/')[0]} is not a user of this machine; for a folder, type ./{value}"
     if key.is_path and "://" not in value and Path(os.path.expanduser(value)).is_fifo() and value[:5] != "/dev/":
         return f"{name}={value} is a pipe: expected a file, or /dev/stdin"
     stores = ("gs", "s3") * (not key.is_local) + ("hf",) * (name in ("tokenizer_path", "load_parameters_path"))
-    # The others are paths of data: fsspec reads them, and names the protocols that it does not know.
+    # The others are data paths: fsspec reads them, and reports protocols that it does not know.
     if key.is_path and "://" in value and value.partition("://")[0] not in stores and not name.endswith("dataset_path"):
         also = "".join(f", {store}://..." for store in stores)
-        return f"{name}={value}: expected a path on this machine, or of a file system that is mounted on it{also}"
+        return f"{name}={value}: expected a path on this machine, or on a file system mounted on it{also}"
     if isinstance(key.allowed, Range):
         if not key.allowed.holds(value):
             return f"{name}={dump(value)} must be {key.allowed.words} ({key.comment})"
@@ -64,7 +62,7 @@ def check_value(name: str, value: Any) -> str:
         if not value.isprintable() or {".", ".."} & set(parts) or not 0 < min(sizes) <= max(sizes) <= MAX_NAME:
             return (
                 f"run_name={value!a} must be a name, or names with / between them, of printable characters and at "
-                f"most {MAX_NAME} bytes each; a run writes nowhere but below base_output_directory"
+                f"most {MAX_NAME} bytes each; a run only writes below base_output_directory"
             )
     if name == "base_output_directory" and not value.isprintable():
         return f"base_output_directory={value!a} must be a path of printable characters"
@@ -75,7 +73,7 @@ def check_value(name: str, value: Any) -> str:
 
 
 def read_list(value: Any, noun: str, read: Callable[[Any], dict[str, Any]]) -> tuple[Any, ...]:
-    """Returns the entries of a parsed list as `read` does; raises ValueError with all that is wrong, by number."""
+    """Applies `read` to the entries of a parsed list; raises ValueError with all problems, numbered by entry."""
     if not isinstance(value, list):
         return convert(value, ())
     entries, problems = [], []
@@ -90,7 +88,7 @@ def read_list(value: Any, noun: str, read: Callable[[Any], dict[str, Any]]) -> t
 
 
 def check_layer(facts: FlatKeys) -> list[str]:
-    """Returns what is wrong with the keys of one layer, or of all layers alike."""
+    """Lists the problems with the keys of one layer, or of all layers if they are alike."""
     return [problem for check in LAYER_CHECKS for problem in check(facts)]
 
 
@@ -148,7 +146,7 @@ def _experts(facts: FlatKeys) -> Iterator[str]:
 def _positions(config: FlatKeys) -> Iterator[str]:
     size, length = config.trainable_position_size, config.max_target_length
     if config.position_type == "learned" and -1 != size < length:
-        yield f"trainable_position_size={size} is shorter than max_target_length={length}: rows would have none"
+        yield f"trainable_position_size={size} is shorter than max_target_length={length}: it must cover all positions"
     elif config.position_type == "sinusoidal" and config.base_emb_dim % 2:
         yield "position_type=sinusoidal needs an even base_emb_dim"
 

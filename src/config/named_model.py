@@ -14,25 +14,25 @@ from src.system.errors import UserError, first_few
 
 
 def same_file(name: str, other: str) -> bool:
-    """Returns whether two names of models are of files with one name."""
+    """Returns whether two model names refer to files of the same name."""
     return Path(name).name.removesuffix(".yml") == Path(other).name.removesuffix(".yml")
 
 
 def replaced_settings(name: str, model: Sequence[Setting], files: Sequence[Setting], typed: Set[str]) -> Iterator[str]:
     """Explains which settings of the model named on the command line a file for another model would replace."""
     of_model = {setting.key: setting.value for setting in model if setting.key in keys_of("model")}
-    of_model.pop("vocab_size", None)  # which goes with the tokenizer
+    of_model.pop("vocab_size", None)  # it goes with the tokenizer
     replaced = []
     for key, each in {each.key: each for each in files}.items():
         if key in of_model and key not in typed:
-            with contextlib.suppress(UserError, ValueError):  # of another type, which is told with its key and file
+            with contextlib.suppress(UserError, ValueError):  # a value of the wrong type is reported elsewhere
                 value, of_it = (convert(value, KEYS[key].default) for value in (each.value, of_model[key]))
                 replaced += [(each, value, of_it)] * (value != of_it)
     if replaced:
-        keys = first_few(f"{each.key}={dump(value)} in place of {dump(of_it)}" for each, value, of_it in replaced)
+        keys = first_few(f"{each.key}={dump(value)} replaces {dump(of_it)}" for each, value, of_it in replaced)
         yield (
-            f"model_name={name} would not be that model: {replaced[0][0].where} are {keys}. Give a file that says "
-            "nothing of them, such as configs/base.yml, or name the model in the file if it is to be changed so"
+            f"model_name={name} would not be that model: {replaced[0][0].where}, {keys}. Give a file that does not "
+            "set these keys, such as configs/base.yml, or name the model in the file to change it in this way"
         )
 
 
@@ -43,9 +43,9 @@ def model_settings(
     read_config: Callable[[Path], Mapping[str, Any]],
     problems: list[str],
 ) -> list[Setting]:
-    """Returns the settings of the model file that `name` names, or of the file, run or model folder at that path.
+    """Reads the settings of the model file that `name` names, or of the file, run or model folder at that path.
 
-    A tokenizer in the folder, or beside a file that is given by its path, is the model's. Raises UserError: there is no
+    A tokenizer in the folder, or next to a file given by path, belongs to the model. Raises UserError if there is no
     such model.
     """
     try:

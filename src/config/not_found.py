@@ -1,4 +1,4 @@
-"""Answers paths and names of configurations and models that are not there."""
+"""Explains that the path or name of a configuration or model does not exist, and suggests what to type."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from src.system.errors import did_you_mean, first_few
 
 
 def no_config(path: Path) -> str:
-    """Returns the sentence for a path that is not a configuration: what is there, or what to type."""
+    """Explains that a path is not a configuration: what it is instead, or what to type."""
     if path.parts[:1] == ("hf:",):
         name = str(path).replace("hf:/", "hf://")
         return f"{name} is a model, not a run: type configs/base.yml model_name={name} load_parameters_path={name}"
@@ -17,7 +17,7 @@ def no_config(path: Path) -> str:
         if keys := _model_in(path):
             return f"{path} is a model's folder, not a run's: type configs/base.yml {keys}"
         runs = first_few(run_configs.runs_in(path))
-        return f"{path} is a folder without a config.yml, which a run's has." + f" Runs in it: {runs}." * bool(runs)
+        return f"{path} is a folder without a config.yml, so it is not a run's." + f" Runs in it: {runs}." * bool(runs)
     if not path.suffix and (runs := first_few(run_configs.runs_in(path.parent), near=str(path))):
         return f"there is no run {path}.{run_configs.similar_runs(path)} Runs in {path.parent}: {runs}."
     files = [str(file.relative_to(CONFIGS.parent)) for file in sorted(CONFIGS.rglob("*.yml"))]
@@ -27,20 +27,20 @@ def no_config(path: Path) -> str:
 
 
 def _model_in(folder: Path) -> str:
-    """Returns the keys to type for the model in a folder, of src.convert or Hugging Face; empty where there is none."""
+    """Returns the keys to type for a folder's model, of src.convert or Hugging Face; empty if it has no model."""
     if (folder / "model.yml").is_file():
         return f"model_name={folder}/model.yml load_parameters_path={folder}/checkpoint"
     return f"model_name={folder} load_parameters_path={folder}" if run_configs.is_hf_folder(folder) else ""
 
 
 def no_model(name: str, path: Path) -> str:
-    """Returns the sentence for a `model_name` of which there is no file `path`."""
+    """Explains that `path`, the file for this `model_name`, does not exist."""
     if keys := _model_in(Path(name).expanduser()):
         return f"model_name={name} is a folder with a model file: type {keys}"
     models = sorted(file.stem for file in (CONFIGS / "models").glob("*.yml"))
     hint = did_you_mean(name, models) or f" There are {first_few(models, near=name)}."
     if re.fullmatch(r"[\w-]+/[\w.-]+", name):
-        hint = f" If it is a model of huggingface.co, type hf://{name}."
+        hint = f" If it is a model on huggingface.co, type hf://{name}."
     return (
         f"model_name={name}: there is no file {path}.{hint} A name ending in .yml is a path, and so is the folder "
         "of a Hugging Face model."

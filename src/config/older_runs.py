@@ -1,4 +1,4 @@
-"""Keeps defaults that a run began with and that have changed since."""
+"""Restores the defaults that a run began with, if they have changed since."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,16 @@ from src.system.errors import UserError
 
 
 def former_defaults(settings: Sequence[Setting]) -> list[Setting]:
-    """Returns the rule for latents that was a run's default, if these settings resume a run older than today's rule."""
+    """Returns a run's former default rule for latents, if these settings resume a run older than today's rule."""
     chosen = {"base_output_directory": defaults()["base_output_directory"], "run_name": ""}
     chosen |= {setting.key: str(setting.value) for setting in settings}
     if not chosen["run_name"]:
         return []
     path = f"{chosen['base_output_directory']}/{chosen['run_name']}"
-    # The rule matters only to latent attention: for other models a store need not be asked.
+    # Only latent attention uses the rule: for other models, do not ask a remote store.
     if "://" in path and "mla" not in f"{chosen.get('attention_type')} {chosen.get('decoder_segments')}":
         return []
-    with contextlib.suppress(UserError):  # which the command meets when it opens the run
+    with contextlib.suppress(UserError):  # the command reports it when it opens the run
         if run := run_configs.run_folder(path):
             rules = run_configs.run_keys(run).get("logical_axis_rules")
             if isinstance(rules, Mapping) and rules.get("latent") == []:

@@ -1,4 +1,4 @@
-"""Checks keys that are at their defaults in an ordinary run; checks.py says which of them call for which check."""
+"""Checks keys that an ordinary run leaves at their defaults; checks.py lists the keys that cause each check."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from src.config.schema import KEYS
 
 
 def mup(config: FlatKeys) -> Iterator[str]:
-    """Checks what muP does not scale."""
+    """Checks that no setting is used that muP does not scale."""
     types = {config.opt_type, *(rule.get("opt_type", config.opt_type) for rule in config.optimizer_rules)}
     needed = {
         "opt_type=adamw, in optimizer_rules too": types == {"adamw"},
@@ -21,27 +21,27 @@ def mup(config: FlatKeys) -> Iterator[str]:
     }
     for keys, holds in needed.items() if config.mup_base_emb_dim else ():
         if not holds:
-            yield f"mup_base_emb_dim={config.mup_base_emb_dim} needs {keys}: its learning rates are of no other"
+            yield f"mup_base_emb_dim={config.mup_base_emb_dim} needs {keys}: its learning rates hold for nothing else"
 
 
 def profile(config: FlatKeys) -> Iterator[str]:
-    """Checks that a run has the steps that it is to profile."""
+    """Checks that a run has enough steps to profile."""
     skipped, profiled, steps = config.skip_first_n_steps_for_profiler, config.profiler_steps, config.steps
     if config.profiler and -1 != steps < skipped + profiled:
         yield (
-            f"profiler={config.profiler} would be of steps {skipped + 1} to {skipped + profiled}, and steps={steps}: "
-            "set skip_first_n_steps_for_profiler and profiler_steps to fewer"
+            f"profiler={config.profiler} would profile steps {skipped + 1} to {skipped + profiled}, but steps={steps}: "
+            "lower skip_first_n_steps_for_profiler or profiler_steps"
         )
     if config.pgle == "collect" and -1 != steps < 4:
-        yield f"pgle=collect profiles the steps 2 to 4, and steps={steps}: raise steps"
+        yield f"pgle=collect profiles steps 2 to 4, but steps={steps}: raise steps"
     if config.pgle == "auto" and (runs := int(os.environ.get("JAX_PGLE_PROFILING_RUNS", "3"))) < 1:  # JAX's name
         yield f"pgle=auto does nothing with JAX_PGLE_PROFILING_RUNS={runs} in the environment: unset it"
     elif config.pgle == "auto" and -1 != steps <= runs:
-        yield f"pgle=auto compiles step {runs + 1} by a profile of those before it, and steps={steps}: raise steps"
+        yield f"pgle=auto compiles step {runs + 1} with a profile of earlier steps, but steps={steps}: raise steps"
     excluded = {
         "compiled_trainstep_file": "a saved step is not compiled again; src.train_compile takes a pgle_profile",
-        "pgle_profile": "one run measures, another is compiled by what it measured",
-        "profiler": "the GPU's counters have room for one profiler",
+        "pgle_profile": "one run measures, another is compiled with its measurements",
+        "profiler": "the GPU's counters serve only one profiler",
     }
     for key, why in excluded.items():
         if config.pgle and config[key]:
@@ -49,7 +49,7 @@ def profile(config: FlatKeys) -> Iterator[str]:
 
 
 def ramp(config: FlatKeys) -> Iterator[str]:
-    """Checks that the ramp comes to the full batch."""
+    """Checks that the batch grows to its full size."""
     if not config.enable_rampup_batch_size:
         return
     full, start = config.per_device_batch_size, config.per_device_batch_size_start
@@ -63,12 +63,12 @@ def ramp(config: FlatKeys) -> Iterator[str]:
         )
     for name in ("pgle", "pgle_profile"):
         if config[name]:
-            yield f"{name}={config[name]} is of one program, and enable_rampup_batch_size has one for each size"
+            yield f"{name}={config[name]} is for one program, but enable_rampup_batch_size has one for each size"
 
 
 def finetuning(config: FlatKeys) -> Iterator[str]:
     """Checks that conversations are read from files."""
-    # One of the two is enough to evaluate on; who trains without the first is told so where the data are opened.
+    # Either path is enough to evaluate; training without the first one fails once the data are opened.
     has_path = config.dataset_path or config.eval_dataset_path or config.datasets
     is_text = all(spec.dataset_type == "text" for spec in dataset_spec.train_specs(config))
     if config.use_sft and not (is_text and has_path):
@@ -76,13 +76,13 @@ def finetuning(config: FlatKeys) -> Iterator[str]:
 
 
 def scoring(config: FlatKeys) -> Iterator[str]:
-    """Checks which files are scored, and which tasks."""
+    """Checks the files to score, and the tasks."""
     for source, target in (("texts_path", "scores_path"), ("tokens_path", "logits_path")):
         read, written = (os.path.realpath(os.path.expanduser(config[key])) for key in (source, target))
         if bool(config[source]) != bool(config[target]):
             yield f"{source} and {target} go together: give both or none"
         elif config[source] and read == written:
-            yield f"{target}={config[target]} is the file that {source} names: it would be written over"
+            yield f"{target}={config[target]} is the file that {source} names: it would be overwritten"
         for key in ("results_path", "tasks"):
             if config[source] and config[key]:
                 yield f"{key} and {source} ask for different things: leave one out"
@@ -103,23 +103,23 @@ def decoding(config: FlatKeys) -> Iterator[str]:
     if config.interactive and config.decode_path:
         yield "interactive and decode_path exclude each other: texts are shown, or written to a file"
     if config.decode_path and config.decode_prompt_tokens and config.prompt_path:
-        yield "decode_prompt_tokens and prompt_path exclude each other: prompts are of documents, or of a file"
+        yield "decode_prompt_tokens and prompt_path exclude each other: prompts come from documents, or from a file"
     prefill, length = config.max_prefill_predict_length, config.max_target_length
     if prefill >= length:
-        yield f"max_prefill_predict_length={prefill} leaves no room in max_target_length={length}, prompt and all"
+        yield f"max_prefill_predict_length={prefill} leaves no room to generate in max_target_length={length}"
 
 
 def loading(config: FlatKeys) -> Iterator[str]:
-    """Checks which weights a run begins with."""
+    """Checks the choice of initial weights."""
     if config.load_parameters_path and config.load_full_state_path:
-        yield "load_parameters_path and load_full_state_path exclude each other: weights alone, or the whole state"
+        yield "load_parameters_path and load_full_state_path exclude each other: only the weights, or the whole state"
     if config.load_weights_rules and (config.load_full_state_path or config.lora_rank):
         yield "load_weights_rules gives weights to train from step 0: set neither load_full_state_path nor lora_rank"
     for rule in config.load_weights_rules:
         try:
             re.compile(rule["match"])
         except re.error as error:
-            yield f"load_weights_rules: {rule['match']} is no regular expression: {error}"
+            yield f"load_weights_rules: {rule['match']} is not a regular expression: {error}"
         if not rule.get("path"):
             yield f"load_weights_rules: {rule['match']} needs a path: a run, checkpoint or Hugging Face folder"
     if config.lora_rank and not config.lora_parameters:
@@ -136,9 +136,9 @@ def quantization(config: FlatKeys) -> Iterator[str]:
         except ValueError:
             yield f"{name}={config[name]}: expected absmax, or a range such as fixed,-224,224"
         else:
-            if bound and config.quantization != "fp8":  # an int8 has no code for what is not a number
-                yield f"{name}={config[name]} needs quantization=fp8: other products find the range themselves"
+            if bound and config.quantization != "fp8":  # int8 has no code for NaN
+                yield f"{name}={config[name]} needs quantization=fp8: other 8-bit matmuls find the range themselves"
     triton = "xla_gpu_enable_triton_gemm"
     is_on = re.search(rf"--{triton}(?!=(false|0))", config.compile_xla_flags, re.IGNORECASE)
     if config.quantization == "fp8" and is_on:
-        yield f"compile_xla_flags: with {triton} XLA makes no product of quantization=fp8 in 8 bits: leave it off"
+        yield f"compile_xla_flags: with {triton}, XLA computes no matmul of quantization=fp8 in 8 bits: leave it off"

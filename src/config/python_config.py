@@ -14,7 +14,7 @@ from src.system.errors import UserError
 
 
 def read_python(path: Path) -> dict[str, Any]:
-    """Returns the keys of the ConfigDict that a file's `get_config()` returns; raises UserError where it does not."""
+    """Runs a file's `get_config()` and returns the keys of its ConfigDict; raises UserError if that fails."""
     try:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
@@ -24,7 +24,7 @@ def read_python(path: Path) -> dict[str, Any]:
         config = get_config()
     except (UserError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # sys.exit among them
+    except BaseException as error:  # including sys.exit
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
         raise UserError(f"{path}{f', line {line}' if line else ''} raised {type(error).__name__}: {error}") from error
@@ -37,13 +37,13 @@ def read_python(path: Path) -> dict[str, Any]:
 
 
 def config_dict_keys(config: ConfigDict, where: str) -> dict[str, Any]:
-    """Returns a ConfigDict's keys as `parse_keys` returns YAML's; raises UserError for a value no key may have."""
+    """Converts a ConfigDict to keys as `parse_keys` returns them; raises UserError for a value that no key may have."""
     keys = {}
     for key in config:
         try:
             keys[key] = parse(dump(config[key]), where)
         except (yaml.YAMLError, RecursionError):
-            raise UserError(f"{where}: {key}: its value is no number, text, list or mapping of such") from None
+            raise UserError(f"{where}: {key}: its value is not a number, text, list or mapping of these") from None
         except RequiredValueError as error:
             raise UserError(f"{where}: {key}: {error}") from None
     return keys

@@ -1,4 +1,4 @@
-"""Keys that have no effect without some values of others, or in some commands, and settings that so have none."""
+"""Lists which keys need certain values of others, or certain commands, and finds settings without effect."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,14 +13,14 @@ ABOVE_1 = Range("a number above 1", lambda x: x > 1)
 
 
 class Requires:
-    """Keys, and other keys one of which must have its value, or one of its values, for them to have effect."""
+    """Says that `keys` have an effect only if a key in `one_of` has its value, or one of its values."""
 
     def __init__(self, keys: str | Sequence[str], **one_of: Any) -> None:
         self.keys = keys.split() if isinstance(keys, str) else keys
         self.one_of = {key: of if isinstance(of, list | tuple) else [of] for key, of in one_of.items()}
 
     def satisfied(self, facts: Mapping[str, Any]) -> bool:
-        """Returns whether the keys have effect on a layer, or in a configuration, with these flat keys."""
+        """Returns whether the keys have an effect on a layer, or in a configuration, with these flat keys."""
         return any(
             values.holds(facts[key]) if isinstance(values, Range) else facts[key] in values
             for key, values in self.one_of.items()
@@ -34,7 +34,7 @@ class Requires:
 
 
 def _of_optimizers(names: Sequence[str]) -> dict[str, Sequence[Any] | Range]:
-    """Returns what leads to an update by one of these: `opt_type`, or that of a rule."""
+    """Requires one of these optimizers, as `opt_type` or in a rule."""
     rules = Range(
         f"[{{opt_type: {' or '.join(names)}}}]", lambda rules: any(it.get("opt_type") in names for it in rules)
     )
@@ -45,15 +45,15 @@ def _of_group(start: str, *without: str) -> tuple[str, ...]:
     return tuple(key.name for key in KEYS.values() if key.group.startswith(start) and not key.name.startswith(without))
 
 
-_PER_HEAD = ("global", "local_sliding", "chunk")  # attention_type with keys and values of each head
-_SCORED = (*_PER_HEAD, "mla")  # attention_type where queries score the keys before them
+_PER_HEAD = ("global", "local_sliding", "chunk")  # attention_type with keys and values per head
+_SCORED = (*_PER_HEAD, "mla")  # attention_type in which queries score earlier keys
 _OF_SCORES = _of_group("Model: attention", "attention_type", "gdn_")
 _OF_ROPE = _of_group("Model: positions", "position_type", "trainable_position_size")
-_BY_LENGTH = ("llama3.1", "yarn", "dynamic", "longrope")  # rope_type that reads the length a model was trained at
+_BY_LENGTH = ("llama3.1", "yarn", "dynamic", "longrope")  # rope_type that reads the length of earlier training
 _SCALED_ROPE = ("linear", *_BY_LENGTH, "proportional")
-_WITHOUT_FACTOR = ("dynamic", "longrope", "proportional")  # rope_type that has effect even if rope_factor is 1
+_WITHOUT_FACTOR = ("dynamic", "longrope", "proportional")  # rope_type that has an effect even if rope_factor is 1
 # fmt: off
-# Of facts that may differ by layer: what a layer does without is not a part of its description.
+# Requirements of settings that may differ by layer: a layer's description omits settings without effect on it.
 LAYER_REQUIREMENTS = (
     Requires("sliding_window_size", attention_type="local_sliding"),
     Requires("chunk_attn_window_size", attention_type="chunk"),
@@ -120,7 +120,7 @@ REQUIREMENTS = (
     Requires("stack_trace_to_cloud stack_trace_interval_seconds", collect_stack_trace=True),
 )
 # fmt: on
-# Keys that every command takes but these, whose data or loop have no use for them.
+# Keys that these commands do not take, because their data or loop has no use for them.
 _UNUSED_BY = {
     "src.train_dpo": (
         *("use_sft", "sft_train_on_completion_only", "dataset_column", "max_document_bytes", "sample_length"),
@@ -129,11 +129,11 @@ _UNUSED_BY = {
 }
 
 
-TYPED = "on the command line"  # where a setting was, beside files
+TYPED = "on the command line"  # the source of settings that are not in a file
 
 
 class Setting(NamedTuple):
-    """One `key: value` or `key=value` as it was typed, and where."""
+    """One `key: value` or `key=value` as typed, with its source."""
 
     key: str
     value: Any
@@ -141,18 +141,18 @@ class Setting(NamedTuple):
 
 
 def to_settings(keys: Mapping[str, Any], where: str) -> list[Setting]:
-    """Makes settings of the keys that a file or a folder gives."""
+    """Makes settings from the keys in a file or a folder."""
     return [Setting(key, value, where) for key, value in keys.items()]
 
 
 def unused_keys(
     settings: Sequence[Setting], config: Mapping[str, Any], failed: set[str], command: str, notes: list[str]
 ) -> list[tuple[str, str]]:
-    """Returns the key of each of a user's settings that has no effect, because nothing reads it, and a sentence.
+    """Finds a user's settings that have no effect because nothing reads them: their keys, each with a sentence.
 
-    `settings` stand in the order in which they apply, `config` is what they led to; nothing is said of a key in
-    `failed`, nor of one that a later source than its own made idle. `notes` takes the sentences of what is for another
-    command than this one (empty: any) and may stand here too.
+    `settings` are in the order in which they apply, and `config` is the result. Skips keys in `failed`, and keys that a
+    source after their own made unused. The sentence about a key for another command than this one (empty: any) goes to
+    `notes` if that command and this one may share the key.
     """
     last = {setting.key.partition(".")[0]: (number, setting) for number, setting in enumerate(settings)}
     known = {key: value for key, value in config.items() if key not in failed}
@@ -182,11 +182,11 @@ def unused_keys(
 
 
 def _idle(key: str, config: Mapping[str, Any], changed: set[str]) -> Iterator[str]:
-    """Returns why no layer and no set of data reads a key; not where one of the keys `changed` is the reason."""
+    """Explains why no layer and no dataset reads a key, unless one of the keys `changed` is the reason."""
     whole, places = _places(key, config)
     if not places:
         if whole not in changed:
-            yield f"{whole} gives each its own; to use this instead, add {whole.replace(' and ', '=[] ')}=[]"
+            yield f"{whole} sets it for each entry; to use this value instead, add {whole.replace(' and ', '=[] ')}=[]"
         return
     needs = [need for need in REQUIREMENTS if key in need.keys and need.one_of.keys() <= config.keys()]
     for need in needs:
@@ -195,9 +195,9 @@ def _idle(key: str, config: Mapping[str, Any], changed: set[str]) -> Iterator[st
 
 
 def _places(key: str, config: Mapping[str, Any]) -> tuple[str, list[Mapping[str, Any]]]:
-    """Returns what differs between layers, or sets of data, that take a key's value from the configuration.
+    """Finds the layers or datasets that take a key's value from the configuration.
 
-    Before it stands the key that lists them.
+    Returns the key that lists them, and the settings of each.
     """
     if KEYS[key].section != "data":
         layers = [facts for entry in config.get("decoder_segments", ()) for facts in entry["pattern"]] or [{}]

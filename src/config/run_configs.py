@@ -1,4 +1,4 @@
-"""Finds the folders of runs and of Hugging Face models, and reads the configuration of a run."""
+"""Finds the folders of runs and of Hugging Face models, and reads the configurations of runs."""
 
 import os
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from src.config.yaml import read_file
 from src.system.errors import UserError, clipped, did_you_mean
 
 CONFIG = "config.yml"
-HUB = "hf://"  # before the name of a model on the Hugging Face hub
+HUB = "hf://"  # prefix of a model's name on the Hugging Face hub
 
-# What a start of the run was told of its machines, and which changes it was to accept: another one says so itself.
+# Keys about the machines of one launch, and the changes that it accepts: each launch gives its own.
 PER_LAUNCH_KEYS = ("coordinator_address", "num_processes", "process_id", "accept_changes")
 
 
@@ -28,7 +28,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def run_folder(path: str) -> Path | None:
-    """Returns the folder at `path` if it is a run's, with a config.yml; raises UserError if a store gives no answer."""
+    """Returns the folder at `path` if it is a run's, with a config.yml; raises UserError if a store does not answer."""
     if path.startswith("hf://"):  # a model of the hub
         return None
     try:
@@ -38,33 +38,33 @@ def run_folder(path: str) -> Path | None:
 
             folder = epath.Path(path)
         return folder if (folder / CONFIG).is_file() else None
-    except Exception as error:  # each store's client has its own types
+    except Exception as error:  # each store's client raises its own types
         reason = f"{error.args[0]} is not read" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         raise UserError(clipped(f"cannot look into {path}: {reason}", 500)) from error
 
 
 def runs_in(folder: Path) -> Iterator[str]:
-    """Yields the runs whose folders lie in a local folder, the newest first."""
+    """Yields the runs in a local folder, newest first."""
     configs = sorted(folder.glob(f"*/{CONFIG}"), key=lambda file: file.stat().st_mtime, reverse=True)
     return (str(file.parent) for file in configs)
 
 
 def similar_runs(path: Path) -> str:
-    """Returns ` Did you mean runs/first?` for a folder that is no run, by the names of the runs beside it; or ""."""
+    """Suggests a run in the same folder with a similar name (` Did you mean runs/first?`), or returns ""."""
     return did_you_mean(path.name, [Path(run).name for run in runs_in(path.parent)], f"{path.parent}/")
 
 
 def run_keys(folder: Path) -> dict[str, Any]:
-    """Returns every key of a run, to go on with it; raises UserError if its config.yml cannot be read."""
+    """Reads every key of a run, to continue it; raises UserError if its config.yml cannot be read."""
     folder = folder if folder.name else folder.resolve()
     keys = {key: value for key, value in read_file(folder / CONFIG).items() if key not in PER_LAUNCH_KEYS}
     return keys | {"base_output_directory": os.fspath(folder.parent), "run_name": folder.name}
 
 
 def model_keys(folder: Path) -> dict[str, Any]:
-    """Returns the keys of a run's model and tokenizer, and its `model_name`; raises UserError as `run_keys` does."""
+    """Reads the keys of a run's model and tokenizer, and its `model_name`; raises UserError as `run_keys` does."""
     keys = read_file(folder / CONFIG)
     if keys.get("position_type") == "learned" and keys.get("trainable_position_size") == "-1":
-        keys["trainable_position_size"] = keys["max_target_length"]  # which another command may have otherwise
+        keys["trainable_position_size"] = keys["max_target_length"]  # another command may use another length
     wanted = {*keys_of("model"), "model_name", "tokenizer_type", "tokenizer_path"}
     return {key: value for key, value in keys.items() if key in wanted}

@@ -1,4 +1,4 @@
-"""Reads `decoder_segments` as typed, and checks them."""
+"""Reads `decoder_segments`, types its settings, and checks them."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,12 +10,12 @@ from src.system.errors import did_you_mean, first_few
 
 
 def check_model(config: Mapping[str, Any]) -> list[str]:
-    """Returns what is wrong with the keys that describe a model, together."""
+    """Lists the problems with the keys that describe a model, taken together."""
     return [*check_layer(FlatKeys(config)), *check_segments(FlatKeys(config))]
 
 
 def check_segments(config: FlatKeys) -> Iterator[str]:
-    """Checks that the segments have as many layers as the model, and each of their layers."""
+    """Checks that the segments add up to the model's layers, and checks each of these layers."""
     segments = config.decoder_segments
     if not segments:
         return
@@ -43,7 +43,7 @@ def check_segments(config: FlatKeys) -> Iterator[str]:
 
 
 def read_segment(entry: Any) -> dict[str, Any]:
-    """Returns an entry of a parsed `decoder_segments`, complete and typed; raises ValueError with all that is wrong."""
+    """Completes and types an entry of a parsed `decoder_segments`; raises ValueError if it is invalid."""
     if not isinstance(entry, dict) or set(entry) - {"repeats", "shared", "pattern"} or not entry.get("pattern"):
         raise ValueError(f"expected {{repeats: n, shared: true or false, pattern: [...]}}, got {dump(entry)}")
     repeats = convert(entry.get("repeats", Plain("1")), 1, "repeats")
@@ -51,7 +51,7 @@ def read_segment(entry: Any) -> dict[str, Any]:
         raise ValueError(f"repeats={repeats} must be 1 or more, or -1 (the rest of the layers)")
     shared = convert(entry.get("shared", Plain("false")), False, "shared")
     if not isinstance(entry["pattern"], list) or not all(isinstance(facts, dict) for facts in entry["pattern"]):
-        raise ValueError("pattern must be a list of layers, each {fact: value, ...}; {} is one as the model's keys say")
+        raise ValueError("pattern must be a list of layers, each {key: value, ...}; {} has the model's own values")
     return {"repeats": repeats, "shared": shared, "pattern": list(map(_layer_facts, entry["pattern"]))}
 
 
@@ -60,7 +60,7 @@ def _layer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in facts.items():
         if key not in KEYS or not KEYS[key].per_layer:
             per_layer = [other.name for other in KEYS.values() if other.per_layer]
-            hint = did_you_mean(key, per_layer) or f" Those that may: {first_few(per_layer, near=key)}."
+            hint = did_you_mean(key, per_layer) or f" Keys that may: {first_few(per_layer, near=key)}."
             raise ValueError(f"{key} cannot differ by layer.{hint}")
         typed[key] = convert(value, KEYS[key].default, key)
         if key == "position_type" and typed[key] not in ("rope", "none"):

@@ -9,18 +9,18 @@ class Usage(NamedTuple):
     """Says how a command is used."""
 
     text: str  # what it does, and its command lines
-    groups: tuple[str, ...] = ()  # how the titles of base.yml begin whose keys are its own
+    groups: tuple[str, ...] = ()  # prefixes of the titles in base.yml that its own keys are under
 
     @property
     def command(self) -> str:
-        """Returns the command's name, such as src.train."""
+        """The command's name, such as src.train."""
         return re.search(r"python -m (\S+)", self.text)[1]
 
 
 TRAIN = Usage(
     """Trains a model.
-CONFIG is a YAML file, a Python file with get_config(), or the folder of a run, which then goes on (with another
-run_name: begins anew); with key=value alone it is configs/base.yml.
+CONFIG is a YAML file, a Python file with get_config(), or the folder of a run to continue (with another run_name:
+to start again). Without CONFIG, key=value arguments apply to configs/base.yml.
 
 python -m src.train CONFIG [key=value ...]        such as: python -m src.train configs/quickstart.yml steps=100"""
 )

@@ -1,7 +1,7 @@
 """Reads configuration text: YAML whose plain words and numbers mean what they mean in Python.
 
 YAML 1.1 takes `1e-3` for a string, `1:30` for ninety and `no` for false. Here a plain scalar stays text (`Plain`) until
-the key's default says of which type it is.
+the key's default determines its type.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ MAX_NAME, MAX_PATH = 255, 4095  # bytes of a local path: of each name, and in al
 
 
 def unprintable(text: str, *, is_name: bool) -> str:
-    """Returns an error message if `text` has half a surrogate pair, or as a name a NUL character; else ""."""
+    """Returns an error message if `text` has half a surrogate pair or, if it is a name, a NUL character; else ""."""
     match = re.search("[\0\ud800-\udfff]" if is_name else "[\ud800-\udfff]", text)
-    return f"the character {match[0]!a} is no text" if match else ""
+    return f"the character {match[0]!a} is not text" if match else ""
 
 
 def too_long(path: str) -> str:
-    """Returns an error message if a local path has more bytes than any file's, else ""."""
+    """Returns an error message if a local path has more bytes than a file system allows, else ""."""
     names = os.fsencode(path).split(b"/")
     if max(map(len, names)) <= MAX_NAME and sum(map(len, names)) + len(names) <= MAX_PATH + 1:
         return ""
@@ -47,7 +47,7 @@ def too_long(path: str) -> str:
 
 
 def file_name(text: str) -> str:
-    """Returns `text`; raises UserError where no file can have that name."""
+    """Returns `text`, or raises UserError if no file can have that name."""
     if problem := unprintable(text, is_name=True):
         raise UserError(f"{text!a} names no file: {problem}")
     if problem := too_long(text):
@@ -56,7 +56,7 @@ def file_name(text: str) -> str:
 
 
 class Plain(str):
-    """A scalar that stands in the YAML without quotes: `128`, unlike `"128"`."""
+    """A scalar without quotes in the YAML: `128`, unlike `"128"`."""
 
 
 def _fault(problem: str, at: yaml.Node) -> yaml.MarkedYAMLError:
@@ -64,12 +64,12 @@ def _fault(problem: str, at: yaml.Node) -> yaml.MarkedYAMLError:
 
 
 class _Loader(yaml.BaseLoader):
-    """BaseLoader, of texts, lists and mappings alone, with errors for other tags and for a key that stands twice."""
+    """BaseLoader for texts, lists and mappings only; other tags and repeated keys are errors."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
         if tag != {"scalar": "!!str", "sequence": "!!seq", "mapping": "!!map"}[node.id]:
-            raise _fault(f"the tag {tag} is not read: values are texts, lists and mappings", node)
+            raise _fault(f"the tag {tag} is not supported: values are texts, lists and mappings", node)
         return super().construct_object(node, deep)
 
     def construct_scalar(self, node: yaml.ScalarNode) -> str:
@@ -83,7 +83,7 @@ class _Loader(yaml.BaseLoader):
             if not isinstance(key := self.construct_object(key_node), str):
                 raise _fault("found unhashable key", key_node)
             if key in mapping:
-                raise _fault(f"the key {key} stands twice", key_node)
+                raise _fault(f"the key {key} is given twice", key_node)
             mapping[str(key)] = self.construct_object(value_node)
         return mapping
 
@@ -92,7 +92,7 @@ class _Dumper(yaml.SafeDumper):
     """SafeDumper that quotes each string that would not be read back as one."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        several_lines = len(f"{text}.".splitlines()) > 1  # of which YAML knows other ends than \n
+        several_lines = len(f"{text}.".splitlines()) > 1  # YAML has more line ends than \n
         reads_otherwise = text in NOTHING or literal(Plain(text)) != text or several_lines
         return self.represent_scalar("tag:yaml.org,2002:str", str(text), style='"' if reads_otherwise else None)
 
@@ -102,7 +102,7 @@ for _text_type in (str, Plain):
 
 
 def parse(text: str, where: str) -> Any:
-    """Returns YAML as dicts, lists and strings, unquoted ones as `Plain`; raises UserError with `where` and line."""
+    """Parses YAML into dicts, lists and strings, unquoted ones as `Plain`; raises UserError with `where` and line."""
     try:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -110,9 +110,9 @@ def parse(text: str, where: str) -> Any:
             raise UserError(f"{where} is not valid YAML: {error}") from None
         mark, pattern = error.problem_mark, None
         if not isinstance(error, yaml.constructor.ConstructorError):
-            # To YAML a star begins the name of another place in the file; here it begins a pattern of weights' names.
+            # A star begins an alias in YAML, but here more likely a pattern of weight names.
             pattern = re.compile(r"\*[^\s,\]}]*").match(text, (error.context_mark or mark).index)
-        hint = f". What begins with * needs quotes: '{pattern[0]}'" if pattern else ""
+        hint = f". A value that begins with * needs quotes: '{pattern[0]}'" if pattern else ""
         place = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
         raise UserError(f"{where} is not valid YAML, {place}{hint}") from None
     except RecursionError:
@@ -122,17 +122,17 @@ def parse(text: str, where: str) -> Any:
 
 
 def _check_size(value: Any, where: str, depth: int = 1) -> int:
-    """Counts the values within a value, each time that an alias repeats them; raises UserError for too many."""
+    """Counts the values within a value, again for each alias that repeats them; raises UserError for too many."""
     count = 1
     for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         count += _check_size(each, where, depth + 1)
         if count > MAX_NODES or depth > MAX_DEPTH:
-            raise UserError(f"{where} has more than {MAX_NODES:,} values, or {MAX_DEPTH} within each other")
+            raise UserError(f"{where} has more than {MAX_NODES:,} values, or more than {MAX_DEPTH} levels")
     return count
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Returns the keys of a YAML file, in its order; raises UserError if it can't be read or `parse_keys` fails."""
+    """Reads the keys of a YAML file, in its order; raises UserError if it can't be read or `parse_keys` fails."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -141,7 +141,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def parse_keys(text: str, where: str) -> dict[str, Any]:
-    """Returns the keys of a YAML text, in its order; raises UserError if it is malformed or holds something else."""
+    """Parses the keys of a YAML text, in its order; raises UserError if it is malformed or not a mapping."""
     value = parse(text, where)
     if value == "":
         return {}
@@ -151,7 +151,7 @@ def parse_keys(text: str, where: str) -> dict[str, Any]:
 
 
 def literal(value: Any) -> Any:
-    """Returns `value` with each plain scalar as the bool, int or float that it spells in Python, or else a str."""
+    """Converts each plain scalar in `value` to the bool, int or float that it spells in Python, or else to a str."""
     if isinstance(value, dict):
         return {key: literal(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -167,10 +167,10 @@ def literal(value: Any) -> Any:
 
 
 def convert(value: Any, default: Any, name: str = "") -> Any:
-    """Returns a parsed `value` as the type of `default`.
+    """Converts a parsed `value` to the type of `default`.
 
-    An integer may be written `1e3`, a number as an integer. Nothing (`None`, `null`, empty) is the empty string, list
-    or mapping; no number stands for it. Raises ValueError: `value` is of another type; the message names both, after
+    An integer may be written `1e3`, a number as an integer. Nothing (`None`, `null`, empty) is an empty string, list
+    or mapping, but never a number. Raises ValueError if `value` is of another type; the message names both types, after
     `name`.
     """
     empty = isinstance(value, Plain) and value in NOTHING
@@ -198,14 +198,14 @@ def convert(value: Any, default: Any, name: str = "") -> Any:
 
 
 def type_name(value: Any) -> str:
-    """Returns what a value of this type is called in messages."""
+    """Names the type of a value in messages."""
     return next(name for kind, name in TYPE_NAMES.items() if isinstance(value, kind))
 
 
 def parse_argument(text: str, default: Any, where: str) -> Any:
-    """Parses the text after `key=` for a key with this default; None: of a key that is unknown.
+    """Parses the text after `key=` for a key with this default; None for an unknown key.
 
-    It is YAML; but for a string it is the text itself, less quotes around all of it. Raises UserError: malformed YAML.
+    The text is YAML, but a string key takes it as it is, without outer quotes. Raises UserError for malformed YAML.
     """
     if isinstance(default, str):
         quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'" and text[0] not in text[1:-1]
@@ -229,14 +229,14 @@ def _named(value: Any) -> str:
 
 
 def dump(value: Any) -> str:
-    """Returns `value` as one line of YAML, which `parse` and `convert` read back."""
+    """Writes `value` as one line of YAML, which `parse` and `convert` read back."""
     style = {"Dumper": _Dumper, "default_flow_style": True, "allow_unicode": True, "width": math.inf}
     return yaml.dump([_plain_types(value)], **style).strip()[1:-1]
 
 
 def _plain_types(value: Any) -> Any:
-    if isinstance(value, Mapping | ConfigDict):  # a ConfigDict is no Mapping
+    if isinstance(value, Mapping | ConfigDict):  # a ConfigDict is not a Mapping
         return {key: _plain_types(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain_types(entry) for entry in value]
-    return value.tolist() if hasattr(value, "tolist") else value  # of NumPy or JAX
+    return value.tolist() if hasattr(value, "tolist") else value  # NumPy's or JAX's

@@ -255,8 +255,8 @@ def test_a_step_that_jax_compiled_by_its_profile_says_so(monkeypatch, capsys):
         ({"pgle": "auto", "compiled_trainstep_file": "s"}, "pgle=auto and compiled_trainstep_file=s exclude"),
         ({"pgle": "collect", "pgle_profile": "p"}, "pgle=collect and pgle_profile=p exclude each other"),
         ({"pgle": "auto", "profiler": "xplane"}, "pgle=auto and profiler=xplane exclude each other"),
-        ({"pgle": "collect", "steps": 3}, "pgle=collect profiles the steps 2 to 4, and steps=3"),
-        ({"pgle": "auto", "steps": 3}, "pgle=auto compiles step 4 by a profile of those before it, and steps=3"),
+        ({"pgle": "collect", "steps": 3}, "pgle=collect profiles steps 2 to 4, but steps=3"),
+        ({"pgle": "auto", "steps": 3}, "pgle=auto compiles step 4 with a profile of earlier steps, but steps=3"),
         ({"pgle": "auto", "runs": 0}, "pgle=auto does nothing with JAX_PGLE_PROFILING_RUNS=0 in the environment"),
         (
             {"pgle_profile": "p", "compiled_trainstep_file": "s"},

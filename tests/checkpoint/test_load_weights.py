@@ -88,7 +88,7 @@ def test_a_rule_that_does_not_fit_is_refused(runs, rule, message):
 
 def test_rules_are_checked_as_they_are_typed():
     for rules, message in (
-        ("[{match: '(', path: x}]", "( is no regular expression"),
+        ("[{match: '(', path: x}]", "( is not a regular expression"),
         ("[{match: a}]", "a needs a path"),
         ("[{path: a}]", "it needs match"),
     ):

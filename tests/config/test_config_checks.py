@@ -68,7 +68,7 @@ def error_of(*arguments, config=BASE):
         (["head_dim=7"], ["head_dim=7", "even"]),
         (["adam_b2=1"], ["adam_b2=1.0", "less than 1"]),
         (["warmup_steps_fraction=1.5"], ["warmup_steps_fraction=1.5", "from 0 to 1"]),
-        (["profiler=xplane", "steps=5"], ["of steps 2 to 6, and steps=5"]),
+        (["profiler=xplane", "steps=5"], ["steps 2 to 6, but steps=5"]),
         (["lr_schedule_type=wsd", "warmup_steps_fraction=0.6", "wsd_decay_steps_fraction=0.6"], ["exceeds 1"]),
         (["per_device_batch_size=0"], ["per_device_batch_size=0.0", "positive"]),
         (["ici_data_parallelism=-1"], ["ici_data_parallelism and ici_fsdp_parallelism"]),
@@ -141,7 +141,7 @@ def test_all_problems_of_an_entry_are_reported_together():
 
 def test_a_colon_without_a_blank_is_named():
     message = error_of("datasets=[{name:web, weight: 7}]")
-    assert "no setting name:web. YAML needs a blank after the colon" in message
+    assert "no setting name:web. YAML needs a space after the colon" in message
 
 
 def test_all_problems_are_reported_together():
@@ -167,7 +167,7 @@ def test_a_command_without_a_yaml_file_is_of_base():
 def test_blanks_around_the_equals_sign_are_one_problem():
     with pytest.raises(UserError) as error:
         load([BASE, "steps", "=", "20", "eval_interval=-1"])
-    assert str(error.value).startswith("steps = 20 eval_interval=-1: type key=value without blanks around =")
+    assert str(error.value).startswith("steps = 20 eval_interval=-1: type key=value without spaces around =")
 
 
 @pytest.mark.parametrize("argv", ["steps=3", {}, {"steps": 3}, [BASE, 3]])
@@ -227,7 +227,7 @@ def test_a_model_of_the_hub_is_to_be_downloaded():
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("steps: 3\nsteps: 4\n", ["line 2", "steps stands twice"]),
+        ("steps: 3\nsteps: 4\n", ["line 2", "steps is given twice"]),
         ("steps: [1\n", ["not valid YAML", "line 2, column 1"]),
         ("\tsteps: 3\n", ["not valid YAML", "line 1, column 1"]),
         ("steps: 3\nlora_parameters:\n  - *wi\n", ["line 3, column 5", "needs quotes: '*wi'"]),

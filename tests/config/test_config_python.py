@@ -57,7 +57,7 @@ def test_sections_of_a_config_dict_are_mappings(write):
         (HEAD + "    pass\n", ["type NoneType", "ConfigDict"]),
         (returning("config.stpes = 3"), ["unknown key stpes", "steps"]),
         (returning("config.steps = '3'"), ["steps", "an integer", 'a string ("3")']),
-        (returning("config.steps = object()"), ["steps: its value is no number, text, list or mapping"]),
+        (returning("config.steps = object()"), ["steps: its value is not a number, text, list or mapping"]),
     ],
 )
 def test_mistakes_in_a_python_file(write, text, parts):

@@ -137,7 +137,7 @@ def test_a_model_that_is_gone_is_not_looked_for(trained, tmp_path):
 
 
 def test_another_model_for_a_run_is_refused(trained):
-    with pytest.raises(UserError, match="a run with a model of its own"):
+    with pytest.raises(UserError, match="is a run, and a run keeps its own model"):
         load([str(trained[0]), "model_name=llama2-7b"])
 
 

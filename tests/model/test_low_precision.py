@@ -306,7 +306,7 @@ def test_keys_that_do_not_go_together_are_refused():
         ),
         ({"quantization": "int8", **fixed}, "needs quantization=fp8"),
         ({"quantization": "fp8", "act_quantization_calibration_method": "fixed,-2,3"}, "expected absmax, or a range"),
-        ({"quantization": "fp8", "compile_xla_flags": "--xla_gpu_enable_triton_gemm"}, "makes no product of"),
+        ({"quantization": "fp8", "compile_xla_flags": "--xla_gpu_enable_triton_gemm"}, "computes no matmul of"),
         (
             {"quantization_exclude": "[output]"},
             "quantization_exclude=.* has no effect: it needs quantization=int8 or fp8 or mxfp8",

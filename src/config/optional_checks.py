@@ -21,7 +21,7 @@ def mup(config: FlatKeys) -> Iterator[str]:
     }
     for keys, holds in needed.items() if config.mup_base_emb_dim else ():
         if not holds:
-            yield f"mup_base_emb_dim={config.mup_base_emb_dim} needs {keys}: its learning rates are valid only with that"
+            yield f"mup_base_emb_dim={config.mup_base_emb_dim} needs {keys}: its learning rates hold only with it"
 
 
 def profile(config: FlatKeys) -> Iterator[str]:

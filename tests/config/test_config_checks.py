@@ -51,7 +51,7 @@ def error_of(*arguments, config=BASE):
         (["mlp_activations=[]"], ["mlp_activations", "empty"]),
         (["mlp_activations=[a"], ["mlp_activations", "line 1, column 3"]),
         (["remat_custom=3"], ["remat_custom", "a mapping", "an integer (3)"]),
-        (["steps.x=3"], ["steps.x", "no mapping"]),
+        (["steps.x=3"], ["steps.x", "not a mapping"]),
         (["dtype=float16"], ["dtype=float16", "bfloat16, float32"]),
         (["attention=magic"], ["attention=magic", "cudnn_flash"]),
         (["hardware=quantum"], ["hardware=quantum", "(empty), cpu, gpu, tpu"]),

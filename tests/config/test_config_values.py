@@ -91,7 +91,7 @@ REPEATED = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("run_name: !!binary aGVsbG8=\n", ["line 1, column 11", "!!binary is not read"]),
+        ("run_name: !!binary aGVsbG8=\n", ["line 1, column 11", "!!binary is not supported"]),
         ("remat_custom: !!set {a, b}\n", ["!!set"]),
         ("run_name: !!timestamp 2001-01-01\n", ["!!timestamp"]),
         ("steps: !!int x\n", ["!!int"]),

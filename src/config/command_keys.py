@@ -22,7 +22,7 @@ class Aot:
     compiled_trainstep_file: str = path("",
         "file to which src.train_compile writes the compiled step; src.train loads it",
         **_RUNS)
-    pgle: str = key("", "NVIDIA GPU: collect writes kernel times, auto uses them (docs/profiling.md)",
+    pgle: str = key("", "NVIDIA GPU: collect saves kernel times, auto compiles with them, docs/profiling.md",
         ("", "auto", "collect"), **_RUNS)
     pgle_profile: str = path("",
         "NVIDIA GPU: file of kernel times from pgle=collect, to compile the step with", **_RUNS)
@@ -48,7 +48,7 @@ class Quantization:
 @group
 class Conversations:
     """Finetuning: the data"""
-    use_sft: bool = key(False, "train on .jsonl files of prompts and completions, or of chats (docs/data.md)")
+    use_sft: bool = key(False, "dataset_path: .jsonl files of prompts and completions, or of chats (docs/data.md)")
     sft_train_on_completion_only: bool = key(True, "count only the assistant's tokens in the loss; false: all tokens")
 
 
@@ -111,7 +111,7 @@ class Decoding:
     decode_path: str = path("", "output file for texts, ids and log-probabilities, JSONL", is_local=True, **_DECODE)
     decode_samples: int = key(1, "decode_path, decode_metrics: texts to sample for each prompt", FROM_1, 2**20)
     decode_prompt_tokens: int = key(0,
-        "length of prompts taken from the start of each document; 0: no such prompts", FROM_0)
+        "length in tokens of prompts from the start of each document; 0: no such prompts", FROM_0)
     decode_num_prompts: int = key(-1,
         "decode_prompt_tokens: number of documents, from the first; -1: all", FROM_1_OR_UNSET)
     decode_metrics: str = key("", "module:function(lines of decode_path) -> {name: number}, called at evaluations",
@@ -125,7 +125,7 @@ class Decoding:
 @group
 class Diagnostics:
     """Diagnostics"""
-    report_to: tuple = key((), "also send metrics to [wandb] (Weights & Biases), [mlflow], both (docs/metrics.md)",
+    report_to: tuple = key((), "send metrics to [wandb] (Weights & Biases), [mlflow] or both too (docs/metrics.md)",
         ("wandb", "mlflow"), **_RUNS)
     profiler: str = key("", "xplane: profile some steps, into the run's tensorboard folder", ("", "xplane"),
         **_RUNS)

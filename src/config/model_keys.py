@@ -71,7 +71,7 @@ class AttentionFacts:
     query_dim_scale: bool = fact(False, "a learned scale for each dim of a query head (Pax's C4 models)",
         excluded_by="mla")
     attn_temperature_scale: float = fact(0.0,
-        "s: queries times 1 + s log(1 + floor((1 + t) / attn_temperature_floor)) (Llama 4)",
+        "s: query scale 1 + s log(1 + floor((1 + pos) / attn_temperature_floor)) (Llama 4)",
         FROM_0, excluded_by="mla")
     attn_temperature_floor: int = fact(8192, "number of positions that share one query temperature", FROM_1, 2**24)
     q_lora_rank: int = fact(0, "mla: width of the compressed query; 0: not compressed", FROM_0, 2**20)

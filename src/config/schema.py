@@ -52,7 +52,7 @@ _EVALUATE, _RUNS = {"commands": ("src.evaluate",)}, {"commands": RUN_COMMANDS}
 @group
 class Run:
     """Run"""
-    run_name: str = key("", "folder of the run in base_output_directory, such as a or sweep/a; empty: dated")
+    run_name: str = key("", "the run's folder in base_output_directory, such as a or sweep/a; empty: dated name")
     base_output_directory: str = path("runs",
         "local folder, gs://bucket/dir or s3://bucket/dir (any path that etils reads)")
     model_name: str = key("",
@@ -147,7 +147,7 @@ class Checkpoint:
     max_num_checkpoints_to_keep: int = key(3,
         "checkpoints left at the end (one more during training); -1: keep all", FROM_1_OR_UNSET)
     load_parameters_path: str = path("",
-        "start with the weights of a run, checkpoint, Hugging Face folder or hf://ORG/NAME")
+        "weights at step 0, from a run, checkpoint, Hugging Face folder or hf://ORG/NAME")
     load_weights_rules: tuple = key((),
         "first match wins: [{match: REGEX, path: as above, name: its name there, as \\1}]",
         commands=RUN_COMMANDS)

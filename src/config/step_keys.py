@@ -117,7 +117,7 @@ class Optimizer:
     skip_step_interval: int = key(128, "skip_step_on_spikes: number of recent steps to compare with", FROM_2, 2**16,
         resume_invariant=True)
     skip_step_scaling_factor: float = key(6.0,
-        "skip_step_on_spikes: far above is mean + this many standard deviations", POSITIVE)
+        "skip_step_on_spikes: skip above their mean + this many standard deviations", POSITIVE)
     log_internals: int = key(0,
         "steps between recorded norms of weights, gradients, updates, layer outputs; 0: off", FROM_0)
     init_weights_seed: int = key(0, "seed of the weights and of dropout", SEED)

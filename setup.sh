@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Makes .venv beside this file and installs the pinned requirements into it:
+# Creates .venv in this folder and installs the pinned requirements into it:
 #
-#   bash setup.sh              all that training on a CPU needs
-#   bash setup.sh tpu|gpu      beside that, what a Cloud TPU VM or a machine with NVIDIA GPUs needs
-#   bash setup.sh aot          beside that, the compilers for TPUs and GPUs, for any machine (src.train_compile)
-#   bash setup.sh data         beside that, what reads data of the types array_record, tfds and parquet
-#   bash setup.sh streams      beside that, Hugging Face's datasets and Grain: data of the type hf, and streams
-#   bash setup.sh trackers     beside that, Weights & Biases and MLflow (report_to)
-#   bash setup.sh eval         beside that, what runs tasks of lm-evaluation-harness (src.evaluate RUN tasks=...)
-#   bash setup.sh dev          beside that, what the tests, the linter and the notebook need
+#   bash setup.sh              packages for training on a CPU
+#   bash setup.sh tpu|gpu      also those for a Cloud TPU VM or a machine with NVIDIA GPUs
+#   bash setup.sh aot          also the compilers for TPUs and GPUs, for any machine (src.train_compile)
+#   bash setup.sh data         also readers for data of the types array_record, tfds and parquet
+#   bash setup.sh streams      also Hugging Face's datasets and Grain: data of the type hf, and streams
+#   bash setup.sh trackers     also Weights & Biases and MLflow (report_to)
+#   bash setup.sh eval         also lm-evaluation-harness and packages for its tasks (src.evaluate RUN tasks=...)
+#   bash setup.sh dev          also packages for the tests, the linter and the notebook
 #
-# Names combine (bash setup.sh gpu dev) and add up over several calls. A call that finds nothing to do takes a second.
-# The Python is the first of PYTHONS below that PATH, pyenv or uv has. PYTHON="3.12 3.13" names other versions, and
-# PYTHON=/path/to/python a program. VENV=.venv-3.12 makes the environment in that folder instead.
+# Names combine (bash setup.sh gpu dev) and add up over several calls. If everything is installed, it takes a second.
+# It uses the first version of PYTHONS below that PATH, pyenv or uv has. PYTHON="3.12 3.13" tries other versions, and
+# PYTHON=/path/to/python uses that program. VENV=.venv-3.12 creates the environment in that folder instead.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-# Those for which requirements/ pins packages that work. The first is the one that .ci/run tests whole, with the same
-# pins as the next two have; for 3.11 there is an older JAX.
+# The versions for which requirements/ pins packages. .ci/run runs all tests on the first, whose pins the next two share;
+# 3.11 has an older JAX.
 PYTHONS="3.13 3.12 3.14 3.11"
 venv=${VENV:-.venv}
 
@@ -26,8 +26,8 @@ fail() {
   exit 2
 }
 
-# version PROGRAM: prints its version, such as 3.13, if it is CPython with its lock, for which packages have wheels. A
-# shim of pyenv's that is not active is on PATH and does not run.
+# version PROGRAM: prints its version, such as 3.13, if it is CPython with the GIL, for which packages have wheels.
+# Prints nothing for a program that does not run, such as an inactive pyenv shim on PATH.
 version() {
   "$1" - 2>/dev/null <<'PYTHON' || true
 import sys, sysconfig
@@ -36,16 +36,16 @@ if sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL
 PYTHON
 }
 
-# find_python: prints the program that PYTHON means, or that is there of the versions that are wanted.
+# find_python: prints the program that PYTHON names, or the first one found of the wanted versions.
 find_python() {
   local wanted=${PYTHON:-$PYTHONS} each candidate
   if [[ ! "$wanted" =~ ^[0-9.\ ]+$ ]]; then
-    [[ " $PYTHONS " == *" $(version "$wanted") "* ]] || fail "PYTHON=$wanted is no Python of these versions: $PYTHONS"
+    [[ " $PYTHONS " == *" $(version "$wanted") "* ]] || fail "PYTHON=$wanted is not a Python of these versions: $PYTHONS"
     echo "$wanted"
     return
   fi
   for each in $wanted; do
-    [[ " $PYTHONS " == *" $each "* ]] || fail "PYTHON=$each is none of the versions $PYTHONS"
+    [[ " $PYTHONS " == *" $each "* ]] || fail "PYTHON=$each is not one of the versions $PYTHONS"
     for candidate in "python$each" python3 "${PYENV_ROOT:-$HOME/.pyenv}/versions/$each."*/bin/python3 \
       "${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-$HOME/.local/share}/uv/python}/cpython-$each."*/bin/python3; do
       if [[ "$(version "$candidate")" == "$each" ]]; then
@@ -58,7 +58,7 @@ find_python() {
 }
 
 for name in "$@"; do
-  [[ "$name" =~ ^(tpu|gpu|aot|data|streams|trackers|eval|dev)$ ]] || fail "'$name' is none of tpu, gpu, aot, data, streams, trackers, eval, dev"
+  [[ "$name" =~ ^(tpu|gpu|aot|data|streams|trackers|eval|dev)$ ]] || fail "'$name' is not one of tpu, gpu, aot, data, streams, trackers, eval, dev"
 done
 
 if [[ ! -x $venv/bin/python ]]; then
@@ -70,11 +70,11 @@ if [[ ! -x $venv/bin/python ]]; then
 elif [[ -n "${PYTHON:-}" ]]; then
   wanted=$PYTHON has=$(version "$venv/bin/python")
   [[ "$wanted" =~ ^[0-9.\ ]+$ ]] || wanted=$(version "$PYTHON")
-  [[ " $wanted " == *" $has "* ]] || fail "$venv has Python $has, and PYTHON=$PYTHON asks for another: remove $venv, or name a folder by VENV"
+  [[ " $wanted " == *" $has "* ]] || fail "$venv has Python $has, but PYTHON=$PYTHON asks for another: remove $venv, or set VENV to another folder"
 fi
 
-# $venv/installed keeps a copy of each file that was installed. One that is the same is skipped; one that has changed
-# since is installed again, named or not: a new JAX does not work with the old one's plugin.
+# $venv/installed keeps a copy of each installed requirements file. An unchanged file is skipped; a changed one is
+# installed again even if it is not named, because a new JAX does not work with the plugin of an old one.
 mkdir -p "$venv/installed"
 asked=" base $* "
 is_due() {
@@ -97,7 +97,7 @@ if [[ ${#to_install[@]} -gt 0 ]]; then
   cp "${to_install[@]}" "$venv/installed/"
 fi
 if is_due aot; then
-  rm -rf "$venv/aot" # src/extras/aot/compilers.py says why they have a folder of their own
+  rm -rf "$venv/aot" # src/extras/aot/compilers.py explains why they have their own folder
   install requirements/aot.txt --no-deps --target="$venv/aot" --requirement=requirements/aot.txt
   cp requirements/aot.txt "$venv/installed/"
 fi

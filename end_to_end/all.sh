@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs every script here, or those given, and prints PASS, FAIL or SKIP for each, with the reason. What a script writes
-# goes to a log. The exit code is 1 if any failed.
+# Runs all scripts here, or the given ones, and prints PASS, FAIL or SKIP for each, with the reason. The output of a
+# script goes to a log. The exit code is 1 if any failed.
 #
 #   bash end_to_end/all.sh [SCRIPT ...]
 set -uo pipefail
@@ -8,7 +8,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 logs=$(mktemp -d)
 if [[ $# -eq 0 ]]; then
   for script in "$here"/*.sh; do
-    # Those that are run, and not sourced, begin with the interpreter; not this one again.
+    # Scripts to run, rather than source, begin with the interpreter; leave out this one.
     if [[ "$(head -c 2 "$script")" == "#!" && "$script" != "$here/all.sh" ]]; then set -- "$@" "$script"; fi
   done
 fi

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Compiles published runs ahead of time, for TPU slices and GPU hosts that are not here, and checks whether each fits.
-# Prints a table: verdict, memory per device, what compiling took of this machine.
+# Compiles published runs ahead of time, for absent TPU slices and GPU hosts, and checks whether each fits. Prints a
+# table: verdict, memory per device, and the compiler's time and memory on this machine.
 #
 #   bash end_to_end/aot.sh [NAME ...]     about half an hour on two cores and 4 GiB; NAMEs choose cases
 #
-# LARGEST=1 adds the seeds' largest runs, of 6,144 and 50,944 chips.
+# LARGEST=1 adds MaxText's largest published runs, on 6,144 and 50,944 chips.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 needs_compilers
 out=$(mktemp -d)
 chosen=" $* "
 failed=0
 
-# compiles NAME CODE KEYS: train_compile with these keys ends with this exit code: 0 fits, 3 does not.
+# compiles NAME CODE KEYS: checks that train_compile with these keys exits with this code: 0 if it fits, 3 if not.
 compiles() {
   local name=$1 expected=$2 code=0
   shift 2
@@ -39,7 +39,7 @@ PYTHON
 
 echo "| case | devices | verdict | arguments, GiB | temporaries, GiB | needed of what there is, GiB | seconds | host GiB |"
 echo "|---|---|---|---|---|---|---|---|"
-# MaxText's models by scale.
+# MaxText's default model at several scales.
 compiles 16b 0 compile_topology=v5e-256 compile_topology_num_slices=2 global_parameter_scale=16 per_device_batch_size=4
 compiles 16b-batch-16 3 compile_topology=v5e-256 compile_topology_num_slices=2 global_parameter_scale=16 \
   per_device_batch_size=16
@@ -47,7 +47,7 @@ compiles llama3.1-8b 0 compile_topology=v5p-128 model_name=llama3.1-8b per_devic
 compiles llama3.1-70b 0 compile_topology=v5p-512 model_name=llama3.1-70b per_device_batch_size=2 max_target_length=8192
 compiles llama3.1-405b 0 compile_topology=v5p-1024 model_name=llama3.1-405b per_device_batch_size=1 \
   max_target_length=8192
-# Pax's 22B: weights sharded in a slice of v4-128, copied between two.
+# Pax's 22B: weights sharded within a slice of v4-128, replicated over two slices.
 compiles pax-22b 0 compile_topology=v4-128 compile_topology_num_slices=2 base_emb_dim=6144 base_mlp_dim=24576 \
   base_num_decoder_layers=48 base_num_query_heads=24 base_num_kv_heads=24 head_dim=256 vocab_size=32768 \
   "mlp_activations=[gelu]" final_logits_soft_cap=30 max_target_length=1024 per_device_batch_size=16

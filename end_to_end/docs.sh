@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every command of README.md and docs/ that needs no accelerator, as it stands there (documented.py).
+# Runs every command of README.md and docs/ that needs no accelerator, exactly as written (documented.py).
 #
 #   bash end_to_end/docs.sh [PAGE ...]
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

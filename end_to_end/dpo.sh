@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Trains a small model on chats that answer either of two ways, then on pairs that prefer one of them (DPO), killed once on
-# the way, and shows that it ends with the losses of a run left alone and prefers that answer to prompts it has not seen.
+# Trains a small model on chats with either of two answers, then on pairs that prefer one of them (DPO). Checks that a
+# killed and resumed run has the losses of an uninterrupted one, and prefers that answer to prompts it has not seen.
 #
-#   bash end_to_end/dpo.sh [FOLDER]     about four minutes on two cores; FOLDER, else a temporary one, is kept
+#   bash end_to_end/dpo.sh [FOLDER]     about four minutes on two cores; keeps FOLDER, else a temporary one
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 out=${1:-$(mktemp -d)}
 mkdir -p "$out"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Trains a small model on Python's library, measures it on tasks of lm-evaluation-harness whose data are files, and shows
-# that the harness's own model of the exported Hugging Face folder is given the same numbers: accuracies and texts are
-# equal, log-probabilities to 1e-4.
+# Trains a small model on Python's library, measures it on tasks of lm-evaluation-harness that read local files, and
+# checks that the harness gets the same results for the exported model with its own Hugging Face code: equal accuracies
+# and texts, and log-probabilities within 1e-4.
 #
-#   bash end_to_end/evaluation.sh [FOLDER]     about three minutes on two cores; FOLDER, else a temporary one, is kept
+#   bash end_to_end/evaluation.sh [FOLDER]     about three minutes on two cores; keeps FOLDER, else a temporary one
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 needs_transformers
 "$python" -c "import lm_eval" 2>/dev/null || skip "lm_eval is missing: bash setup.sh eval"

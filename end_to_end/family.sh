@@ -1,14 +1,14 @@
-# Takes models of a family through all that finetuning one asks for (it is sourced, not run).
+# Tests all steps of finetuning a family's models; the scripts of the families source it.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-# main_of HF_DIR OUT_DIR TINY...: a folder that is given, or else tiny models (tiny_model.py) of the families named.
-# KEYS="ici_tensor_parallelism=8 max_target_length=256" adds keys to every command.
+# main_of HF_DIR OUT_DIR TINY...: tests the model in HF_DIR or, without it, tiny models (tiny_model.py) of the named
+# families. KEYS="ici_tensor_parallelism=8 max_target_length=256" adds keys to every command.
 main_of() {
   local given=$1 out=${2:-$(mktemp -d)} keys
   read -ra keys <<<"${KEYS:-}"
   needs_transformers
   if [[ -n "$given" ]]; then
-    # Adapters are merged into bfloat16 weights, which rounds.
+    # Merging adapters into bfloat16 weights rounds, so the limit is higher.
     take_through "$given" "$out" 1e-2 weight_dtype=bfloat16 learning_rate=3e-4 "${keys[@]}"
     return
   fi
@@ -19,8 +19,8 @@ main_of() {
   done
 }
 
-# take_through HF_DIR OUT_DIR LIMIT key=value...: the model's logits beside transformers', its loss, its text, adapters,
-# and back to a folder of whose model transformers computes the run's logits. The folder is read as it is, unconverted.
+# take_through HF_DIR OUT_DIR LIMIT key=value...: compares the model's logits with transformers', computes a loss,
+# generates text, trains adapters, exports the result, and compares its logits again. Reads HF_DIR without converting it.
 take_through() {
   local model=$1 out=$2 limit=$3
   local keys=(model_name="$model" load_parameters_path="$model" base_output_directory="$out" max_target_length=64

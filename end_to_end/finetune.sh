@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Trains a tokenizer and a small model on the standard library's source, then finetunes it on other text (this repository's
-# documentation), and shows that its first loss there is below that of a model that starts from nothing.
+# Trains a tokenizer and a small model on the standard library's source, then finetunes it on other text (this
+# repository's documentation), and checks that its first loss there is below that of a randomly initialized model.
 #
-#   bash end_to_end/finetune.sh [FOLDER]     about three minutes on two cores; FOLDER, else a temporary one, is kept
+#   bash end_to_end/finetune.sh [FOLDER]     about three minutes on two cores; keeps FOLDER, else a temporary one
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 out=${1:-$(mktemp -d)}
 keys=(base_output_directory="$out" tokenizer_type=sentencepiece tokenizer_path="$out/tokens.model" vocab_size=1000

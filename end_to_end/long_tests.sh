@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs the tests that take minutes, which plain pytest leaves out: four models on every mesh, in one process and between
-# two and four; checkpoints from mesh to mesh; a run killed ten times on one device and on eight; twenty verdicts of
-# src.train_compile against the compiler's own; and further meshes, families and compilations of kinds of which plain
-# pytest has one or two. Every second file runs in .venv-3.11, if .ci/run or you have made that, and the next time, by
-# TURN or else by the number of commits, those between.
+# Runs the tests that take minutes, which plain pytest leaves out: four models on every mesh, in one, two and four
+# processes; checkpoints moved between meshes; a run killed ten times on one device and on eight; twenty verdicts of
+# src.train_compile compared with the compiler's own; and more meshes, families and compilations than plain pytest has.
+# If .venv-3.11 exists (.ci/run creates it), every second file runs there; the parity of TURN, or else of the number of
+# commits, decides which half.
 #
 #   bash end_to_end/long_tests.sh     about two hours on two cores
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

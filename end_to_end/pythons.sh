@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Sets up and trains the quickstart's first steps with each Python that setup.sh takes, in an environment of its own.
-# Those that this machine does not have are listed; no test runs.
+# Creates an environment for each Python version of setup.sh and trains the quickstart's first steps in it. Versions that
+# this machine lacks are listed. Runs no tests.
 #
-#   bash end_to_end/pythons.sh [VERSION ...]     some two minutes for each, with packages that pip has kept
+#   bash end_to_end/pythons.sh [VERSION ...]     about two minutes for each, with packages from pip's cache
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 if [[ $# -eq 0 ]]; then
   read -ra versions <<<"$(sed -n 's/^PYTHONS="\(.*\)"$/\1/p' setup.sh)"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Compiles every recipe (configs/recipes) ahead of time. Each must fit its devices, and XLA must not copy an array to every
-# device because it knows no better way from one sharding to the next. Ends with the table of docs/recipes.md.
+# Compiles every recipe (configs/recipes) ahead of time. Each must fit its devices, and XLA must not replicate a whole
+# array to change its sharding. Prints the table of docs/recipes.md.
 #
-#   bash end_to_end/recipes.sh [RECIPE ...]     an hour on two cores and 6 GiB; RECIPEs choose some
+#   bash end_to_end/recipes.sh [RECIPE ...]     an hour on two cores and 6 GiB; RECIPEs selects some
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 needs_compilers
 out=$(mktemp -d)

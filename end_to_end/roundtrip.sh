@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A tiny random Llama, made here by transformers, with a tokenizer: converted, checked, evaluated, finetuned on chats,
-# asked, and taken back into transformers, where the converted weights give the logits they gave before, to the last bit,
-# and the finetuned ones those of the run.
+# Creates a tiny random Llama and its tokenizer with transformers, then converts, checks, evaluates, finetunes on chats,
+# and decodes it. Exports it back to transformers, where the converted weights must give bit-identical logits, and the
+# finetuned weights the run's logits.
 #
 #   bash end_to_end/roundtrip.sh [OUT_DIR]
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Tracks a run by Weights & Biases and by MLflow at once, offline: stopped by SIGTERM, resumed, killed, resumed to its end.
-# What W&B's file and MLflow's store then hold is read back and compared with metrics.jsonl.
+# Tracks a run with Weights & Biases and MLflow together, offline: stops it with SIGTERM, resumes, kills, and resumes it to
+# its end. Then compares the contents of W&B's file and MLflow's store with metrics.jsonl.
 #
-#   bash end_to_end/trackers.sh [FOLDER]     two minutes on two cores; FOLDER, else a temporary one, is kept
+#   bash end_to_end/trackers.sh [FOLDER]     two minutes on two cores; keeps FOLDER, else a temporary one
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 "$python" -c "import mlflow; from wandb import Run" 2>/dev/null || skip "wandb and mlflow are missing: bash setup.sh trackers"
 out=$(realpath "${1:-$(mktemp -d)}")
@@ -39,7 +39,7 @@ import mlflow
 from wandb.proto.wandb_internal_pb2 import Record
 
 out = sys.argv[1]
-expected = {}  # step -> scalars, of metrics.jsonl
+expected = {}  # step -> scalars in metrics.jsonl
 for line in map(json.loads, open(f"{out}/run/metrics.jsonl")):
     step = line.pop("step")
     for key, value in line.items():
@@ -51,7 +51,7 @@ assert list(expected) == list(range(1, 701))
 
 
 def records(path):
-    """W&B's file: a header of 7 bytes, then records in parts that stay within blocks of 32 KiB, as LevelDB's log."""
+    """Reads W&B's file: a 7-byte header, then records in parts within blocks of 32 KiB, like LevelDB's log."""
     data, at, whole = open(path, "rb").read(), 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
@@ -59,7 +59,7 @@ def records(path):
             continue
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
         whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
-        if kind in (1, 4):  # the whole, or its last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield Record.FromString(whole)
             whole = b""
 
@@ -96,7 +96,7 @@ for key in run.data.metrics:
         assert key not in kept.setdefault(metric.step, {}), f"MLflow has {key} of step {metric.step} twice"
         kept[metric.step][key] = metric.value
 
-# What a resumed run computed again is the same, but for the time it took.
+# Steps that a resumed run repeated have the same values, except for times and rates.
 timed = ("second", "tflops", "mfu")
 for name, found in (("W&B", steps), ("MLflow", kept)):
     missing = expected.keys() - found.keys()

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Has vLLM's own reader read the config.json that `src.convert to-hf` writes, for a tiny random model of each family, and
-# vLLM's registry say with which code it would run it: docs/serving.md has the table that this checks. No model is run.
+# Reads the config.json that `src.convert to-hf` writes with vLLM's own reader, for a tiny random model of each family, and
+# looks up which code vLLM would run it with. Checks the table in docs/serving.md. Runs no model.
 #
 #   VLLM_PYTHON=.venv-vllm/bin/python bash end_to_end/vllm_config.sh [FOLDER]     two minutes on two cores
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-[[ -n "${VLLM_PYTHON:-}" ]] || skip "VLLM_PYTHON names no Python that has vLLM, whose packages are others (docs/serving.md)"
+[[ -n "${VLLM_PYTHON:-}" ]] || skip "set VLLM_PYTHON to a Python that has vLLM, which needs other packages (docs/serving.md)"
 needs_transformers
 out=$(realpath "${1:-$(mktemp -d)}")
 mkdir -p "$out"
@@ -37,18 +37,18 @@ for file in sorted(Path(sys.argv[1]).glob("*/hf/config.json")):
     config = get_config(str(file.parent), trust_remote_code=False)
     (architecture,) = config.architectures
     read = config.to_dict()
-    # transformers' classes keep positions as one mapping, or one for each kind of layer.
+    # transformers' classes have one mapping for positions, or one for each kind of layer.
     rope = read.get("rope_parameters") or {}
     every, local = rope.get("full_attention", rope), rope.get("sliding_attention", {})
     read = {**every, **read, "torch_dtype": str(read.get("dtype")).removeprefix("torch.")}
     read["rope_local_base_freq"] = local.get("rope_theta")
-    for own in (read.get("per_layer_config") or {}).values():  # as newer ones keep what Gemma 4's full layers have
+    for own in (read.get("per_layer_config") or {}).values():  # newer versions: Gemma 4's full layers
         read |= {"global_head_dim": own.get("head_dim"), "num_global_key_value_heads": own.get("num_key_value_heads")}
     wanted = {key: value for key, value in entries.items() if key != "rope_scaling"}
     wanted |= {key: value for key, value in (entries.get("rope_scaling") or {}).items() if key != "type"}
-    found = {key: read.get(key, getattr(config, key, None)) for key in wanted}  # some have another name within
+    found = {key: read.get(key, getattr(config, key, None)) for key in wanted}  # some attributes have another name
     other = {key: found[key] for key in wanted if found[key] != wanted[key]}
-    assert not other, f"{file}: vLLM reads {other}, written is {wanted}, positions are {rope}"
+    assert not other, f"{file}: vLLM reads {other} instead of {wanted}, and positions {rope}"
     module = ModelRegistry.models[architecture].module_name.rpartition(".")[2]
     by = "transformers" if module == "transformers" else "own"
     assert table[architecture] == by, f"docs/serving.md has {table.get(architecture)} for {architecture}: it is {by}"

@@ -1,4 +1,4 @@
-"""Every test runs on 8 virtual CPU devices."""
+"""Runs every test on 8 virtual CPU devices, and starts the longest files first."""
 
 import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
 
@@ -12,19 +12,19 @@ import pytest
 
 from tests import quick_compilation
 
-# A busy machine is not a failure.
+# A busy machine must not fail a test.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)
 quick_compilation.in_this_process()
-# Tracing makes many objects and few cycles.
+# Tracing creates many objects and few cycles.
 gc.set_threshold(20_000, 20, 20)
-# As train.py does, which says why.
+# src/run/run_setup.py sets it too, and explains why.
 os.environ["PJRT_NPROC"] = "32"
 
-# Workers take whole files: those of the most seconds first, so that none of them begins last and ends alone.
+# Workers take whole files. The longest come first, so that none of them starts last and runs when the others are done.
 LONGEST = (
     *("resume", "parity", "train_compile", "decode", "memory", "expert_axis", "multiprocess", "kernels", "experts"),
     *("context_axis", "memory_levers", "train_step", "axes", "program", "compiler_flags", "config_entries", "pgle"),
@@ -33,14 +33,14 @@ LONGEST = (
     "forking",
 )
 
-# The compiled programs of runs, one folder for all workers and what they start: they are started with this environment.
+# One folder of compiled programs for all workers and the processes that they start, which inherit this variable.
 if "MINTEXT_TEST_PROGRAMS" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="mintext-test-programs-")
     os.environ["MINTEXT_TEST_PROGRAMS"] = _programs.name
 
 
 def pytest_configure(config):
-    config.option.loadscopereorder = False  # pytest-xdist would begin with the files of the most tests
+    config.option.loadscopereorder = False  # pytest-xdist would start with the files that have the most tests
 
 
 def pytest_collection_modifyitems(items):
@@ -48,19 +48,19 @@ def pytest_collection_modifyitems(items):
 
 
 def freeze_what_was_in_use(phase, info):
-    """After a search of everything for cycles, of which each run of a test ends in one: what JAX traced only grows."""
+    """Freezes all objects after a full collection, because JAX's traced objects only grow and are slow to search."""
     if phase == "stop" and info["generation"] == 2:
         gc.freeze()
 
 
 def pytest_collection_finish():
-    gc.freeze()  # all that is imported: every search for cycles would walk through it
+    gc.freeze()  # imported objects, which every collection would otherwise search
     gc.callbacks.append(freeze_what_was_in_use)
 
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a file into a folder of the test's own."""
+    """Returns a function that writes a file into the test's temporary folder."""
 
     def to_file(name, text):
         (tmp_path / name).write_text(text)
@@ -71,7 +71,7 @@ def write(tmp_path):
 
 @pytest.fixture(scope="module")
 def steps_built_once():
-    from tests import runs  # which sets the folder of compiled programs: for tests of runs alone
+    from tests import runs  # imported here because it sets the folder of compiled programs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs.src_run, "build", runs.build_once)

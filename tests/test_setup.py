@@ -167,12 +167,12 @@ def test_setup_takes_the_first_of_its_pythons_that_is_anywhere(machine, programs
         ({"bin/python3": "3.9"}, {}, f"has a Python of these versions: {' '.join(PYTHONS)}; python3 is Python 3.9"),
         # CI's main lane, where only the old one is there.
         ({"bin/python3": OLD}, {"PYTHON": f"{NEW} {SECOND}"}, f"neither PATH nor pyenv nor uv has .*: {NEW} {SECOND};"),
-        ({"bin/python3": NEW}, {"PYTHON": "3.9"}, "PYTHON=3.9 is none of the versions"),
-        ({"bin/python3": NEW, "bin/old": "3.9"}, {"PYTHON": "old"}, "PYTHON=old is no Python of these versions"),
+        ({"bin/python3": NEW}, {"PYTHON": "3.9"}, "PYTHON=3.9 is not one of the versions"),
+        ({"bin/python3": NEW, "bin/old": "3.9"}, {"PYTHON": "old"}, "PYTHON=old is not a Python of these versions"),
         (
             {"bin/python3": NEW, ".venv/bin/python": OLD},
             {"PYTHON": NEW},
-            f".venv has Python {OLD}, and PYTHON={NEW} asks",
+            f".venv has Python {OLD}, but PYTHON={NEW} asks",
         ),
     ],
 )
@@ -244,7 +244,7 @@ def test_scripts_are_bash(script):
 def test_setup_refuses_a_name_it_does_not_know():
     done = subprocess.run(["bash", REPOSITORY / "setup.sh", "cuda"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "'cuda' is none of tpu, gpu, aot, data, streams, trackers, eval, dev" in done.stderr
+    assert "'cuda' is not one of tpu, gpu, aot, data, streams, trackers, eval, dev" in done.stderr
 
 
 def test_the_changelog_has_the_version_of_pyproject():

@@ -1,4 +1,4 @@
-"""MinText: the package `src` in a checkout, `mintext` where pip has installed it (pyproject.toml)."""
+"""MinText: the package `src` in a checkout, `mintext` if pip has installed it (pyproject.toml)."""
 
 import re
 import sys
@@ -12,19 +12,19 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def shipped(name: str) -> Path:
-    """Returns the path of a folder that stands beside `src/` in a checkout, and in the package that pip installs."""
+    """Finds a folder that is beside `src/` in a checkout, and inside the package that pip installs."""
     return inside if (inside := FOLDER / name).is_dir() else FOLDER.parent / name
 
 
 def as_installed(text: str) -> str:
-    """Returns a text for users with commands that work where pip has installed MinText: `-m mintext.train`."""
+    """Rewrites the commands in a text for users if pip has installed MinText: `-m mintext.train`."""
     if __name__ == "src":
         return text
     text = re.sub(r"bash setup\.sh (?!aot\b)(\w+)", rf'pip install "{__name__}[\1]"', text)
     return text.replace("bash setup.sh aot", "a checkout's `bash setup.sh aot`").replace("-m src.", f"-m {__name__}.")
 
 
-# Modules that users' own code may import by the names they had before.
+# Modules that users' code may still import by their former names.
 MOVED = {
     "errors": "system.errors",
     "command_line": "run.resolve_config",
@@ -34,25 +34,25 @@ MOVED = {
 
 
 class _OtherNames:
-    """Finds modules by other names: a name of before, and `src.x` for the installed package's module x."""
+    """Finds modules by alternative names: a former name, and `src.x` for module x of the installed package."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if not name.startswith(("src.", f"{__name__}.")):
             return None
         module = _module_named(name)
-        if module == name:  # no other finder has it
+        if module == name:  # the finders before this one did not find it
             if name.startswith(f"{__name__}.extras"):
                 from src.system.errors import MissingExtra
 
                 raise MissingExtra(name)
             return None
         if find_spec(module) is None:
-            raise ModuleNotFoundError(f"no module {name}: with {__name__}, src is a name of its own package", name=name)
+            raise ModuleNotFoundError(f"no module {name}: {__name__} uses the name src for its own package", name=name)
         return ModuleSpec(name, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(_module_named(spec.name))
-        spec.loader_state = module.__spec__  # which importing replaces
+        spec.loader_state = module.__spec__  # importing replaces __spec__; `exec_module` restores it
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -68,6 +68,6 @@ if __name__ == "src":
     sys.meta_path.append(_OtherNames())
 else:
     if "src" in sys.modules:
-        raise ImportError(f"{__name__} calls itself src, and that is {sys.modules['src']} here: import it elsewhere")
+        raise ImportError(f"{__name__} needs the name src, which is {sys.modules['src']} here: import it elsewhere")
     sys.modules["src"] = sys.modules[__name__]
     sys.meta_path.insert(0, _OtherNames())

@@ -21,7 +21,7 @@ from src.system.imports import optional
 
 
 def main(argv: Sequence[str] | ConfigDict) -> Result | None:
-    """Runs the command line `argv`; None if it only asked for help. Raises UserError, also for a non-finite loss."""
+    """Trains from the command line `argv`; None for --help. Raises UserError for mistakes and for a non-finite loss."""
     config = configured(argv)
     if config is None:
         return None
@@ -31,34 +31,34 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
 
 
 def train(config: Config, exits: contextlib.ExitStack) -> Result:
-    """Trains with a checked config. Resources to close, however the run ends, are entered in `exits`."""
+    """Trains with a checked config. `exits` closes the run's resources, however it ends."""
     # ---- Devices, model and step
     run = Run(config, exits)
     built = run.built
     train_step = built.train
     if config.compiled_trainstep_file or config.pgle or config.pgle_profile:
-        from src.extras.aot import pgle, program  # import private JAX modules, which other versions may move
+        from src.extras.aot import pgle, program  # these import private JAX modules, which other versions may move
 
         program_header = program.header(built, config.model, config.step, config.batch, config.mesh)
         train_step = pgle.chosen_step(config.aot, built, program_header, run.folder.path, exits)
     elif run.plan.quantization.kind or run.schedule.ramp:
         from src.extras.aot import eight_bits
 
-        train_step = eight_bits.compiled(built)  # of a ramp, the full batch, which must fit, before the smaller ones
+        train_step = eight_bits.compiled(built)  # in a ramp, compile the full batch first, because it must fit
 
     # ---- Data
     tokenizer = make_tokenizer(config.data, config.vocab_size, "decode_metrics" * bool(config.decode_metrics))
     inputs = InputSpec.of(config, tokenizer, run_rules(config.run, config.checkpoint))
     data, eval_sets = open_sources(inputs, config.evaluation)
     if config.sample_length and tokenizer and (completion := optional("generation.completion")):
-        # A prompt that is too long fails now rather than after the run.
+        # Reject a prompt that is too long now rather than after the run.
         say(completion.check_sample(config.decoding, config.max_target_length, tokenizer))
     if config.decode_metrics:
         from src.extras.generation.decode import DecodeMetrics
 
         run.generated = DecodeMetrics(config.decoding, inputs, built.rows)
 
-    # ---- Where in the run it is
+    # ---- Start or resume
     run.open(inputs, data, eval_sets)
     if run.is_over():
         return run.conclude()

@@ -163,7 +163,7 @@ def test_sets_have_their_own_and_data_without_text_none(uniform, tmp_path, capsy
     assert "eval_bits_per_byte/ids" not in metrics
     assert "eval_loss/ids" in metrics
     said = capsys.readouterr().out
-    assert "eval_bits_per_byte is left out: 2 tokens are ids of data that are no text" in said
+    assert "eval_bits_per_byte is left out: 2 tokens come from data that is not text" in said
     assert f"eval_text_bytes/text {sum(len(text.encode()) for text in TEXTS)}\n" in said
     assert "eval_text_bytes/ids" not in said
 
@@ -183,7 +183,7 @@ def test_a_loss_of_parts_of_a_text_has_none(uniform, tmp_path, capsys):
             {"results_path": "a", "texts_path": "b", "scores_path": "c"},
             "results_path and texts_path ask for different things: leave one out",
         ),
-        ({"results_path": "{tmp}"}, "cannot write it: it is there, and no regular file"),
+        ({"results_path": "{tmp}"}, "cannot write it: it exists and is not a regular file"),
         ({"results_path": "gs://bucket/a.json"}, "expected a path on this machine"),
     ],
 )

@@ -68,7 +68,7 @@ def test_without_extras_a_run_trains_evaluates_saves_and_resumes(tmp_path, check
     shutil.rmtree(checkout / "src" / "extras")
     said = train(tmp_path, "steps=2", "learning_rate_schedule_steps=4", root=checkout)
     assert "step 2/2  eval" in said
-    assert "no sample is made: src/extras/generation is not here" in said
+    assert "no sample is generated: src/extras/generation is missing" in said
     again = train(tmp_path, root=checkout)
     assert "step 4/4  eval" in again
     assert "step 2/4" not in again

@@ -206,8 +206,10 @@ def test_ctrl_c_saves_reports_and_the_same_command_goes_on(tmp_path, corpus, mon
     monkeypatch.setattr(train, "hparams_at", interrupted_in_step_2)
     command = runs.arguments(base_output_directory=tmp_path, dataset_path=corpus, steps=4)
     assert train.main(command).exit_code == 130
-    saved = f"the checkpoint of step 2 in {tmp_path / 'run'} is intact; the same command, run_name=run, goes on from it"
-    assert f"stopped by Ctrl-C after step 2; {saved}" in capsys.readouterr().out
+    intact = (
+        f"the checkpoint of step 2 in {tmp_path / 'run'} is intact; run the same command with run_name=run to resume"
+    )
+    assert f"stopped by Ctrl-C after step 2; {intact}" in capsys.readouterr().out
     assert runs.steps_saved(tmp_path / "run") == [2]
     assert (tmp_path / "run" / "report.html").exists()
     monkeypatch.undo()

@@ -68,7 +68,11 @@ def test_a_fault_is_one_line_and_a_traceback_in_the_runs_folder(error, capsys, t
     ("error", "code", "words"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), 2, "error: no space is left to write to .*/run: make room"),
-        (OSError(errno.EIO, "Input/output error"), 75, "error: a disk or a store failed, maybe for a time: try again"),
+        (
+            OSError(errno.EIO, "Input/output error"),
+            75,
+            "error: a disk or a store failed, perhaps temporarily: try again",
+        ),
         (TimeoutError("the store"), 75, "error: a disk or a store failed"),
         (PermissionError(errno.EACCES, "Permission denied"), 1, "error: unexpected PermissionError"),
     ],

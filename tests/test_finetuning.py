@@ -42,7 +42,7 @@ def test_an_evaluation_is_the_same_packed_and_a_conversation_a_row(varied, tmp_p
     keys = {"base_output_directory": tmp_path, "dataset_path": varied, "use_sft": True}
     runs.run_here(**keys, steps=12, checkpoint_period=12)
     printed = capsys.readouterr().out
-    assert "packed, none cut that fits a row" in printed
+    assert "packed, cutting none that fits a row" in printed
     assert "2 of 72 looked at are longer than a row of 64 and cut; what the assistant says counts" in printed
     # An epoch has about 40 rows, of which 2 end within a pair.
     cut = [line["conversations_cut"] for line in runs.lines(tmp_path / "run")]

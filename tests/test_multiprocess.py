@@ -314,7 +314,7 @@ def test_streams_of_two_processes_go_on_exactly_on_two_alone(tmp_path, monkeypat
         logs, processes = job(name, steps)
         with runs.ended(*processes):
             outputs = [runs.finish(process, log) for process, log in zip(processes, logs, strict=True)]
-        assert "a stream for each host, in its own order: a run goes on with 2 hosts alone" in outputs[0]
+        assert "a stream for each host, in its own order: a run can only resume with 2 hosts" in outputs[0]
     assert runs.losses(tmp_path / "parts") == runs.losses(tmp_path / "whole")
     logs, processes = job("same", 2, "same")
     with runs.ended(*processes):
@@ -386,7 +386,7 @@ def test_a_run_whose_data_do_not_come_ends_when_it_is_asked_to(tmp_path, corpus,
         for process in processes:
             process.send_signal(signal.SIGTERM)
         assert [process.wait(60) for process in processes] == [75] * count
-    said = "asked to end, and its data have not come for 15 s: what reads them hangs"
+    said = "asked to end, but no data has arrived for 15 s: the data reader hangs"
     assert said in logs[0].read_text().splitlines()[-1]
     steps = runs.steps_saved(tmp_path / "run") if (tmp_path / "run" / "checkpoints").exists() else []
     assert len(steps) == (count == 1)  # of several processes the others wait in a step, which no save can interrupt

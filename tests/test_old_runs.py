@@ -183,7 +183,7 @@ def test_a_new_run_on_fewer_documents_than_rows_has_others(old_run, case, count,
     with make.recording() as (batches, _):
         main([BASE, *make.arguments(case, run_name="new", eval_interval=-1)])
     assert not set(batches[make.STOP :]) & set(EXPECTED[case]["batches"])
-    shared = f"{count} documents for 8 rows: rows that share one begin at different places of it"
+    shared = f"{count} documents for 8 rows: rows that share one begin at different places in it"
     assert shared in capsys.readouterr().out
     inspect_data.main(["runs/new"])
     assert shared in capsys.readouterr().out

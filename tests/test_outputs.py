@@ -44,7 +44,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path):
     (tmp_path / "to_pipe").symlink_to(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", tmp_path / "to_pipe"):
         for refused in (lambda path: check_outputs({KEY: path}), lambda path: write_output(KEY, path, b"x")):
-            with pytest.raises(UserError, match=f"{KEY}={path}: cannot write it: it is there, and no regular file"):
+            with pytest.raises(UserError, match=f"{KEY}={path}: cannot write it: it exists and is not a regular file"):
                 refused(str(path))
     assert (tmp_path / "pipe").is_fifo()
     assert names(tmp_path) == ["pipe", "to_pipe"]
@@ -58,7 +58,7 @@ def test_a_file_is_no_folder(tmp_path):
 
 def test_an_unknown_protocol_is_named():
     for refused in (lambda path: check_outputs({KEY: path}), lambda path: write_output(KEY, path, b"x")):
-        with pytest.raises(UserError, match=f"{KEY}=foo://x: cannot write it: foo:// is no protocol"):
+        with pytest.raises(UserError, match=f"{KEY}=foo://x: cannot write it: foo:// is not a supported protocol"):
             refused("foo://x")
 
 
@@ -133,7 +133,7 @@ def test_a_command_replaces_what_it_wrote_and_nothing_else(trained, tmp_path, ke
         for file in beside:
             out.unlink(missing_ok=True)
             file.write_bytes(content(trained))
-            with pytest.raises(UserError, match=f"{key}.*=.*another file is there"):
+            with pytest.raises(UserError, match=f"{key}.*=.*another file exists there"):
                 main(argv)
             assert file.read_bytes() == content(trained)
             file.unlink()
@@ -165,7 +165,7 @@ def test_a_report_replaces_no_page_of_somebody_elses(trained):
         page.main(argv)
         page.main(argv)
         file.write_text("<!doctype html>\n<p>mine</p>\n")
-        with pytest.raises(UserError, match=f"{file}.*another file is there"):
+        with pytest.raises(UserError, match=f"{file}.*another file exists there"):
             page.main(argv)
         assert file.read_text() == "<!doctype html>\n<p>mine</p>\n"
         file.unlink()

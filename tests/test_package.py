@@ -166,7 +166,7 @@ def test_what_pip_installs_trains_beside_other_packages(how, checkout, tmp_path)
     # From the table of other trainers' names in docs/.
     assert "Google Cloud's monitoring" in run(here, python, "-m", "mintext.train", "--help", "goodput_upload")
     assert "no module src.my_model" in run(here, python, "-c", ONE_COPY)
-    assert "mintext calls itself src" in run(here, python, "-c", SHADOWED, code=1)
+    assert "mintext needs the name src" in run(here, python, "-c", SHADOWED, code=1)
     facts = (here / "runs" / "run" / "environment.json").read_text()
     version = PROJECT["project"]["version"]
     assert f'"MinText": "{version}' in facts

@@ -46,9 +46,9 @@ def test_a_path_on_a_store_is_taken(path):
 
 
 def test_paths_that_are_no_keys_value_are_refused_where_they_are_opened():
-    with pytest.raises(UserError, match="foo:// is no protocol that is read here; gs:// and s3:// are"):
+    with pytest.raises(UserError, match="foo:// is not a supported protocol; gs:// and s3:// are"):
         load_weights("foo://a/b", {})
-    with pytest.raises(UserError, match="foo:// is no protocol"):
+    with pytest.raises(UserError, match="foo:// is not a supported protocol"):
         page.main(["foo://a/b"])
     for argv in (["foo://a/b"], [runs.BASE, "model_name=foo://a/b"]):
         with pytest.raises(UserError, match="cannot look into foo://a/b: foo:// is not read"):

@@ -189,7 +189,7 @@ def test_a_process_that_does_not_come_is_named_to_those_that_are_there():
     found = results(address, (0, 4, {}), (2, 4, {}), timeout=1, say=said.append)
     for error in found:
         assert isinstance(error, TransientError)
-        assert f"process 1, 3 of 4 did not come to {address} within 1 s" in str(error)
+        assert f"process 1, 3 of 4 did not connect to {address} within 1 s" in str(error)
 
 
 def test_those_who_wait_say_for_whom(monkeypatch):
@@ -209,7 +209,7 @@ def test_an_address_where_nobody_or_another_program_answers_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=lambda: other.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\r\n")).start()
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(TransientError, match=r"what it said is no message of MinText's"):
+        with pytest.raises(TransientError, match=r"it sent something other than MinText's messages"):
             join(address, 2, 1, timeout=0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=lambda: other.accept()[0].sendall(b'{"code": 400, "error": "no"}\n')).start()

@@ -94,7 +94,7 @@ def test_an_evaluation_that_fails_loses_no_step(at, period, saved, tmp_path, who
             start(tmp_path, checkpoint_period=period)
     assert runs.steps_saved(tmp_path / "run") == [saved]
     assert raised.value.kept_checkpoint == (
-        f"the state after step {saved} is saved in {tmp_path / 'run'}: the same command, run_name=run, goes on"
+        f"the state after step {saved} is saved in {tmp_path / 'run'}: run the same command with run_name=run to resume"
     )
     assert [step for step, _ in runs.evaluations(tmp_path / "run")] == list(range(2, saved, 2))
     result = start(tmp_path, checkpoint_period=period)
@@ -112,7 +112,8 @@ def test_a_text_that_cannot_be_read_in_mid_run_ends_it_with_a_checkpoint(tmp_pat
         (reached,) = runs.steps_saved(tmp_path / "run")
         assert 0 < reached < STEPS, "choose another text"
         assert said.splitlines()[-1].endswith(
-            f"; the state after step {reached} is saved in {tmp_path / 'run'}: the same command, run_name=run, goes on"
+            f"; the state after step {reached} is saved in {tmp_path / 'run'}: run the same command with run_name=run "
+            "to resume"
         )
     monkeypatch.setattr(Texts, "broken", None)
     start(tmp_path)

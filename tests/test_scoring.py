@@ -197,7 +197,7 @@ def test_a_place_that_can_not_be_written_is_refused_before_weights_are_read(mode
     (tmp_path / "file").write_text("x")
     for place, why in (
         (tmp_path / "file" / "out", "NotADirectoryError"),
-        (tmp_path, "it is there, and no regular file"),
+        (tmp_path, "it exists and is not a regular file"),
     ):
         with pytest.raises(UserError, match=f"{written}={place}: cannot write it: {why}"):
             run(model[1], load_parameters_path="/not/there", **{given: "in", written: place})

@@ -204,7 +204,7 @@ def test_a_finished_run_says_so_and_gives_the_same_result(run, tmp_path, corpus,
     before = runs.contents(again)
     repeated = runs.run_here(base_output_directory=tmp_path, dataset_path=corpus, **KEYS)
     printed = capsys.readouterr().out
-    assert "finished: this run has made its 12 steps. To go on, raise steps." in printed
+    assert "finished: this run has made its 12 steps. To continue, raise steps." in printed
     sample = output.rpartition("sample:\n")[2].rpartition("report: ")[0]
     assert f"sample:\n{sample}report: {again / 'report.html'}\n" in printed
     assert (repeated.metrics, repeated.eval_metrics, repeated.stopped_by) == (result.metrics, result.eval_metrics, 0)

@@ -254,7 +254,7 @@ def test_why_it_is_finished_is_said_where_no_step_was_made_or_the_target_reached
     train_dpo.main(keys_of(folder, **keys))
     assert "finished:" not in capsys.readouterr().out  # as src.train: the last step's line says so
     train_dpo.main(keys_of(folder, **keys))
-    assert "finished: this run has made its 2 steps. To go on, raise steps." in capsys.readouterr().out
+    assert "finished: this run has made its 2 steps. To continue, raise steps." in capsys.readouterr().out
     train_dpo.main(keys_of(folder, **keys | {"run_name": "target", "target_eval_loss": 5}))
     assert re.search(r"finished: eval_loss .* after step 1 reached target_eval_loss=5", capsys.readouterr().out)
 

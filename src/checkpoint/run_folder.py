@@ -192,17 +192,17 @@ def describe_latest(folder: epath.Path) -> str:
 def write_error(checkpoints: epath.Path, step: int, size: int, error: Exception) -> Exception:
     """Explains to a user why a checkpoint of `size` bytes could not be written; returns any other `error` itself."""
     steps = steps_in(checkpoints)
-    stands = f"Checkpoint {steps[0]} is intact" if steps else "There is no other checkpoint"
+    intact = f"Checkpoint {steps[0]} is intact" if steps else "There is no other checkpoint"
     failure = failure_of(error)
     if failure is Failure.FULL:
         free = "" if is_remote(checkpoints) else f", and {_gib(shutil.disk_usage(checkpoints).free)} are free"
         return UserError(
-            f"no space is left in {checkpoints}: checkpoint {step} has {_gib(size)} of arrays{free}. {stands}. Free "
-            "space, or keep fewer checkpoints (max_num_checkpoints_to_keep); then the same command continues."
+            f"no space is left in {checkpoints}: checkpoint {step} has {_gib(size)} of arrays{free}. {intact}. Free "
+            "space, or keep fewer checkpoints (max_num_checkpoints_to_keep); then run the same command to resume."
         )
-    message = f"checkpoint {step} could not be written to {checkpoints}: {one_line(error)}. {stands}."
+    message = f"checkpoint {step} could not be written to {checkpoints}: {one_line(error)}. {intact}."
     if failure is Failure.TRANSIENT:
-        return TransientError(f"{message} The same command continues.")
+        return TransientError(f"{message} Run the same command to resume.")
     return UserError(message) if isinstance(error, OSError | StoreError) else error
 
 

@@ -9,30 +9,30 @@ from pathlib import Path
 from src.system.errors import TransientError, clipped, first_few
 
 PROC = Path("/proc")
-# Chips by the drivers of TPUs and of GPUs, but not /dev/vfio/vfio or /dev/nvidiactl, which are no chip's.
+# The drivers' files of TPU and GPU chips, but not /dev/vfio/vfio or /dev/nvidiactl, which belong to no single chip.
 _DEVICE = re.compile(r"/dev/(accel|accel/accel|vfio/|vfio/devices/vfio|nvidia)\d+")
-# What libtpu and CUDA say of a chip that another process holds; "no supported devices": of GPUs in exclusive mode.
+# Errors of libtpu and CUDA for a chip that another process holds; "no supported devices": GPUs in exclusive mode.
 _IN_USE = re.compile(r"already in use|resource busy|busy or unavailable|DEVICE_UNAVAILABLE|no supported devices found")
 
 
 def in_use_error(error: RuntimeError) -> TransientError | None:
-    """Names pids and commands if `error`, which JAX raised, says that others hold the devices; else returns None."""
+    """Names pids and commands if JAX raised `error` because other processes hold the devices; else returns None."""
     if not _IN_USE.search(message := str(error)):
         return None
     named = device_holders({int(pid) for pid in re.findall(r"\bpid (\d+)", message)})
     unseen = "a process that this user cannot see: sudo fuser -v /dev/accel* /dev/vfio/* /dev/nvidia*"
     who = "\n  ".join(f"pid {pid}: {held}" for pid, held in named.items()) or unseen
     return TransientError(
-        f"this machine's devices are in use by\n  {who}\nWait until it has ended, or end it: kill PID. "
+        f"this machine's devices are in use by\n  {who}\nWait until it ends, or end it: kill PID. "
         f"JAX says: {clipped(message, 500)}"
     )
 
 
 def device_holders(pids: set[int]) -> dict[int, str]:
-    """Returns the command and devices of each other process that has a chip open, and of `pids`."""
+    """Finds the command and devices of each other process that has a chip open, and of `pids`."""
     held: dict[int, set[str]] = defaultdict(set, {pid: set() for pid in pids})
     for folder in PROC.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended, or is another user's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             targets = map(os.readlink, (folder / "fd").iterdir())
             if devices := set(filter(_DEVICE.fullmatch, targets)):
                 held[int(folder.name)] |= devices

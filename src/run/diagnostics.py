@@ -1,4 +1,4 @@
-"""Helps when a run hangs, crashes, is slow or too large: stack traces, profiles, reports, advice on memory."""
+"""Helps with runs that hang, crash, are slow or too large: stack traces, profiles, reports, advice on memory."""
 
 import contextlib
 import statistics
@@ -17,12 +17,12 @@ from src.config.command_keys import Diagnostics
 from src.system.errors import TRY_AGAIN, UserError, say
 from src.system.exit_codes import end
 
-TIMED_STEPS = 10  # of a start, before a step is watched: the first compiles, and with pgle=auto a later one too
-_GRACE_SECONDS = 10  # before hang_action=exit: to write the file, for a store to take it, and for other processes
+TIMED_STEPS = 10  # of a start, before the watch begins: the first step compiles, and with pgle=auto a later one too
+_GRACE_SECONDS = 10  # before hang_action=exit ends the process: to write and upload reports, here and elsewhere
 
 
 def stack_traces(keys: Diagnostics) -> contextlib.AbstractContextManager[None]:
-    """Writes all threads' stacks now and then, on SIGUSR1 and on a crash, if `collect_stack_trace` is set."""
+    """Writes all threads' stacks at an interval, on SIGUSR1 and on a crash, if `collect_stack_trace` is set."""
     if not keys.collect_stack_trace:
         return contextlib.nullcontext()
     from src.run import stack_traces
@@ -32,16 +32,16 @@ def stack_traces(keys: Diagnostics) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def advice_on_memory(per_device_batch_size: float, remat_policy: str) -> Iterator[None]:
-    """Raises UserError, with what helps, where a device or the host has no room for what the body asks for."""
+    """Raises UserError with advice if a device or the host runs out of memory in the body."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         message = str(error).strip().partition("\n\n")[0]
-        # The memory of a core, VMEM, may be too small for a kernel, whatever the size of the batch.
+        # VMEM, the memory of a core, may be too small for a kernel whatever the size of the batch.
         if not message.startswith("RESOURCE_EXHAUSTED") or "vmem" in message.lower():
             raise
         where = f"cpu-{jax.device_count()}" if jax.default_backend() == "cpu" else "these devices, such as v5p-8"
-        note = getattr(error, "kept_checkpoint", "")  # of checkpoint.run_folder.in_run_folder
+        note = getattr(error, "kept_checkpoint", "")  # set by checkpoint.run_folder.in_run_folder
         raise UserError(
             f"memory is full, on {jax.device_count()} x {jax.devices()[0].device_kind}. JAX says: {message}\n"
             f"What helps: a smaller per_device_batch_size (here {per_device_batch_size:g}; "
@@ -61,16 +61,16 @@ class Profile:
         self._begin = first_step + keys.skip_first_n_steps_for_profiler
         self._end = self._begin + keys.profiler_steps
         self._wanted, self._running = bool(keys.profiler) and self._end <= steps, False
-        # A new run of so few steps is refused (src/config/checks.py), but one that goes on may be near its end.
+        # A new run of so few steps is refused (src/config/checks.py), but a resumed run may be near its end.
         if keys.profiler and not self._wanted:
-            say([f"no profile is written: it would be of steps {self._begin + 1} to {self._end}, and steps={steps}"])
+            say([f"no profile is written: it would cover steps {self._begin + 1} to {self._end}, but steps={steps}"])
 
     @contextlib.contextmanager
     def step(self, step: int, state: Any) -> Iterator[None]:
-        """Marks the body as the dispatch of the step after `step`, which leads on from `state`.
+        """Marks the body as the dispatch of the step after `step`, which starts from `state`.
 
-        Before its first step starts, and after its last, the profile waits for `state`: steps are dispatched before
-        the devices come to them.
+        The profile waits for `state` before its first step and after its last, because steps are dispatched before the
+        devices execute them.
         """
         if self._wanted and step in (self._begin, self._end):
             jax.block_until_ready(state)
@@ -83,24 +83,25 @@ class Profile:
             yield
 
     def close(self) -> None:
-        """Ends a running profile, at the end of a run whose steps have ended."""
+        """Ends a running profile; call it once the devices have finished the steps."""
         if self._running:
             jax.profiler.stop_trace()
             self._running = False
 
 
 class Watchdog:
-    """Watches in a thread that steps go on, each within `hang_after_steps` median times or `hang_after_seconds`.
+    """Checks in a thread that each step ends within `hang_after_steps` median times or `hang_after_seconds`.
 
-    Every process of a job watches its own loop and writes a file of its own. Not watched are evaluations and saves
-    (`pause`) and the first steps of a start; nor is what blocks the thread too: C code that keeps Python's lock.
+    Every process of a job watches its own loop and writes its own file. Evaluations and saves (`pause`) and the first
+    steps of a start are not watched. C code that holds Python's lock blocks this thread too, so it is not noticed.
     """
 
     def __init__(self, keys: Diagnostics, folder: RunFolder, rows: Sequence[int], sources: Sequence[str]) -> None:
-        """Takes the run's folder, which of a batch's rows are this host's, and the names of the S sources."""
+        """`rows`: the indices of this host's rows in a batch. `sources`: the names of the S sources."""
         self._keys, self._folder, self._rows, self._sources = keys, folder, rows, sources
         self._times: deque[float] = deque(maxlen=100)
-        self._last = self._begin = self._reported = 0.0  # when a step ended, was begun to be watched; 0: not now
+        # When the last step ended, the watched wait began, and the reported wait began; 0: not at present.
+        self._last = self._begin = self._reported = 0.0
         self._closed = threading.Event()
 
     def __enter__(self) -> Self:
@@ -112,21 +113,21 @@ class Watchdog:
         self._closed.set()
 
     def step(self, dispatched: int, rows_taken: int, stream_positions: np.ndarray) -> None:
-        """Takes note that the step before `dispatched` has ended; data go on at `stream_positions`, [rows, S, 2]."""
+        """Records that the step before `dispatched` ended; the data continue at `stream_positions`, [rows, S, 2]."""
         now = time.monotonic()
         if self._last:
             self._times.append(now - self._last)
         if self._reported and self._reported == self._begin:
-            print(f"step {dispatched - 1} ended after {now - self._begin:,.0f} s: it was slow, no hang", flush=True)
+            print(f"step {dispatched - 1} ended after {now - self._begin:,.0f} s: it was slow, not a hang", flush=True)
         self._at = (dispatched, rows_taken, stream_positions)
         self.resume()
 
     def pause(self) -> None:
-        """Stops watching until `resume`: what comes is no step."""
+        """Stops watching until `resume`, for work that is not a step."""
         self._last = self._begin = 0.0
 
     def resume(self) -> None:
-        """Watches the wait for the next step's end, which begins now."""
+        """Starts watching for the end of the next step, from now on."""
         self._last = time.monotonic()
         if len(self._times) >= TIMED_STEPS:
             least = self._keys.hang_after_seconds
@@ -138,7 +139,7 @@ class Watchdog:
             begin = self._begin
             if begin not in (0.0, self._reported) and (seconds := time.monotonic() - begin) > self._limit:
                 self._reported = begin
-                if self._keys.hang_action == "exit":  # in a thread, because the report itself may hang or fail
+                if self._keys.hang_action == "exit":  # by a timer, because the report itself may hang or fail
                     timer = threading.Timer(_GRACE_SECONDS, self._exit, [begin])
                     timer.daemon = True
                     timer.start()
@@ -146,7 +147,7 @@ class Watchdog:
 
     def _exit(self, begin: float) -> None:
         if self._begin == begin and not self._closed.is_set():
-            end(TRY_AGAIN, "error: a hang, and hang_action=exit: the same command goes on", at_once=True)
+            end(TRY_AGAIN, "error: a hang, and hang_action=exit: run the same command to resume", at_once=True)
 
     def _report(self, problem: str) -> None:
         from src.run.hang_report import HangReport

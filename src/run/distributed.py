@@ -1,4 +1,4 @@
-"""Joins the processes of a job, once all of them are there and agree on its settings."""
+"""Joins the processes of a job once all of them have connected and agree on its settings."""
 
 import atexit
 import hashlib
@@ -16,34 +16,34 @@ from src.system.errors import show
 from src.system.exit_codes import end_now
 from src.system.job import ClusterEnv
 
-# Keys that may differ between the processes of a job: which one it is, and where a host keeps what all hosts have. The
-# fingerprint of training data and tokenizer shows whether they are the same (src/data/host_arrays.py).
+# Keys that may differ between the processes of a job: the process's index, and the local paths of shared files. The
+# fingerprint of training data and tokenizer shows whether their contents are the same (src/data/host_arrays.py).
 PER_PROCESS_KEYS = ("process_id", "coordinator_address", "jax_cache_dir", "dataset_path", "datasets", "tokenizer_path")
 
 
 def start_distributed(cluster: ClusterEnv, mesh: Mesh, settings: Mapping[str, str]) -> None:
     """Joins a job of several processes.
 
-    Raises UserError if they differ in `settings` (`job_settings`), TransientError if not all of them came.
+    Raises UserError if they differ in `settings` (`job_settings`), TransientError if not all of them connect.
     """
     timeout, silence = mesh.jax_distributed_initialization_timeout, mesh.jax_distributed_heartbeat_timeout_seconds
     print(f"waiting for {cluster.num_processes} processes at {cluster.coordinator_address}", flush=True)
     disagree = (
         "the processes of this job were started with different configurations, code or packages: give all of them the "
-        f"same, but for {', '.join(PER_PROCESS_KEYS)}"
+        f"same, except {', '.join(PER_PROCESS_KEYS)}"
     )
     meeting = rendezvous.Meeting(
         cluster.coordinator_address, cluster.num_processes, settings, timeout, silence, disagree, show
     )
     job.current = rendezvous.Job(cluster.process_id, meeting.join(cluster.process_id), end_now)
-    # Registered after JAX's exit handler, which waits for the other processes, and therefore run before it.
+    # Registered after JAX's exit handler, which waits for the other processes, so that this runs before it.
     atexit.register(job.current.leave)
-    # JAX's own heartbeats, sent at half of this, abort a process without a sentence: they are to be later than ours.
+    # JAX aborts a process without explanation when heartbeats, sent at half this interval, stop: ours must come first.
     jax.distributed.initialize(*cluster, initialization_timeout=timeout, heartbeat_timeout_seconds=6 * silence)
 
 
 def job_settings(keys: Mapping[str, Any]) -> dict[str, str]:
-    """Lists what all processes of a job must share, by name: keys, versions, and a digest of each file of the code."""
+    """Collects the settings that all processes of a job must share: keys, versions, a digest of each source file."""
     code = {f"src/{path.relative_to(FOLDER).as_posix()}": path for path in sorted(FOLDER.rglob("*.py"))}
     return {
         **{key: dump(value) for key, value in keys.items() if key not in PER_PROCESS_KEYS},

@@ -1,4 +1,4 @@
-"""Names what a run's numbers depend on beside its config: versions, commit, machine and devices."""
+"""Describes what a run's numbers depend on besides its config: versions, commit, machine and devices."""
 
 import contextlib
 import functools
@@ -21,25 +21,25 @@ _CHECKOUT = FOLDER.parent if (FOLDER.parent / "pyproject.toml").exists() else No
 
 
 def version() -> str:
-    """Returns MinText's version, which pyproject.toml alone states."""
+    """Reads MinText's version from pyproject.toml, its only source, or from the installed package."""
     if _CHECKOUT is None:
         return metadata.version("mintext")
     return tomllib.loads((_CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that decide a run's numbers, by name."""
+    """Returns the versions of Python and of the packages that affect a run's numbers, by name."""
     return {"Python": platform.python_version()} | {name: metadata.version(name) for name in REPORTED_PACKAGES}
 
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Returns what a run's numbers depend on beside its config, by name: versions, commit, machine, devices.
+    """Describes, by name, what a run's numbers depend on besides its config: versions, commit, machine, devices.
 
     Starts JAX's backend, so call it after `jax.distributed.initialize`.
     """
     command = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--exclude=*"]
-    commit = ""  # without git or outside a checkout, whose folder may be in another repository
+    commit = ""  # without git, or if pip has installed MinText, perhaps into a folder of another repository
     with contextlib.suppress(FileNotFoundError):
         if _CHECKOUT:
             commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -53,12 +53,12 @@ def environment() -> dict[str, str]:
 
 
 def read_environment(folder: epath.Path) -> dict[str, str]:
-    """Returns the content of a run's environment.json, {} without one; raises UserError if it is malformed."""
+    """Reads a run's environment.json, {} if there is none; raises UserError if it is malformed."""
     file = folder / "environment.json"
     try:
         facts = parse_json("{}" if (text := read_text(file)) is None else text)
         if not isinstance(facts, dict):
-            raise ValueError("it is no mapping of names to texts")
+            raise ValueError("it is not a mapping of names to texts")
     except ValueError as error:
-        raise UserError(f"{file} cannot be read: {error}. Delete it: the page then goes without it") from None
+        raise UserError(f"{file} cannot be read: {error}. Delete it: the page then omits it") from None
     return facts

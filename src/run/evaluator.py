@@ -19,9 +19,9 @@ from src.system.errors import UserError, say
 
 
 class Evaluator:
-    """Evaluates a model on one set by `eval_step`; a rolling one goes on at `position`, None: begins at its start.
+    """Evaluates a model on one set with `eval_step`; rolling evaluation starts at `position`, or with the first batch.
 
-    `prepare` makes of this host's rows those that `eval_step` takes.
+    `prepare` converts this host's rows to the ones that `eval_step` takes.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class Evaluator:
         self.batches = EvalBatches(inputs, data, self.rows, self._global_batch, rolls, position)
 
     def sums(self, *models: Weights) -> list[list[dict[str, Any]]]:
-        """Returns the sums of each batch, as `eval_step` computes them: a list for each of the models' weights."""
+        """Runs `eval_step` on each batch with each model's weights; returns a list of its sums for each model."""
         batches = map(self._prepare, self.batches)
         arrays = (to_global(batch, self._sharding, self.rows, self._global_batch) for batch in batches)
         of_batches = [[self._eval_step(weights, batch) for weights in models] for batch in arrays]
         return [list(sums) for sums in zip(*jax.device_get(of_batches), strict=True)]
 
     def run(self, state: TrainState) -> dict[str, float]:
-        """Returns the metrics of `means`, under names of this set (`eval_key`).
+        """Computes the metrics of `means`, named for this set by `eval_key`.
 
-        With `ema_decay` they have `eval_ema_loss` too: the averaged weights' loss on the same batches.
+        With `ema_decay`, also `eval_ema_loss`: the loss of the averaged weights on the same batches.
         """
         if state.ema:
             sums, sums_of_average = self.sums(state.weights, state.averaged())
@@ -62,18 +62,18 @@ class Evaluator:
 
 
 def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns `eval_loss`, in nats per token, `eval_perplexity`, its exponential, and the metrics of `eval_metrics`.
+    """Computes `eval_loss`, in nats per token, `eval_perplexity`, its exponential, and the metrics of `eval_metrics`.
 
-    Where bytes are counted, of text alone, also `eval_bits_per_byte`: all its nats over all its bytes, in bits.
-    Metrics that counted nothing have no value: they are left out, with a line for the user. `sums` are each batch's.
-    Raises UserError: no token of the batches counts in the loss.
+    If all tokens are text whose bytes are counted, also `eval_bits_per_byte`: the total nats over the total bytes, in
+    bits. Metrics with a count of 0 are left out, with a line for the user. `sums` has one entry per batch. Raises
+    UserError if no token of the batches counts in the loss.
     """
     loss = mean_loss(sums)
     metrics = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
     of_text = ("text_nats", "text_bytes", "not_text")
     nats, text, other = (sum(float(batch.get(name, 0)) for batch in sums) for name in of_text)
     if other:
-        say([f"eval_bits_per_byte is left out: {int(other)} tokens are ids of data that are no text"])
+        say([f"eval_bits_per_byte is left out: {int(other)} tokens come from data that is not text"])
     elif text:
         metrics["eval_bits_per_byte"] = nats / math.log(2) / text
     user_metrics = [batch["user_metrics"] for batch in sums if "user_metrics" in batch]
@@ -87,11 +87,11 @@ def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def mean_loss(sums: Sequence[Mapping[str, Any]]) -> float:
-    """Returns the loss of these batches, in nats per token; raises UserError if no token counts in it."""
-    tokens = sum(float(batch["tokens"]) for batch in sums)  # a batch_transform may weigh them
+    """Averages the loss over these batches, in nats per token; raises UserError if no token counts in it."""
+    tokens = sum(float(batch["tokens"]) for batch in sums)  # weighted, if a batch_transform gives weights
     if not tokens:
         raise UserError(
-            "no token of the evaluation counts in the loss: with use_sft=true its rows hold prompts alone. Raise "
+            "no token of the evaluation counts in the loss: with use_sft=true its rows hold only prompts. Raise "
             "eval_steps (-1: all of the data) or max_target_length"
         )
     return sum(float(batch["loss_sum"]) for batch in sums) / tokens

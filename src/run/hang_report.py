@@ -1,4 +1,4 @@
-"""Reports a hang: the stacks of all threads, the place in the data, and the devices' memory."""
+"""Reports a hang: the stacks of all threads, the position in the data, and the devices' memory."""
 
 import faulthandler
 import socket
@@ -15,7 +15,7 @@ from src.system.errors import show
 
 
 class HangReport(NamedTuple):
-    """Holds what the watchdog knows of a hang."""
+    """Describes a hang, as far as the watchdog knows it."""
 
     problem: str
     limit: float  # seconds
@@ -25,7 +25,7 @@ class HangReport(NamedTuple):
     positions: Sequence[tuple[int, Sequence[Sequence[int]]]]  # this host's rows, and where each resumes: [S, 2]
 
     def write(self, folder: RunFolder) -> None:
-        """Writes hang-*.txt in the run's folder, or on stderr if that cannot be written, and says where it is."""
+        """Writes hang-*.txt to the run's folder, or to stderr if that fails, and prints its location."""
         process = jax.process_index()
         name = time.strftime(f"hang-%Y-%m-%d-%H-%M-%S-process-{process}.txt")
         local, where = folder.local / name, folder.path / name
@@ -33,11 +33,11 @@ class HangReport(NamedTuple):
             local.parent.mkdir(parents=True, exist_ok=True)
             with local.open("x", encoding="utf-8") as out:
                 self._print(out)
-        except Exception as error:  # a report that fails is no reason to stop watching
-            where = f"stderr, for {where} cannot be written: {error}"
+        except Exception as error:  # keep watching even if the report fails
+            where = f"stderr, because {where} cannot be written: {error}"
             self._print(sys.stderr)
         else:
-            if is_remote(folder.path):  # in a thread, because the store may be what does not answer
+            if is_remote(folder.path):  # in a thread, because the store may be the one that does not answer
                 threading.Thread(target=lambda: where.write_text(local.read_text("utf-8")), daemon=True).start()
         show(f"process {process}: {self.problem}: stacks, data position and device memory are in {where}")
 
@@ -45,8 +45,8 @@ class HangReport(NamedTuple):
         lines = [
             f"{socket.gethostname()}, process {jax.process_index()}: {self.problem}, at {time.strftime('%F %T %z')}.",
             f"Step {self.dispatched - 1} has ended, step {self.dispatched} was dispatched; "
-            f"a hang is {self.limit:.3g} s.",
-            f"\nThe run has taken {self.rows_taken:,} rows; then, in each of this host's rows, come",
+            f"the limit is {self.limit:.3g} s.",
+            f"\nThe run has taken {self.rows_taken:,} rows. Each of this host's rows continues with",
         ]
         for row, places in self.positions:
             pairs = zip(self.sources, places, strict=True)
@@ -54,11 +54,11 @@ class HangReport(NamedTuple):
         lines += ["\nThreads", *(f"  {thread.ident or 0:#018x} {thread.name}" for thread in threading.enumerate())]
         print(*lines, sep="\n", file=out, flush=True)
         faulthandler.dump_traceback(out, all_threads=True)
-        print("\nDevice memory", file=out, flush=True)  # last, for it asks the devices
+        print("\nDevice memory", file=out, flush=True)  # last, because the devices may not answer
         for device in jax.local_devices():
             try:
                 stats = device.memory_stats() or {}
                 known = [f"{name} {size / 2**30:.2f} GiB" for name, size in stats.items() if "bytes" in name]
-            except Exception as error:  # of a device that has failed, which may be why the step hangs
+            except Exception as error:  # the device has failed, which may be why the step hangs
                 known = [f"{type(error).__name__}: {error}"]
-            print(f"  {device}: {', '.join(known) or 'it does not say'}", file=out, flush=True)
+            print(f"  {device}: {', '.join(known) or 'not reported'}", file=out, flush=True)

@@ -20,24 +20,25 @@ from src.system.errors import counted, printable, show
 from src.system.json_text import parse_json
 
 # The keys of a train line of metrics.jsonl, in order (docs/metrics.md explains each). mfu and mfu_palm need a device
-# whose peak rate is known, the losses of experts and MTP a model that has them, `conversations_cut` `use_sft`,
-# `updates_skipped` `skip_step_on_spikes`. An eval line has `step`, EVAL_KEYS and the metrics of `eval_metrics`, with
-# /NAME appended for a named set, `ema_decay` adds `eval_ema_loss`. Line k of the train lines is of update k, from 1.
+# whose peak rate is known, the losses of experts and MTP a model that has them, `conversations_cut` needs `use_sft`,
+# and `updates_skipped` needs `skip_step_on_spikes`. An eval line has `step`, EVAL_KEYS and the metrics of
+# `eval_metrics`, with /NAME appended for a named set; `ema_decay` adds `eval_ema_loss`. The k-th train line describes
+# update k, counted from 1.
 TRAIN_KEYS = (
     *("step", "loss", "perplexity", "load_balance_loss", "router_z_loss", "expert_load_max", "tokens_dropped"),
     *("mtp_loss", "conversations_cut", "grad_norm", "updates_skipped", "learning_rate", "step_time_seconds"),
     *("data_wait_seconds", "tokens_per_second", "tflops_per_device", "mfu", "mfu_palm"),
 )
 EVAL_KEYS = ("eval_loss", "eval_perplexity")
-# Lists, with a number for each layer of experts, and how a curve makes them one number.
+# Lists with a number for each layer of experts, and the function that reduces one to a point of a curve.
 PER_LAYER: dict[str, Callable[[Sequence[float]], float]] = {"expert_load_max": max, "tokens_dropped": statistics.fmean}
-# How the keys begin of the lines that `log_internals` adds, lists with a number for each layer or one for a variable.
+# Prefixes of the keys that `log_internals` adds: lists with a number for each layer, or one number for a variable.
 INTERNALS = ("activation_rms", "weight_norm/", "gradient_norm/", "update_norm/")
-Entry = Mapping[str, Any]  # a line of metrics.jsonl: numbers, or None for what is not finite, and lists of such
+Entry = Mapping[str, Any]  # a line of metrics.jsonl: numbers, None for one that is not finite, and lists of these
 
 
 def perplexity(loss: float) -> float:
-    """Returns exp(loss) of a loss in nats per token; infinity where a float cannot hold it."""
+    """Computes exp(loss) of a loss in nats per token; infinity if that overflows a float."""
     return math.inf if loss > 709 else math.exp(loss)
 
 
@@ -61,21 +62,21 @@ def _is_number(value: Any) -> bool:
 
 
 class MetricsLog:
-    """Writes metrics.jsonl and TensorBoard scalars, each step once however often the run was interrupted.
+    """Writes metrics.jsonl and TensorBoard scalars, each step once even if the run is interrupted.
 
-    A metric with a value per layer is a list in metrics.jsonl, and three scalars in TensorBoard. A number that is not
+    A metric with a value per layer is a list in metrics.jsonl and three scalars in TensorBoard. A number that is not
     finite becomes null in metrics.jsonl, because JSON has no NaN, and is left out of TensorBoard.
     """
 
     def __init__(
         self, path: Path, tensorboard_dir: Path, resume_step: int | None, evaluates_again: bool = False
     ) -> None:
-        """Opens both, on a local disk, and cuts off the lines after `resume_step`; None: a new run, without any.
+        """Opens both on a local disk and deletes the lines after `resume_step`; None: a new run, with empty files.
 
-        With `evaluates_again` also the evaluation of that step, which will be written again.
+        `evaluates_again` also deletes the evaluation of that step, which will be written again.
         """
-        # Imported here because it takes 0.4 s, and in parts: the whole package imports PyTorch for 2 s, where there
-        # is one. Its SummaryWriter is avoided: its thread fails on a full disk, and then it waits for that for ever.
+        # Imported here because it takes 0.4 s, and in parts because the whole package imports PyTorch, if that is
+        # installed, in 2 s. Its SummaryWriter would wait forever for its thread, which fails on a full disk.
         empty = importlib.util.module_from_spec(importlib.util.find_spec("tensorboardX"))
         module = sys.modules.setdefault("tensorboardX", empty)
         try:
@@ -87,11 +88,11 @@ class MetricsLog:
                 del sys.modules["tensorboardX"]
 
         if resume_step is not None and path.exists() and (invalid := _cut_back(path, resume_step, evaluates_again)):
-            show(f"{path.name}: cut off {counted(invalid, 'line')} at its end without the metrics of a step")
+            show(f"{path.name}: removed {counted(invalid, 'line')} without a step's metrics from its end")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._file = path, path.open("w+" if resume_step is None else "a+", encoding="utf-8")
         tensorboard_dir.mkdir(parents=True, exist_ok=True)
-        # The file's name has seconds only: without a suffix, another start in the same second would overwrite it.
+        # The file's name has a time in seconds: without a suffix, another start in the same second would overwrite it.
         self._tensorboard = EventsWriter(str(tensorboard_dir / "events"), f".{time.time_ns()}")
         self._event, self._summary, self._scalar = Event, Summary, scalar
         first_step = 0 if resume_step is None else resume_step + 1  # TensorBoard drops later points of earlier starts
@@ -99,7 +100,7 @@ class MetricsLog:
         self._tensorboard.write_event(Event(wall_time=time.time(), step=first_step, session_log=start))
 
     def write(self, entry: Entry) -> None:
-        """Adds a line: `step` with a step's metrics, an evaluation's, or internals; those declared here come first."""
+        """Adds a line: `step` and metrics of a step, an evaluation, or internals; orders keys as declared above."""
         places = {key: place for place, key in enumerate(TRAIN_KEYS + EVAL_KEYS)}
         ordered = sorted(entry, key=lambda key: places.get(key, len(places)))
         finite = {key: _or_null(entry[key]) for key in ordered}
@@ -113,7 +114,7 @@ class MetricsLog:
         self._tensorboard.write_event(self._event(wall_time=time.time(), step=entry["step"], summary=summary))
 
     def _open_again(self, step: int) -> None:
-        """Continues in the new file if the path's file was replaced; writes it again, whole, if it was deleted."""
+        """Continues in the new file if the path's file was replaced; writes the whole file again if it was deleted."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._file as before:
             self._file = self._path.open("a+", encoding="utf-8")
@@ -121,11 +122,11 @@ class MetricsLog:
             if not is_there:
                 before.seek(0)
                 shutil.copyfileobj(before, self._file)
-        done = "replaced: lines from here on follow those of the new file" if is_there else "deleted: it is back, whole"
+        done = "replaced: further lines are added to the new file" if is_there else "deleted: it is written again"
         show(f"step {step}: {self._path} was {done}")
 
     def flush(self) -> None:
-        """Puts every line on disk. Call it before a checkpoint is saved, so that no step up to it can be missing."""
+        """Forces every line to disk. Call it before saving a checkpoint, so that no step up to it can be missing."""
         os.fsync(self._file.fileno())
         self._tensorboard.flush()
 
@@ -136,7 +137,7 @@ class MetricsLog:
 
 
 def scalars(entry: Entry) -> dict[str, float]:
-    """Returns what TensorBoard and trackers show of a line: its numbers, and of a list the least, mean and greatest."""
+    """Converts a line to scalars for TensorBoard and trackers: its numbers, and the min, mean and max of each list."""
     shown: dict[str, float] = {}
     for key, value in entry.items():
         name = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
@@ -156,8 +157,8 @@ def _or_null(value: float | list[float]) -> Any:
 
 
 def _cut_back(path: Path, step: int, evaluates_again: bool) -> int:
-    """Truncates metrics.jsonl after its last line up to `step`, found from the end; returns how many were invalid."""
-    until = (step, not evaluates_again)  # evaluations come after the other lines of their step
+    """Truncates metrics.jsonl after its last line up to `step`; returns how many of the removed lines were invalid."""
+    until = (step, not evaluates_again)  # an evaluation comes after the other lines of its step
     invalid = 0
     lines = path.read_bytes()
     end = lines.rfind(b"\n") + 1
@@ -173,7 +174,7 @@ def _cut_back(path: Path, step: int, evaluates_again: bool) -> int:
 
 
 class _Output(Console):
-    """Leaves a closed output to `run_command`; rich itself would exit with a code of its own."""
+    """Leaves a closed output to `run_command`, because rich would exit with a different code."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -182,8 +183,9 @@ class _Output(Console):
 class StepPrinter:
     """Prints an aligned line per step, with the remaining time; on a terminal, above a progress bar.
 
-    Of `steps`, `done` were before this start of the run. A line is printed every `log_period` steps and for the first
-    and last; with `quiet` for the last alone, and no bar. `rows_before` so many steps, of any unit, takes the time.
+    `steps` is the run's total, and `done` the number of steps before this start. A line is printed every `log_period`
+    steps and for the first and last; with `quiet` only for the last, without a bar. The remaining time is proportional
+    to the rows left: `rows_before(n)` returns the rows of the first n steps, in any unit.
     """
 
     def __init__(
@@ -196,7 +198,7 @@ class StepPrinter:
     ) -> None:
         self._steps, self._first_step, self._log_period, self._quiet = steps, done + 1, log_period, quiet
         self._rows_before, self._clock, self._first_time = rows_before, time.monotonic, math.nan
-        # The stream itself decides: rich would also draw in a notebook, and in a log if FORCE_COLOR is set.
+        # Ask the stream itself: rich would also draw a bar in a notebook, and in a log if FORCE_COLOR is set.
         terminal = sys.stdout.isatty()
         self._console = _Output(
             force_terminal=terminal, force_jupyter=False, highlight=False, markup=False, soft_wrap=True
@@ -214,7 +216,7 @@ class StepPrinter:
         self._bar.stop()
 
     def train(self, entry: Entry) -> None:
-        """Takes each step's metrics, in order; prints those that `log_period` asks for."""
+        """Advances the bar; prints the line of a step that `log_period` selects. Call it for each step, in order."""
         step = int(entry["step"])
         if step == self._first_step:
             self._first_time = self._clock()
@@ -222,23 +224,23 @@ class StepPrinter:
         periodic = step % self._log_period == 0 or step == self._first_step
         if step == self._steps or (periodic and not self._quiet):
             seconds_left = None
-            if step > self._first_step:  # at the pace since the end of the first, which compiles; all else counts
+            if step > self._first_step:  # the pace since the first step, which compiles; includes evaluations, saves
                 first, now, end = map(self._rows_before, (self._first_step, step, self._steps))
                 seconds_left = (self._clock() - self._first_time) / (now - first) * (end - now)
             self._console.print(train_line(entry, self._steps, seconds_left))
 
     def evaluation(self, entry: Mapping[str, int | float]) -> None:
-        """Prints an evaluation's metrics, `step` and EVAL_KEYS."""
+        """Prints the line of an evaluation, whose metrics include `step` and EVAL_KEYS."""
         if entry["step"] == self._steps or not self._quiet:
             self._console.print(eval_line(entry, self._steps))
 
     def say(self, line: str) -> None:
-        """Prints a line of another kind."""
+        """Prints any other line, above the bar."""
         self._console.print(printable(line))
 
 
 def train_line(entry: Entry, steps: int, seconds_left: float | None) -> str:
-    """Formats a step's metrics in columns that stay in place from step to step; of layers of experts, the worst."""
+    """Formats a step's metrics in columns of constant width; for experts, it shows the worst layer."""
     grad_norm, seconds = entry["grad_norm"], entry["step_time_seconds"]
     columns = [
         _step_column(entry, steps),
@@ -264,7 +266,7 @@ def _figure(value: float, form: str) -> str:
 
 
 def eval_sets(entry: Mapping[str, int | float]) -> dict[str, dict[str, float]]:
-    """Groups the metrics of an evaluation by the name of their set; a set without a name has the name ""."""
+    """Groups the metrics of an evaluation by the name of their set, which is "" for an unnamed set."""
     sets: dict[str, dict[str, float]] = {}
     for key, value in entry.items():
         if key.startswith("eval_"):
@@ -274,7 +276,7 @@ def eval_sets(entry: Mapping[str, int | float]) -> dict[str, dict[str, float]]:
 
 
 def eval_key(metric: str, name: str) -> str:
-    """Returns the key of a metric of the evaluation set `name`: `eval_loss/books`."""
+    """Appends the name of an evaluation set to a metric: `eval_loss/books`."""
     return f"{metric}/{name}" if name else metric
 
 

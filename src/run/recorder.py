@@ -1,4 +1,4 @@
-"""Records the metrics that steps return, in metrics.jsonl, TensorBoard, the console and report.html."""
+"""Records the metrics of each step in metrics.jsonl, TensorBoard, the console and report.html."""
 
 import contextlib
 import math
@@ -17,11 +17,11 @@ from src.step.state import TrainState
 from src.step.train_step import Metrics
 from src.system.errors import UserError
 
-MAX_SKIPPED = 10  # consecutive updates; as batches differ, the weights must be the cause
+MAX_SKIPPED = 10  # consecutive updates: after so different batches, the cause must be the weights
 
 
 class Result(NamedTuple):
-    """Holds what a run ends with. If it was finished before, process 0 has the metrics from metrics.jsonl."""
+    """The outcome of a run. If the run had finished before, process 0 reads the metrics from metrics.jsonl."""
 
     state: TrainState  # after the last step
     metrics: dict[str, float]  # of the last step
@@ -30,7 +30,7 @@ class Result(NamedTuple):
 
     @property
     def exit_code(self) -> int:
-        """Returns the command's exit code: 143 if SIGTERM stopped the run tells schedulers to start it again."""
+        """The command's exit code; 143, after SIGTERM, tells schedulers to start the run again."""
         return 128 + self.stopped_by if self.stopped_by else 0
 
 
@@ -41,7 +41,7 @@ class NonFiniteError(UserError):
 class Recorder:
     """Records each of a run's `steps` while the next one runs, so that the devices never wait for the host.
 
-    Process 0 alone has a `log` and a `printer`. Each token takes so many `flops`.
+    `log` and `printer` are None except in process 0. `flops` is the cost of a token.
     """
 
     def __init__(
@@ -54,20 +54,20 @@ class Recorder:
         mesh: Mesh,
     ) -> None:
         self.last: Entry = {}  # the metrics of the step recorded last
-        self.last_finite = 0  # the last step whose loss and gradient were finite: the weights before it are good
+        self.last_finite = 0  # the last step with a finite loss and gradient: the weights before it are good
         self.skipped = 0  # steps recorded since then
-        self._empty = 0  # the steps of this start, if none has had a token in the loss; else below 0
-        self.recorded = 0  # the last step all of whose lines are written
+        self._empty = 0  # the steps of this start while no token has counted in the loss; below 0 once one has
+        self.recorded = 0  # the last step whose lines are all written
         self._keys, self._steps, self._log, self._printer = keys, steps, log, printer
         self._flops, self._devices = flops, mesh.size
-        self._peak: float | None = None  # no rate of a CPU is published
+        self._peak: float | None = None  # CPUs have no published peak rate
         if (device := mesh.devices.flat[0]).platform != "cpu":
             from src.parallel.topology import run_peak
 
             self._peak = run_peak(device.device_kind, keys.dtype, keys.matmul_precision)
         self._pending: tuple[int, Metrics, int, float] | None = None
         self._data_wait = 0.0
-        self._ended = 0.0  # when the pending step was seen to be computed; 0: it was not yet
+        self._ended = 0.0  # when the pending step was found to be computed; 0: not yet
         self._clock = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -79,35 +79,35 @@ class Recorder:
     def __exit__(self, *error: object) -> None:
         if self._log and self._printer:
             self._printer.__exit__(*error)
-            with contextlib.suppress(OSError if error[0] else ()):  # a full disk, which the first error reports
+            with contextlib.suppress(OSError if error[0] else ()):  # the first error reports a full disk already
                 self._log.close()
 
     def start_clock(self) -> None:
-        """Starts the time of the next step: what came before belongs to no step."""
+        """Starts the clock of the next step; earlier time is not counted in any step."""
         self._clock = time.perf_counter()
 
     @contextlib.contextmanager
     def waits_for_data(self) -> Iterator[None]:
         """Measures the body, which takes a batch, as the next step's `data_wait_seconds`."""
         begin = time.perf_counter()
-        # A CPU may compute a small step while it is called: the next call is then no part of this step's time.
+        # On a CPU, a small step may be computed by the time its call returns: its time ends here, not at the next call.
         if self._pending and all(array.is_ready() for array in jax.tree.leaves(self._pending[1])):
             self._ended = begin
         yield
         self._data_wait = time.perf_counter() - begin
 
     def add(self, step: int, metrics: Metrics, tokens: int) -> None:
-        """Takes the metrics of update `step` (from 1), which may still be computed, and records those of the last one.
+        """Queues the metrics of update `step` (from 1), which may still be computing, and records the previous one.
 
-        Its batch has so many `tokens`, rows x T. Raises NonFiniteError if the last update's loss or gradient is not
+        `tokens`: the batch's size, rows x T. Raises NonFiniteError if the previous update's loss or gradient is not
         finite, and `on_nonfinite` is stop, or MAX_SKIPPED consecutive updates were skipped, or the run's last ones; or
-        the update made the weights unusable. Raises UserError if no token of the first steps counts in the loss.
+        if the update made the weights unusable. Raises UserError if no token of the first steps counts in the loss.
         """
         self.flush()
         self._pending = (step, metrics, tokens, self._data_wait)
 
     def flush(self) -> None:
-        """Waits for the step that was added last and records it; raises as `add` does."""
+        """Waits for the queued step and records it; raises as `add` does."""
         if self._pending is None:
             return
         (step, arrays, tokens, data_wait), self._pending = self._pending, None
@@ -117,8 +117,8 @@ class Recorder:
             name for name in user_metrics if name in TRAIN_KEYS or name.startswith(("eval_", *INTERNALS))
         ):
             raise UserError(
-                f"loss={self._keys.loss}: metrics must have names of their own, not {', '.join(taken)}: other figures "
-                f"of metrics.jsonl have these names, or begin with eval_, {', '.join(INTERNALS)}"
+                f"loss={self._keys.loss}: metrics cannot be named {', '.join(taken)}: in metrics.jsonl, these names or "
+                f"those beginning with eval_, {', '.join(INTERNALS)} mean other figures"
             )
         metrics = {name: value.tolist() for name, value in jax.device_get(arrays).items()}
         now = self._ended or time.perf_counter()
@@ -130,7 +130,7 @@ class Recorder:
         else:
             self.skipped += 1
         self._check(step, metrics)
-        rate, flops, peak = tokens / seconds / self._devices, self._flops, self._peak  # rate: of one device
+        rate, flops, peak = tokens / seconds / self._devices, self._flops, self._peak  # rate: tokens/s per device
         mfu = {} if peak is None else {"mfu": rate * flops.causal / peak, "mfu_palm": rate * flops.palm / peak}
         self.last = {
             "step": step,
@@ -151,11 +151,11 @@ class Recorder:
                 self._log.write({"step": step, **{name: value.tolist() for name, value in norms.items()}})
             self._printer.train(self.last)
             if is_empty:
-                self._printer.say(f"step {step}: no update is made, for no token of the batch counts in the loss")
+                self._printer.say(f"step {step}: no update is made because no token of the batch counts in the loss")
             elif self.skipped:
-                self._printer.say(f"step {step}: the update is skipped, for it is not finite")
+                self._printer.say(f"step {step}: the update is skipped because it is not finite")
             elif metrics.get("spike"):
-                self._printer.say(f"step {step}: the update is skipped, for its loss or gradient norm is a spike")
+                self._printer.say(f"step {step}: the update is skipped because of a spike in loss or gradient norm")
         self.recorded = step
 
     def _check(self, step: int, metrics: Entry) -> None:
@@ -163,24 +163,25 @@ class Recorder:
         aborts = {math.isnan(loss): keys.abort_on_nan_loss, math.isinf(loss): keys.abort_on_inf_loss}
         if not metrics["usable"]:
             problem = f"step {step}: the update made weights so large that no layer can be computed with them."
-        elif self.skipped and keys.on_nonfinite == "stop" and aborts.get(True, True):  # the gradient's norm may be why
+        elif self.skipped and keys.on_nonfinite == "stop" and aborts.get(True, True):  # or only the gradient's norm
             numbers = f"loss {loss:g} and gradient norm {metrics['grad_norm']:g}"
             problem = f"step {step}: {numbers} are not both finite. The update was not made."
-            advice = ", or leave such updates out with on_nonfinite=skip"
+            advice = ", or skip such updates with on_nonfinite=skip"
         elif self.skipped == MAX_SKIPPED or (self.skipped and step == self._steps):
-            problem = f"step {step}: the last {self.skipped} updates were skipped, for none was finite."
+            problem = f"step {step}: the last {self.skipped} updates were skipped because none was finite."
         elif self._empty == MAX_SKIPPED or self._empty == step == self._steps:
             raise UserError(
-                f"no token of the first {self._empty} steps counts in the loss, nothing is learned. With use_sft and "
-                "long_documents=truncate, a prompt longer than a row leaves no answer in it: raise max_target_length, "
-                "or use split. A batch_transform may set loss_mask to 0. src.inspect_data shows the rows."
+                f"no token of the first {self._empty} steps counts in the loss, so nothing is learned. With use_sft "
+                "and long_documents=truncate, a prompt longer than a row leaves no room for its answer: raise "
+                "max_target_length, or use split. A batch_transform may set loss_mask to 0. src.inspect_data shows the "
+                "rows."
             )
         else:
             return
         if self.skipped == step:
             raise NonFiniteError(
-                f"{problem} No update was made before, so no learning rate can be why: look at the loss, at the data, "
-                "and at the weights that the run began with."
+                f"{problem} No update was made before, so the learning rate cannot be the cause: check the loss, the "
+                "data, and the initial weights."
             )
         raise NonFiniteError(f"{problem} Try a smaller learning_rate or gradient_clipping_threshold{advice}.")
 
@@ -191,6 +192,6 @@ class Recorder:
             self._printer.evaluation({"step": step, **metrics})
 
     def sync(self) -> None:
-        """Puts every recorded line on disk."""
+        """Forces every recorded line to disk."""
         if self._log:
             self._log.flush()

@@ -1,4 +1,4 @@
-"""Resolves command lines to configurations, Hugging Face models among what they may name."""
+"""Resolves command lines to configurations; they may name Hugging Face models."""
 
 import os
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from src.config.usage import TRAIN, Usage, help_for
 from src.system.errors import UserError, clipped, show
 from src.system.storage_errors import Failure, failure_of
 
-HUB_KEYS = ("model_name", "load_parameters_path", "tokenizer_path")  # they may name a model of the hub
+HUB_KEYS = ("model_name", "load_parameters_path", "tokenizer_path")  # they may name a model on the hub
 
 
 def read_folder(folder: str, tokenizer_only: bool) -> dict[str, Any] | None:
-    """Returns the keys of the model and tokenizer in a Hugging Face folder, or of its tokenizer; None: no model."""
+    """Reads the keys of the model and tokenizer in a Hugging Face folder, or only the tokenizer's; None: no model."""
     if not folder.startswith(HUB):
         if tokenizer_only and not has_tokenizer(Path(folder).expanduser()):
             return {}
@@ -31,7 +31,7 @@ def read_folder(folder: str, tokenizer_only: bool) -> dict[str, Any] | None:
 
 
 def _pinned(config: Config) -> Config:
-    """Names a model of the hub by its commit; a resumed run keeps those that it began with."""
+    """Pins models of the hub to commits; a resumed run keeps the commits that it began with."""
     rules = [rule["path"] for rule in config.load_weights_rules]
     if not any(path.startswith(HUB) for path in [*map(config.get, HUB_KEYS), *rules]):
         return config
@@ -43,7 +43,7 @@ def _pinned(config: Config) -> Config:
 def load(
     argv: Sequence[str] | ConfigDict, notes: list[str] | None = None, *, uses_weights: bool = False, command: str = ""
 ) -> Config:
-    """Returns a command line's configuration, as `src.config.load.load`; raises UserError, OSError for a bad disk."""
+    """Loads a command line's configuration like `src.config.load.load`; raises UserError, or OSError for a bad disk."""
     unread = hints().environment_notes(os.environ) if any(name.startswith("M_") for name in os.environ) else []
     if notes is not None:
         notes += unread
@@ -54,12 +54,12 @@ def load(
         if failure_of(error) is Failure.TRANSIENT:
             raise
         raise UserError(f"cannot read {clipped(str(error.filename))}: {error.strerror}") from None
-    except UserError as error:  # a key that is missed may be among those
+    except UserError as error:  # a key that the user misses may be in an unread variable
         raise UserError("\n".join([str(error), *unread])) from None
 
 
 def of_command(argv: Sequence[str] | ConfigDict, usage: Usage = TRAIN) -> Config | None:
-    """Returns the configuration of a command that needs no JAX, and prints its notes; None for --help alone."""
+    """Loads the configuration of a command that needs no JAX, and prints its notes; None if only --help was given."""
     if (text := help_for(argv, usage)) is not None:
         show(text)
         return None

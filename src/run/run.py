@@ -1,4 +1,4 @@
-"""Surrounds the steps of a training run: its folder, its place in the data, records, evaluations and checkpoints."""
+"""Surrounds the steps of a training run: its folder, its position in the data, metrics, evaluations and checkpoints."""
 
 import contextlib
 import json
@@ -42,8 +42,8 @@ from src.system.imports import optional
 class Run:
     """Surrounds the steps of a run; all processes make the same calls, in this order:
 
-        run = Run(config, exits)  # its folder's name, its step traced; nothing is written
-        run.open(inputs, data, eval_sets)  # its folder is locked, its state restored or made
+        run = Run(config, exits)  # names the folder and traces the step; writes nothing
+        run.open(inputs, data, eval_sets)  # locks the folder, and restores or initializes the state
         run.announce()
         with run:
             for step in run.steps():
@@ -62,7 +62,7 @@ class Run:
     def __init__(
         self, config: Config, exits: contextlib.ExitStack, fields: Mapping[str, jax.ShapeDtypeStruct] = {}
     ) -> None:
-        """`exits` close what the run opens. Batches have `fields` too, which `prepare` adds to this host's rows."""
+        """`exits` closes what the run opens. `fields`: further arrays of a batch, which `prepare` adds to its rows."""
         self.config, self._exits = config, exits
         self.prepare: Callable[[RowArrays], RowArrays] = lambda rows: rows
         self.folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
@@ -90,16 +90,17 @@ class Run:
         self.rows = host_rows(self._place["tokens"], (self.built.rows, config.max_target_length))
         self.evaluators: Sequence[Evaluator] = ()
         self.generated: Any = None  # `DecodeMetrics`
-        self.eval_metrics: dict[str, float] = {}  # of the last evaluation
+        self.eval_metrics: dict[str, float] = {}  # from the last evaluation
         self._has_begun = False
         self.stopped_by = 0  # the signal that ended the run early; 0: none
 
     # ---- Before the first step
 
     def open(self, inputs: InputSpec, data: TrainData, eval_sets: Sequence[EvalSet], **facts: Any) -> None:
-        """Locks the run's folder; finds its state and its place in the data of this fingerprint and `facts`.
+        """Locks the run's folder; restores its state and its position in the data, or initializes them.
 
-        Raises UserError as `starting_state`, if the folder can't be written, or if another process trains in it.
+        `facts` are added to the data's fingerprint, which must match the checkpoint's. Raises UserError as
+        `starting_state`, if the folder can't be written, or if another process trains in it.
         """
         config, folder = self.config, self.folder
         self.inputs, self.data, self.eval_sets = inputs, data, eval_sets
@@ -109,7 +110,7 @@ class Run:
         check_same(self._fingerprint, "data or code", "the same files, functions, tokenizer and keys")
         self._exits.enter_context(in_run_folder(folder.path))
         folder.check_writable()
-        folder.lock()  # before anything of it is read that another process may change
+        folder.lock()  # before reading files in it that another process may change
         checkpoints, keep = folder.path / "checkpoints", config.max_num_checkpoints_to_keep
         self._checkpointer = Checkpointer(checkpoints, max_to_keep=keep, async_save=config.async_checkpointing)
         self._exits.callback(self._checkpointer.close)
@@ -130,7 +131,7 @@ class Run:
             begun = "the run" if start.resumed else "the checkpoint of load_full_state_path"
             raise UserError(f"steps={config.steps} is already reached: {begun} is at step {self.done}. Raise steps.")
         if start.resumed:
-            with contextlib.suppress(UserError):  # environment.json is malformed, and is written again
+            with contextlib.suppress(UserError):  # a malformed environment.json is written again
                 old, new = read_environment(folder.path), environment()
                 other = [f"{name} {old[name]} -> {new[name]}" for name in new if old.get(name, new[name]) != new[name]]
                 if other:
@@ -140,11 +141,11 @@ class Run:
         self.finished = ending(config, self.done, start.eval_loss)
 
     def is_over(self) -> bool:
-        """Returns whether nothing is left to do, as in a restart loop, or after a kill at the end."""
+        """Tells whether nothing is left to do, as in a restart loop or after a kill at the end."""
         return bool(self.finished) and not self.start.evaluation_due
 
     def announce(self, **replaced: str) -> None:
-        """Prints the header, in which some names have other values than `run_header` gives them."""
+        """Prints the header, with the values of `run_header` except those in `replaced`, and the messages so far."""
         self._header = []
         if self._is_writer:
             header = run_header(
@@ -163,7 +164,7 @@ class Run:
         say(self.start.messages)
 
     def evaluate_by(self, eval_step: jax.stages.Wrapped) -> None:
-        """Has each evaluation set evaluated by `eval_step`."""
+        """Creates an evaluator for each evaluation set; they call `eval_step`."""
         positions = self.start.eval_position
         self.evaluators = [
             Evaluator(
@@ -195,7 +196,7 @@ class Run:
             schedule=self.schedule,
             first_step=self.done,
         )
-        self._exits.callback(batches.close)  # not before the report, as it waits for rows that are being made
+        self._exits.callback(batches.close)  # after the report, because it waits for rows that are being prepared
         self._batches = batches
         self.recorder = self._open_log()
         sources = [each.source for each in self.evaluators]
@@ -244,13 +245,13 @@ class Run:
             self._saver.finish()  # while signals are still caught
 
     def _open_log(self) -> Recorder:
-        """Writes config.yml and environment.json; returns what records steps, and in process 0 prints them.
+        """Writes config.yml and environment.json; returns the recorder of steps, which prints them in process 0.
 
-        Metrics of an earlier start, of which no checkpoint is left, are set aside.
+        Metrics of an earlier start that left no checkpoint are set aside.
         """
         config, folder, due = self.config, self.folder, self.start.evaluation_due
         if not self.start.resumed and (aside := folder.set_aside("metrics.jsonl")):
-            say([f"no checkpoint of an earlier start is here to go on from; its metrics are in {aside}"])
+            say([f"an earlier start left no checkpoint to resume from; its metrics are in {aside}"])
         folder.write_text("config.yml", configuration.to_yaml(config))
         log = printer = None
         if self._is_writer:
@@ -283,18 +284,18 @@ class Run:
         with self.recorder.waits_for_data(), self._preemption.waits_for_data():
             batch = next(self._batches)
         if self.schedule.changes_at(self.done):
-            self.recorder.flush()  # the step is compiled again, in its own time and not in that of the last one
+            self.recorder.flush()  # so that the time to compile again is not counted in the last step
             self._watchdog.pause()
         self._in_step = self._profile.step(self.done, self.state)
         self._in_step.__enter__()
         return batch
 
     def to_devices(self, batch: HostBatch) -> Batch:
-        """Returns the global batch that has this host's rows."""
+        """Assembles the global batch on the devices from each host's rows."""
         return to_global(self.prepare(batch.arrays), self._place, batch.rows, self.schedule.size(self.done))
 
     def record(self, state: TrainState, metrics: Metrics, batch: HostBatch) -> None:
-        """Takes a step's results, which may still be computed; raises as `Recorder.add`, for the step before."""
+        """Takes a step's results, which may still be computing; raises as `Recorder.add`, for the step before."""
         size = self.schedule.size(self.done)
         if self.config.use_sft:
             cuts = to_global(batch.cuts, self.plan.layout.sharding(("batch", None)), batch.rows, size)
@@ -308,19 +309,19 @@ class Run:
         if self._narrow:
             say(self._narrow.after(done, state))
         self._watchdog.step(done, self._rows_taken, batch.stream_positions)
-        if self._preemption.reached(done) and done < config.steps:  # else nothing is left to resume
-            self.stopped_by = self._preemption.signal or signal.SIGTERM  # 0: another process got it
+        if self._preemption.reached(done) and done < config.steps:  # after the last step, nothing is left to resume
+            self.stopped_by = self._preemption.signal or signal.SIGTERM  # 0: another process received it
             if self._tracking:
                 self._tracking.stopped_by = self.stopped_by
                 self._tracking.lacks_evaluation = self._evaluation_due
         self.finished = ending(config, done, None)
 
     def saves(self) -> bool:
-        """Returns whether the state is to be saved: before an evaluation, as that may fail."""
+        """Tells whether to save the state. Save before evaluating, because an evaluation may fail."""
         return bool(self.done % self.config.checkpoint_period == 0 or self.stopped_by or self.done == self.config.steps)
 
     def evaluates(self) -> bool:
-        """Returns whether the state is to be evaluated; a run that is asked to end leaves that to its next start."""
+        """Tells whether to evaluate the state; after a signal to end, the next start evaluates it instead."""
         return self._evaluation_due and not self.stopped_by
 
     def save(self) -> None:
@@ -329,7 +330,7 @@ class Run:
         self._saver.save()
 
     def evaluate(self) -> None:
-        """Evaluates the state. If its losses are low enough, the run is finished, and the state is saved."""
+        """Evaluates the state. If all losses reach `target_eval_loss`, saves the state and finishes the run."""
         self._pause()
         metrics: dict[str, float] = {}
         for each in self.evaluators:
@@ -348,7 +349,7 @@ class Run:
             self._saver.save()
 
     def _pause(self) -> None:
-        """Records the last step, and stops its clock."""
+        """Records the last step and pauses the watchdog; `steps` starts both clocks again."""
         self.recorder.flush()
         self._watchdog.pause()
         self._is_paused = True
@@ -356,10 +357,10 @@ class Run:
     # ---- After the last step
 
     def conclude(self, config: Config | None = None) -> Result:
-        """Says how the run ended, and writes the report; of a finished run, also a sample, and commands for its model.
+        """Prints how the run ended and writes the report; if it finished, also a sample, and commands for its model.
 
-        Those are of `config`, if it is another one. Returns the result; of a run that was over before, with the metrics
-        that a process with a report knows.
+        Pass `config` to use another one for the sample and the commands. The result of a run that was over before has
+        the metrics of its report, in the process that writes it.
         """
         config, folder, tokenizer = config or self.config, self.folder, self.inputs.tokenizer
         if not self._has_begun:
@@ -368,10 +369,10 @@ class Run:
         elif self.stopped_by:
             note = describe_latest(folder.path)
             if latest_step(folder.path) is not None:
-                note += f"; the same command, run_name={folder.name}, goes on from it"
+                note += f"; run the same command with run_name={folder.name} to resume"
             name = "Ctrl-C" if self.stopped_by == signal.SIGINT else "SIGTERM"
             say([f"stopped by {name} after step {self.done}; {note}"])
-        elif self.done < config.steps or not self.recorder.last:  # by target_eval_loss, or in an earlier start
+        elif self.done < config.steps or not self.recorder.last:  # target_eval_loss, or an earlier start reached steps
             say([f"finished: {self.finished}."])
         if config.sample_length and tokenizer and not self.stopped_by:
             self._write_sample(config)
@@ -381,7 +382,7 @@ class Run:
         if config.enable_checkpointing and not (self.stopped_by or config.quiet):
             say(next_commands(folder.path, tokenizer, config))
         metrics, eval_metrics = self.recorder.last if self._has_begun else {}, self.eval_metrics
-        if self._report and not metrics:  # made in an earlier start
+        if self._report and not metrics:  # an earlier start made all steps
             metrics, last_eval = dict(self._report.history.last_train), self._report.history.last_eval
             eval_metrics = {key: last_eval[key] for key in last_eval if key != "step"}
         return Result(self.state, metrics, eval_metrics, self.stopped_by)
@@ -389,7 +390,7 @@ class Run:
     def _write_sample(self, config: Config) -> None:
         completion = optional("generation.completion")
         if completion is None:
-            say(["no sample is made: src/extras/generation is not here"])
+            say(["no sample is generated: src/extras/generation is missing"])
             return
         settings = config.decoding, config.max_target_length, self.plan, self.state.weights, self.inputs.tokenizer
         text = printable(completion.sample(*settings))

@@ -1,4 +1,4 @@
-"""Saves the state of a run, also after an error between two steps."""
+"""Saves the state of a run, including after an error between two steps."""
 
 import contextlib
 import json
@@ -25,11 +25,11 @@ from src.step.state import TrainState
 from src.system import job
 from src.system.errors import UserError, say
 
-KEPT_EVALUATIONS = 10  # so that a run which falls back to an older checkpoint need not repeat its evaluation
+KEPT_EVALUATIONS = 10  # so that a run that falls back to an older checkpoint need not repeat its evaluation
 
 
 class Saver:
-    """Saves the state after the last step; all processes make the same calls."""
+    """Saves the state after the last step; all processes must make the same calls."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Saver:
         data: TrainData,
         eval_sources: list[Source | RowSource],
     ) -> None:
-        """Takes which `rows` of a global batch are this host's, and the `fingerprint` of the data."""
+        """`rows`: the indices of this host's rows in a global batch. `fingerprint`: the data's fingerprint."""
         self._enabled, self._folder, self._built, self._rows = checkpoint.enable_checkpointing, folder, built, rows
         self._checkpointer, self._recorder = checkpointer, recorder
         self.meta = saved_meta(built.plan, checkpoint, fingerprint, tokenizer)  # of every checkpoint
@@ -55,17 +55,17 @@ class Saver:
         self._checked = [*data.sources, *eval_sources * bool(evaluation.target_eval_loss)], eval_sources
         self._done, self._state = int(start.state.step), start.state
         self._saved = self._done if start.resumed else -1
-        self._evaluated: dict[str, Any] = {}  # what came of the evaluation of this state
+        self._evaluated: dict[str, Any] = {}  # the results of this state's evaluation
 
     def reached(self, done: int, state: TrainState, batch: HostBatch, **meta: Any) -> None:
-        """Takes the state after a step, its batch, and what else its checkpoint says."""
+        """Takes the state after a step, its batch, and further `meta` for its checkpoint."""
         self._done, self._state, self._batch, self._evaluated = done, state, batch, {}
         self.meta |= meta
 
     def save(self) -> None:
-        """Saves the state, once; not while updates are skipped because they are not finite.
+        """Saves the state once, except while updates are skipped because they are not finite.
 
-        Raises UserError instead if the data changed, from which the last steps may have learned.
+        Raises UserError instead if the data has changed, because the last steps may have learned from the changed data.
         """
         if self._saved == self._done or self._recorder.skipped or not self._enabled:
             return
@@ -90,13 +90,13 @@ class Saver:
         self.finish()
 
     def finish(self) -> None:
-        """Waits until what was saved is on disk."""
+        """Waits until all checkpoints are on disk."""
         say(self._checkpointer.finish())
 
     def evaluated(self, loss: float | None, position: Mapping[str, Any] | None) -> None:
-        """Takes the loss of this state, and where rolling sets go on; notes them beside its checkpoint if it has one.
+        """Takes the loss of this state and the next position of rolling sets; stores them with the state's checkpoint.
 
-        A run that is killed before that makes the evaluation again when it is resumed.
+        A run that is killed before that repeats the evaluation when it is resumed.
         """
         if position is not None:
             self.meta["eval_position"] = position
@@ -109,27 +109,27 @@ class Saver:
             self._folder.write_text(f"checkpoints/{EVALUATIONS}", json.dumps(newest))
 
     def _sync(self) -> None:
-        """Puts all metrics on disk, or on the store, before a checkpoint or an evaluation says that they are there."""
+        """Forces all metrics to disk, or to the store, before a checkpoint or an evaluation that follows them."""
         self._recorder.sync()
         self._folder.sync()
 
     def after(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Answers an error that ended the steps, as `__exit__` would: saves the state if that is good.
+        """Handles an error that ended the steps, with the arguments of `__exit__`: saves the state if it is good.
 
-        After a NonFiniteError the checkpoints whose weights have not given a finite loss are renamed.
+        After a NonFiniteError, renames the checkpoints whose weights have not produced a finite loss.
         """
         if isinstance(error, NonFiniteError):
             names = self._checkpointer.quarantine_nonfinite(self._recorder.last_finite)
             aside = f" The newest one, which led to this, is kept as {', '.join(names)}." if names else ""
             note, has_one = describe_latest(self._folder.path), latest_step(self._folder.path) is not None
-            goes_on = ", and the run goes on from it." if has_one else "."
+            goes_on = ", and the run resumes from it." if has_one else "."
             raise UserError(f"{error} {note[0].upper()}{note[1:]}{goes_on}{aside}") from None
         if isinstance(error, Exception) and trace:
-            with contextlib.suppress(Exception):  # the error that came first is reported
+            with contextlib.suppress(Exception):  # the first error is the one to report
                 self._save_after(error, f"{self._done} {trace.tb_lineno}")
 
     def _save_after(self, error: Exception, place: str) -> None:
-        """Saves the state, if it is good and all processes of the job have failed at this place; has the error say so.
+        """Saves the state if it is good and all processes of the job have failed at `place`; adds a note to the error.
 
         A process that waits for the others in a step or in an evaluation can't save.
         """
@@ -144,4 +144,6 @@ class Saver:
         self.finish()
         if self._saved == self._done:
             at = f"step {self._done} is saved in {self._folder.path}"
-            error.kept_checkpoint = f"the state after {at}: the same command, run_name={self._folder.name}, goes on"
+            error.kept_checkpoint = (
+                f"the state after {at}: run the same command with run_name={self._folder.name} to resume"
+            )

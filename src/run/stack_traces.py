@@ -1,4 +1,4 @@
-"""Writes all threads' stacks now and then, on SIGUSR1 and on a crash (`collect_stack_trace`)."""
+"""Writes all threads' stacks at an interval, on SIGUSR1 and on a crash (`collect_stack_trace`)."""
 
 import contextlib
 import faulthandler
@@ -20,12 +20,12 @@ _TRACES = Path("/tmp/debugging")
 def written(keys: Diagnostics) -> Iterator[None]:
     """Writes the stacks while the body runs; raises UserError if they cannot be written."""
     if any(thread.name == "cloud-tpu-diagnostics" for thread in threading.enumerate()):
-        raise UserError("collect_stack_trace=true, but traces of this process's last run still end: start another one")
+        raise UserError("collect_stack_trace=true, but this process's last run is closing its traces: start another")
     with contextlib.ExitStack() as exits:
         out = usr1 = sys.stderr
         if keys.stack_trace_to_cloud:
-            # Processes of one host may start in the same second and, in containers, have the same pid. Each has two
-            # files, as the timer and the package's signal come at the same time.
+            # Processes of one host may start in the same second and, in containers, have the same pid. Each writes two
+            # files, because the timer and the package's signal fire at the same time.
             name = f"{time.strftime('stack_trace_%Y_%m_%d_%H_%M_%S')}_{os.getpid()}_{time.time_ns() % 10**9:09}"
             try:
                 _TRACES.mkdir(parents=True, exist_ok=True)
@@ -46,16 +46,16 @@ def written(keys: Diagnostics) -> Iterator[None]:
 
 
 def _begin_cloud_tpu_diagnostics(interval: int, exits: contextlib.ExitStack) -> None:
-    """Has the package write the main thread's stack at SIGUSR1, and send that at the interval; `exits` end it."""
+    """Has the package write the main thread's stack on SIGUSR1, which it sends at the interval; `exits` end it."""
     from cloud_tpu_diagnostics import configuration, diagnostic
 
     traces = configuration.stack_trace_configuration.StackTraceConfig(True, True, interval)
     debug = configuration.debug_configuration.DebugConfig(traces)
     context = diagnostic.diagnose(configuration.diagnostic_configuration.DiagnosticConfig(debug))
-    signal.signal(signal.SIGUSR1, lambda *_: None)  # before and after: what its thread sends must not end the process
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # before and after: the package's signal must not end the process
     exits.callback(signal.signal, signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
-    context.__enter__()  # left in a thread, as it waits for the interval to end
+    context.__enter__()  # exited in a thread, because exiting waits for the interval to end
     exits.callback(threading.Thread(None, context.__exit__, "cloud-tpu-diagnostics", (None,) * 3, daemon=True).start)
-    # It registers with faulthandler beneath its own handler, where another registration would not be called.
+    # It registers with faulthandler below its own handler, so another registration would not be called.
     faulthandler.unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))

@@ -1,4 +1,4 @@
-"""Says in words what was chosen for a run, before its first step, and which commands use its model, after its last."""
+"""Describes a run's settings and data before its first step, and the commands that use its model after its last."""
 
 import datetime
 import os
@@ -23,12 +23,12 @@ from src.step.optimizer_rules import describe_rules
 from src.system.errors import UserError, counted, from_here, show
 
 _DOCUMENTS_LOOKED_AT = 8  # of each source
-_FEW_OF_ROW, _MANY_STEPS = 3, 100  # documents that a row reads in a run; a short trial mixes few anyway
-_FEW = 0.03  # of a source's documents: if no more are cut, the header does not mention it
+_FEW_OF_ROW, _MANY_STEPS = 3, 100  # warn if a row reads fewer documents in a run of at least this many steps
+_FEW = 0.03  # the header mentions cut documents if they exceed this share of a source
 
 
 def print_header(rows: Iterable[tuple[str, str]]) -> None:
-    """Prints names and values in two columns, aligning a value's further lines under its first."""
+    """Prints names and values in two columns; further lines of a value are aligned under its first."""
     rows = list(rows)
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
@@ -45,18 +45,18 @@ def run_header(
     first_step: int,
     software: Mapping[str, str],
 ) -> list[tuple[str, str]]:
-    """Returns everything that was chosen for this run, by name, so that a user need not guess."""
+    """Describes every setting that this run uses, including those chosen automatically, as names and values."""
     plan, tokenizer = built.plan, inputs.tokenizer
     flops = flops_per_token(plan.spec, config.max_target_length)
     weights = plan.split(plan.shapes)
     trained = f"{sum(leaf.size for leaf in jax.tree.leaves(weights.trainable)):,} parameters"
     trained += f", with adapters of rank {plan.step.lora_rank}" if plan.step.lora_rank else ""
     by_rule = describe_rules(plan.step, plan.rules, weights.trainable)
-    packed = "packed, none cut that fits a row" if config.use_sft else "packed"
+    packed = "packed, cutting none that fits a row" if config.use_sft else "packed"
     in_order = all(is_stream(source) and not source.shuffles for source in data.sources)
-    order = "as the stream has them" if in_order else f"shuffled by seed {config.data_shuffle_seed}"
+    order = "the stream's order" if in_order else f"shuffled by seed {config.data_shuffle_seed}"
     order += f", {packed if config.packing else 'a document per row'}"
-    loss = [config.loss, "in evaluations next_token_loss"] if config.loss else []
+    loss = [config.loss, "next_token_loss in evaluations"] if config.loss else []
     loss += [f"in {tiles} tiles (num_vocab_tiling)"] if (tiles := plan.step.num_vocab_tiling) > 1 else []
     compiled = "compiled by this run" + (f" by the profile {config.pgle_profile}" if config.pgle_profile else "")
     compiled = f"loaded from {file}" if (file := config.compiled_trainstep_file) else compiled
@@ -91,7 +91,7 @@ def run_header(
         ("layers", f"{'scanned' if plan.execution.scan_layers else 'unrolled'} (scan_layers={config.scan_layers})"),
         ("loss", ", ".join(loss)),
         ("recomputed", f"remat_policy {config.remat_policy}"),
-        ("train step", compiled + ", that of each smaller batch when it comes" * bool(ramp)),
+        ("train step", compiled + ", and for each smaller batch when it begins" * bool(ramp)),
         ("data", "\n".join(about_data)),
         ("evaluation", "\n".join(map(describe_eval_set, eval_sets))),
         ("tokenizer", describe_tokenizer(config.tokenizer_type, tokenizer)),
@@ -106,27 +106,27 @@ def run_header(
 
 
 def dates(folder: RunFolder, first_step: int) -> dict[str, str]:
-    """Returns when the run was started first and last, for the report."""
+    """Returns the times of the run's first and last start, for the report."""
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     try:
         before = read_environment(folder.path) if first_step else {}
         return {"started": str(before["started"]), "started again": now}
-    except (UserError, KeyError):  # it is written anew
+    except (UserError, KeyError):  # environment.json is written again
         return {"started": now}
 
 
-# ---- The data, in words
+# ---- Descriptions of the data
 
 
 def describe_tokenizer(kind: str, tokenizer: Tokenizer | None) -> str:
-    """Returns the kind of a tokenizer, its size, and why its ids may not be transformers'."""
+    """Describes a tokenizer: its kind and size, and why its ids may differ from transformers'."""
     if not tokenizer:
         return "none"
     return f"{kind}, {'; '.join(filter(None, [f'{tokenizer.vocab_size:,} ids', tokenizer.caveat]))}"
 
 
 def describe_data(specs: Sequence[DatasetSpec], data: TrainData) -> list[str]:
-    """Returns a line for each source: its type, where it is from, how much it has, and its share of the rows."""
+    """Describes each source in a line: its type, location and size, and its share of the rows."""
     lines = []
     for spec, source, weight in zip(specs, data.sources, data.weights, strict=True):
         place = " ".join(filter(None, (spec.dataset_name, spec.dataset_path, spec.dataset_factory)))
@@ -139,7 +139,7 @@ def describe_data(specs: Sequence[DatasetSpec], data: TrainData) -> list[str]:
 
 
 def describe_eval_set(data: EvalSet) -> str:
-    """Returns a line for an evaluation set: what it is, and how much of it an evaluation takes."""
+    """Describes an evaluation set in a line: its source, and how much of it an evaluation reads."""
     facts = data.source.fingerprint()
     part = f"{facts['part']}: " if "part" in facts else f"{facts['type']}: "
     taken = "one epoch" if data.steps == -1 else f"{data.steps:,} batches"
@@ -147,14 +147,14 @@ def describe_eval_set(data: EvalSet) -> str:
 
 
 def amount(source: Source | RowSource) -> str:
-    """Returns how much data a source has, in words, and how many of its documents are cut, if they are not few."""
+    """Describes how much data a source has, and the share of cut documents if it exceeds `_FEW`."""
     if is_stream(source):
         order = "shuffled in windows" if source.shuffles else "in its own order"
-        return f"a stream for each host, {order}: a run goes on with {counted(jax.process_count(), 'host')} alone"
+        return f"a stream for each host, {order}: a run can only resume with {counted(jax.process_count(), 'host')}"
     if isinstance(source, RowSource):
         return f"{counted(source.row_count, 'row')} per epoch" if source.row_count else "random tokens"
     count, cut = len(source), 0.0
-    if (keys := source.document_keys()) is not None:  # equal for the pieces of a document, which follow each other
+    if (keys := source.document_keys()) is not None:  # equal for consecutive pieces of a document
         pieces = np.diff(np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1], [True]])))
         count, cut = len(pieces), float((pieces > 1).mean())
     share = f"{cut:.0%} of them " * (cut < 1)
@@ -169,14 +169,14 @@ def _describe_conversations(inputs: InputSpec, data: TrainData) -> str:
 
 
 def few_documents(inputs: InputSpec, data: TrainData, rows: int, steps: int) -> list[str]:
-    """Says which sources have fewer documents than rows, or so long ones that a row reads few in the whole run."""
+    """Lists the sources that have fewer documents than rows, or documents so long that a row reads few in the run."""
     lines, tokens, spreads = [], steps * inputs.batch.max_target_length, inputs.rules > 1 and not inputs.data.use_sft
     for name, source, weight in zip(data.names, data.sources, data.weights, strict=True):
-        if rows_per_epoch(inputs, source) is not None:  # each row is an item of its own
+        if rows_per_epoch(inputs, source) is not None:  # each row is one item
             continue
         count, stream, of = len(source), DocumentStream(inputs, source, name), f"{name}: " * bool(name)
         if count < rows:
-            where = ": rows that share one begin at different places of it" * spreads
+            where = ": rows that share one begin at different places in it" * spreads
             lines.append(f"{of}{counted(count, 'document')} for {rows:,} rows{where}")
         looked_at = [stream.documents(ordinal) for ordinal in range(min(count, _DOCUMENTS_LOOKED_AT))]
         size = max(np.mean([sum(len(each.ids) - 1 for each in documents) for documents in looked_at]), 1)
@@ -188,33 +188,33 @@ def few_documents(inputs: InputSpec, data: TrainData, rows: int, steps: int) -> 
     return lines
 
 
-# ---- What to do with its model
+# ---- After the last step
 
 
 def ending(config: Config, step: int, eval_loss: float | None) -> str:
-    """Returns why a run is finished at this step, by its evaluation there if there was one; empty where it is not."""
+    """Explains why a run is finished at this step, given its evaluation there, if any; empty if it is not finished."""
     if eval_loss is not None and eval_loss <= config.target_eval_loss:
         target = f"target_eval_loss={config.target_eval_loss:g}"
-        return f"eval_loss {eval_loss:.4f} after step {step} reached {target}. To go on, set that to less, or to 0"
-    return f"this run has made its {config.steps} steps. To go on, raise steps" if step == config.steps else ""
+        return f"eval_loss {eval_loss:.4f} after step {step} reached {target}. To continue, lower it or set it to 0"
+    return f"this run has made its {config.steps} steps. To continue, raise steps" if step == config.steps else ""
 
 
 def next_commands(folder: os.PathLike[str], tokenizer: Tokenizer | None, config: Config) -> list[str]:
-    """Returns a line for each command that would work with a run: to ask the model, to measure it, to export it."""
-    if jax.process_count() > 1:  # a mesh of several hosts may not fit one
+    """Lists the commands that work with this run, one per line: to ask the model, measure it, and export it."""
+    if jax.process_count() > 1:  # the mesh of several hosts may not fit on one
         return []
     run, python = from_here(folder), from_here(sys.executable)
-    devices = jax.config.jax_num_cpu_devices  # virtual devices, which the run's mesh consists of
+    devices = jax.config.jax_num_cpu_devices  # the virtual devices of the run's mesh
     environment = f"JAX_NUM_CPU_DEVICES={devices} " if devices > 1 else ""
     commands = {}
     if tokenizer:
         chats = config.use_sft and tokenizer.chat_template
-        # What a model of other data than Python's source begins with is for the user to say.
+        # The default prompt suits only the default data, Python's source: otherwise let the user type one.
         own_data = config.dataset_path or config.datasets or config.dataset_type != "text"
         asks = chats or (own_data and config.prompt == KEYS["prompt"].default)
         arguments = ["interactive=true"] if asks else [f"prompt={config.prompt}"]
         commands["ask it"] = ["src.decode", run, *arguments, *["use_chat_template=true"] * bool(chats)]
-    if config.eval_interval > 0:  # otherwise nothing was held out, and the model was trained on all of the data
+    if config.eval_interval > 0:  # otherwise the model was trained on all of the data
         commands["measure it"] = ["src.evaluate", run]
     if "://" not in run:
         commands["export it"] = ["src.convert", "to-hf", run, os.path.join(run, f"hf-{config.steps}")]

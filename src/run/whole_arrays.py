@@ -1,4 +1,4 @@
-"""Reports the weights and optimizer state that every device has whole, if they take much of its memory."""
+"""Reports the weights and optimizer state that every device holds whole, if they take much of its memory."""
 
 import math
 from collections import Counter
@@ -14,9 +14,9 @@ SHARE = 0.05  # of a device's memory
 
 
 def whole_arrays(state: Any, layout: Layout) -> Counter[str]:
-    """Returns the bytes on a device of arrays that no axis of `_row_axes` shards, by their weights' names.
+    """Sums the bytes on a device of arrays that no axis of `_row_axes` shards, by their weights' names.
 
-    `state` is a pytree of arrays with shardings, in which weights lie in nested dicts by name.
+    `state` is a pytree of arrays with shardings, with the weights in nested dicts by name.
     """
     axes, sizes = _row_axes(layout), Counter[str]()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -28,7 +28,7 @@ def whole_arrays(state: Any, layout: Layout) -> Counter[str]:
 
 
 def whole_lines(plan: StepPlan, state: TrainState, capacity: int | None) -> list[str]:
-    """Returns what to tell a user of arrays that are whole on each device of `capacity` bytes (None: not known)."""
+    """Describes the arrays that are whole on each device, whose memory is `capacity` bytes (None: unknown)."""
     layout, lines = plan.layout, []
     if any(layer.attention_type == "mla" for layer in plan.spec.layers):
         from src.model.latent_attention import undivided_latents
@@ -43,13 +43,13 @@ def whole_lines(plan: StepPlan, state: TrainState, capacity: int | None) -> list
         largest = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sizes.most_common(4))
         lines.append(
             f"{total / 2**30:.2f} GiB of weights and optimizer state, {total / capacity:.0%} of a device's memory, are "
-            f"whole on every device along {', '.join(_row_axes(layout))}, the largest {largest}: shard a dim of theirs "
+            f"whole on every device along {', '.join(_row_axes(layout))}, the largest {largest}: shard a dim of each "
             "(logical_axis_rules), or raise ici_fsdp_parallelism"
         )
     return lines
 
 
 def _row_axes(layout: Layout) -> list[str]:
-    """Returns the mesh axes of several devices that have other tokens; if there are none, all of several devices."""
+    """Returns the mesh axes longer than 1 that split the tokens; if there are none, all axes longer than 1."""
     axes = [name for name, size in layout.mesh.shape.items() if size > 1]
     return [name for name in axes if name in layout.rules["batch"] + layout.rules["length"]] or axes

@@ -1,4 +1,4 @@
-"""Computes digests of the code that users write and name as module:function, so that a run notices its changes."""
+"""Computes digests of users' code, which they name as module:function, so that a run notices changes in it."""
 
 import ast
 import contextlib
@@ -16,14 +16,14 @@ from src.system.user_code import load_function
 
 
 def code_digests(name: str, key: str) -> dict[str, str]:
-    """Returns a digest of each module of a user's code: the module in `name`, the value of `key`, and all it imports.
+    """Computes a digest of each module of a user's code: the module in `name`, the value of `key`, and all its imports.
 
-    It may import a module at its top, in a function, or through another one. Installed packages, Python's library and
-    MinText are left out. Raises UserError as `load_function`.
+    Imports count at the top of a module, in functions, and through other modules. Installed packages, Python's library
+    and MinText are left out. Raises UserError as `load_function`.
     """
     load_function(name, key)
     modules, found = [name.partition(":")[0]], dict[str, str]()
-    for module in modules:  # more are added meanwhile
+    for module in modules:  # the loop appends to it
         package = module.rpartition(".")[0]
         imported = () if found else (vars(sys.modules[module]).get(fact) for fact in ("__file__", "__loader__"))
         file, loader = imported or _user_file(module)
@@ -37,7 +37,7 @@ def code_digests(name: str, key: str) -> dict[str, str]:
 
 
 def _imports(code: ast.AST, package: str) -> Iterator[str]:
-    """Yields the modules that code in a package may import; what it imports from a module may be one too."""
+    """Yields the modules that code in a package may import; a name imported from a module may be a module itself."""
     for node in ast.walk(code):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -47,11 +47,11 @@ def _imports(code: ast.AST, package: str) -> Iterator[str]:
 
 
 def _user_file(module: str) -> tuple[str | None, Any]:
-    """Finds the file of a module that is neither installed nor a part of Python or MinText, and what reads it."""
+    """Finds the file and the loader of a module that is neither installed nor a part of Python or MinText."""
     library = re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}|.*(site|dist)-packages")
     folders = [each for each in map(str, sys.path) if not library.match(each) and module.partition(".")[0] != "src"]
     parents = module.split(".")[:-1]
-    # A .zip on the path has a finder too. Python's own for "" is that of the folder it was made in.
+    # A .zip on the path has a finder too. Python caches its finder for "", so it may look in another folder.
     finders = filter(None, (pkgutil.get_importer(os.path.join(each or os.getcwd(), *parents)) for each in folders))
     specs = filter(None, (finder.find_spec(module) for finder in finders))
     return next(((spec.origin, spec.loader) for spec in specs if (spec.origin or "").endswith(".py")), (None, None))

@@ -1,4 +1,4 @@
-"""Defines the errors whose message is all that a user needs, exit codes, and how messages are worded and printed."""
+"""Defines errors that are reported by their message only, exit codes, and helpers to word and print messages."""
 
 import difflib
 import os
@@ -18,54 +18,54 @@ class TransientError(Exception):
 
 
 class MissingExtra(UserError, ModuleNotFoundError):
-    """Reports that a folder of `src/extras/` has been deleted, and is needed."""
+    """Reports that a folder of `src/extras/` is needed but has been deleted."""
 
     def __init__(self, module: str) -> None:
         names = module.split(".")[:3]
         folder = f"src/{'/'.join(names[1:])}"
-        super().__init__(f"this needs {folder}, which is not here: restore it from git")
+        super().__init__(f"this needs {folder}, which is missing: restore it from git")
 
 
 # Exit codes.
 FAULT = 1
 MISTAKE = 2
-TRY_AGAIN = 75  # sysexits.h, EX_TEMPFAIL: schedulers tell it from a mistake and a fault
+TRY_AGAIN = 75  # EX_TEMPFAIL in sysexits.h: schedulers can distinguish it from a mistake and a fault
 INTERRUPTED = 130  # as shells report Ctrl-C
 BROKEN_PIPE = 141  # as shells report SIGPIPE
 
-# Categories of characters that a terminal obeys: controls, marks of direction, surrogates, separators of lines.
+# Unicode categories of characters that a terminal obeys: controls, direction marks, surrogates, line separators.
 _OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
-_HARMLESS = "\n\t\u200c\u200d\u00ad"  # joiners of letters and of emoji, and the soft hyphen, among them
-MAX_LISTED = 5  # items of a list in a message
+_HARMLESS = "\n\t\u200c\u200d\u00ad"  # includes the joiners of letters and emoji, and the soft hyphen
+MAX_LISTED = 5  # the number of items that a message lists
 
 
 def printable(text: str) -> str:
-    """Replaces control characters, which a terminal would obey and which any file or name may contain, by U+FFFD."""
+    """Replaces control characters by U+FFFD: any file or name may contain them, and a terminal would obey them."""
     return "".join("\ufffd" if unicodedata.category(x) in _OBEYED and x not in _HARMLESS else x for x in text)
 
 
 def show(text: str, file: TextIO | None = None) -> None:
-    """Prints a line or several for the user, to `file` or the output, as a terminal may show it."""
+    """Prints text for the user to `file` or stdout, without control characters."""
     print(printable(as_installed(text)), file=file, flush=True)
 
 
 def say(lines: Iterable[str]) -> None:
-    """Prints lines, from one process of the job."""
+    """Prints lines from only one process of the job."""
     import jax
 
-    # Which of its processes this is has JAX look for devices: no command does so for a line.
+    # `process_index` makes JAX search for devices, which printing a line should not do.
     if not jax.distributed.is_initialized() or jax.process_index() == 0:
         for line in lines:
             show(line)
 
 
 def clipped(text: str, limit: int = 2000) -> str:
-    """Returns `text` without its middle where it is longer than `limit` characters."""
+    """Cuts out the middle of `text` if it is longer than `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit * 3 // 4]} ... {text[-limit // 4 :]}"
 
 
 def first_few(items: Iterable[str], separator: str = ", ", near: str = "") -> str:
-    """Returns the first five of a list, "and 7 more" if it has more; with `near`, those most similar to it first."""
+    """Joins the first five items, then "and 7 more" if there are more; `near`: put the most similar items first."""
     items = list(items)
     if near:
         items.sort(key=lambda item: difflib.SequenceMatcher(None, near, item).ratio(), reverse=True)
@@ -74,9 +74,9 @@ def first_few(items: Iterable[str], separator: str = ", ", near: str = "") -> st
 
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """Returns ` Did you mean ...?` with the most similar of `names`, then those it is a part of; or "".
+    """Asks ` Did you mean ...?` with the `names` most similar to `name`, then names that contain it; "" if none match.
 
-    Each has `prefix` before it, such as a folder, which makes no name more similar.
+    `prefix`, such as a folder, is put before each name; it does not affect the similarity.
     """
     names = list(names)
     parts_of = [other for other in names if len(name) >= 3 and name in other]
@@ -86,7 +86,7 @@ def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
 
 
 def from_here(path: str | os.PathLike[str]) -> str:
-    """Returns a path, such as of a command to type, relative to the working directory if it is below it."""
+    """Shortens a path, such as one in a suggested command: relative to the working directory if it is below that."""
     path = os.fspath(path)
     if "://" in path:
         return path
@@ -95,10 +95,10 @@ def from_here(path: str | os.PathLike[str]) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Returns "1 layer", "2,000 layers": a number and what it counts."""
+    """Formats a count with its noun: "1 layer", "2,000 layers"."""
     return f"{count:,} {noun}" + "s" * (count != 1)
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Returns the keys whose values differ; one that is missing has the value None."""
+    """Lists the keys whose values differ; a missing key counts as None."""
     return [key for key in {**old, **new} if old.get(key) != new.get(key)]

@@ -1,4 +1,4 @@
-"""Runs commands and ends them: the last line that is printed, the exit code, and where a traceback goes."""
+"""Runs commands and ends them: prints the last line, chooses the exit code, and stores the traceback."""
 
 import contextlib
 import faulthandler
@@ -19,17 +19,17 @@ from src.system.storage_errors import Failure, failure_of
 
 
 def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = False) -> None:
-    """Runs `main(argv)` as a command of its own, and ends the process with an exit code where all did not go well.
+    """Runs `main(argv)` as a command; if it fails, ends the process with an exit code.
 
-    A `UserError` prints one line and exits with 2, a `TransientError` with 75, Ctrl-C with 130, a closed output, as of
-    `| head`, silently with 141. A full disk exits with 2, a disk or store that may work again with 75, and anything
-    else with 1: these three also write the traceback to a file, in the run's folder if there is one
-    (`checkpoint.run_folder.in_run_folder`). An int that `main` returns, or the `exit_code` that it has, is the exit
-    code. However this process ends, it tells the other processes of its job, which end too. `may_exit`: `main` may
-    raise SystemExit, as argparse does.
+    A `UserError` prints one line and exits with 2, a `TransientError` with 75, Ctrl-C with 130, and a closed output, as
+    with `| head`, silently with 141. A full disk exits with 2, a disk or store that may work again with 75, and any
+    other error with 1: these three also write the traceback to a file, in the run's folder if there is one
+    (`checkpoint.run_folder.in_run_folder`). If `main` returns an int, or an object with an `exit_code`, that is the
+    exit code. A process that ends in any of these ways tells the other processes of its job, which end too. `may_exit`:
+    `main` may raise SystemExit, as argparse does.
     """
     _open_streams()
-    if not faulthandler.is_enabled():  # a fatal signal, as of a mapped file that is cut off, names its place
+    if not faulthandler.is_enabled():  # print the line of a fatal signal, such as for a truncated memory-mapped file
         faulthandler.enable(2, all_threads=False)
     try:
         result = main(sys.argv[1:])
@@ -45,7 +45,7 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
         if isinstance(error, BrokenPipeError) and _output_is_closed():
             end(BROKEN_PIPE, "")
         if job.current:
-            # This error may only follow from another process's end, whose message explains more.
+            # This error may be a consequence of another process's end, whose message explains more.
             job.current.await_news()
         code, message = _code_and_message(error)
         end(code, f"error: {message}. {_write_traceback(error)}{_kept_checkpoint(error)}")
@@ -54,23 +54,23 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
 
 
 def _open_streams() -> None:
-    """Opens standard streams that are closed, whose descriptors other files would get; has any text be printed."""
+    """Opens closed standard streams, whose descriptors other files would get; makes stdout print any text."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # characters that it lacks, as ASCII does; as Python has stderr do
+        sys.stdout.reconfigure(errors="replace")  # for characters that its encoding lacks; stderr escapes them already
 
 
 def end(code: int, message: str, *, at_once: bool = False) -> NoReturn:
     """Prints the message, ends the process, and tells the other processes of its job to end.
 
-    With `at_once`, and always in a job of several processes, nothing waits for exit handlers, which would wait for
-    those other processes; then it may be called from any thread.
+    With `at_once`, and always in a job of several processes, it skips the exit handlers, which would wait for the other
+    processes; it may then be called from any thread.
     """
     if job.current:
         job.current.tell(code, message)
-    # After a failed save, threads of Orbax may wait for minutes for others of them.
+    # After a failed save, Orbax's threads may wait minutes for each other.
     of_orbax = [thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")]
     if at_once or job.current or any(thread.join(1) or thread.is_alive() for thread in of_orbax):
         end_now(code, message)
@@ -83,7 +83,7 @@ def end_now(code: int, message: str) -> NoReturn:
     _print(message)
     with contextlib.suppress(AttributeError, OSError, ValueError):
         if sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h")  # shows the cursor, which a progress bar hides
+            sys.stdout.write("\x1b[?25h")  # show the cursor, which the progress bar hides
         sys.stdout.flush()
     os._exit(code)
 
@@ -103,23 +103,23 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     summary = f"{type(error).__name__}{': ' if text else ''}{text[:300]}{where}"
-    # A broken pipe to a process is no failure of a store.
+    # A broken pipe to another process is not a failed store.
     failure = Failure.OTHER if isinstance(error, BrokenPipeError) else failure_of(error)
     if failure is Failure.FULL:
         where = f" to write to {folder}" if (folder := getattr(error, "run_folder", None)) else ""
-        return MISTAKE, f"no space is left{where}: make room. It was {summary}"
+        return MISTAKE, f"no space is left{where}: make room. The error was {summary}"
     if failure is Failure.TRANSIENT:
-        return TRY_AGAIN, f"a disk or a store failed, maybe for a time: try again. It was {summary}"
+        return TRY_AGAIN, f"a disk or a store failed, perhaps temporarily: try again. The error was {summary}"
     return FAULT, f"unexpected {summary}"
 
 
 def _write_traceback(error: BaseException) -> str:
-    """Writes the traceback to the run's folder, or else to a temporary one; returns a sentence that says where."""
+    """Writes the traceback to the run's folder, or else to a temporary one; returns a sentence that names the file."""
     text = "".join(traceback.format_exception(error))
     process = job.current.process if job.current else 0
     name = time.strftime(f"traceback-%Y-%m-%d-%H-%M-%S-process-{process}.txt")
     for folder_of in (lambda: error.run_folder, lambda: Path(tempfile.mkdtemp(prefix="mintext-"))):
-        with contextlib.suppress(Exception):  # no folder, or not writable, for which each store's client has own types
+        with contextlib.suppress(Exception):  # no folder, or not writable: each store's client has its own types
             file = folder_of() / name
             file.write_text(text)
             return f"The traceback is in {file}"
@@ -127,7 +127,7 @@ def _write_traceback(error: BaseException) -> str:
 
 
 def _output_is_closed() -> bool:
-    """Returns whether the output's reader has closed it; if so, later writes to it are discarded."""
+    """Tells whether the reader of the output has closed it; if so, discards later writes to it."""
     closed = False
     for descriptor in (1, 2):
         poll = select.poll()

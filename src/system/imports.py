@@ -1,4 +1,4 @@
-"""Imports what only some runs need, when they need it."""
+"""Imports optional parts of the code only when a run needs them."""
 
 from importlib import import_module
 from types import ModuleType
@@ -8,7 +8,7 @@ from src.system.errors import MissingExtra
 
 
 def optional(module: str) -> ModuleType | None:
-    """Returns the module `src.extras.<module>`, or None if its folder has been deleted."""
+    """Imports the module `src.extras.<module>`; None if its folder has been deleted."""
     try:
         return import_module(f"src.extras.{module}")
     except MissingExtra:
@@ -16,7 +16,7 @@ def optional(module: str) -> ModuleType | None:
 
 
 def named(place: Any) -> Any:
-    """Returns what `module:name` names, an entry of a table of optional parts; other entries as they are."""
+    """Imports the object `module:name`, such as an entry of a table of optional parts; returns other entries as is."""
     if not isinstance(place, str):
         return place
     module, _, name = place.partition(":")

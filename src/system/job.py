@@ -1,4 +1,4 @@
-"""Holds what connects this process to the others of its job; `rendezvous.py` makes it, in a job of several."""
+"""Holds this process's connection to the others of its job, which `rendezvous.py` makes in a job of several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class ClusterEnv(NamedTuple):
-    """This process's part in a cluster, as `jax.distributed.initialize` takes it."""
+    """This process's role in a cluster, as arguments of `jax.distributed.initialize`."""
 
     coordinator_address: str
     num_processes: int

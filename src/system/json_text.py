@@ -1,4 +1,4 @@
-"""Parses JSON of unknown origin, and files with a value per line, so that no text ends in a traceback."""
+"""Parses JSON of unknown origin, and files with a value per line, without a traceback for any text."""
 
 import json
 from collections.abc import Callable
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value of the JSON `text`; raises ValueError if it is not JSON, not UTF-8, or too deep for Python.
+    """Parses `text`; raises ValueError if it is not JSON, not UTF-8, or nested too deeply for Python.
 
-    Its message continues a sentence on the text.
+    The message completes a sentence about the text, such as "FILE is ...".
     """
     try:
         return json.loads(text)
@@ -22,7 +22,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; raises UserError where there is none."""
+    """Reads a file that contains a JSON object; raises UserError if it does not."""
     try:
         value = parse_json(file.read_bytes())
     except (IsADirectoryError, PermissionError) as error:
@@ -30,14 +30,14 @@ def read_object(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{file} is {error}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{file} holds no JSON object")
+        raise UserError(f"{file} does not contain a JSON object")
     return value
 
 
 def read_lines(path: Path, key: str, of_json: Callable[[str], T]) -> list[str | T]:
-    """Returns a file's lines, or `of_json` of a .jsonl file's, but empty ones; raises UserError where that fails."""
+    """Reads a file's lines except empty ones, mapping a .jsonl file's by `of_json`; raises UserError if that fails."""
     try:
-        # Editors on Windows begin files with a mark. JSON's strings may contain what `splitlines` takes for line ends.
+        # Editors on Windows begin files with a byte order mark. JSON strings may contain line ends of `splitlines`.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{key}={path} cannot be read: {error}") from None
@@ -53,5 +53,5 @@ def read_lines(path: Path, key: str, of_json: Callable[[str], T]) -> list[str | 
 
 
 def well_formed(text: str) -> str:
-    """Replaces each surrogate without its pair by "?": JSON can spell one, UTF-8 can't."""
+    """Replaces each unpaired surrogate by "?": JSON can express one, UTF-8 can't."""
     return text.encode(errors="replace").decode()

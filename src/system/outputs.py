@@ -1,4 +1,4 @@
-"""Writes the files that commands are asked for, and replaces only files of the same kind."""
+"""Writes the output files of commands; replaces an existing file only if it is of the same kind."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from typing import Any
 from src.system.disk import any_path, new_file
 from src.system.errors import UserError
 
-# How the files begin that a command writes at the path of this key, or under this name: no other file is replaced.
+# The beginnings of files that commands write, by the key with their path or by their name. No others are replaced.
 _BEGINNINGS = {
     "results_path": rb'\{\n  "(eval_loss["/]|results": .*"model": "mintext")',
     "scores_path": rb'\{"text": [^\n]*"log_probs": \[null',
@@ -26,16 +26,16 @@ _BEGINNINGS = {
 
 
 def is_own(kind: str, file: Any) -> bool:
-    """Returns whether a file, local or an `epath.Path`, is empty or begins like those of this kind."""
+    """Tells whether a file, local or an `epath.Path`, is empty or begins like files of this kind."""
     with file.open("rb") as opened:
         beginning = opened.read(2**24)
     return not beginning or re.match(_BEGINNINGS[kind], beginning, re.DOTALL) is not None
 
 
 def check_outputs(paths: Mapping[str, str]) -> None:
-    """Raises UserError if no file may be written at a key's path, or two keys name one; leaves nothing behind.
+    """Raises UserError if a key's path cannot be written, or two keys have the same path; leaves no files behind.
 
-    An existing file must be of the key's kind, or empty.
+    An existing file must be empty or of the key's kind.
     """
     keys: dict[Any, str] = {}
     for key, path in paths.items():
@@ -55,7 +55,7 @@ def write_output(key: str, path: str, content: bytes) -> None:
     """Writes a file and the folders that it needs; raises UserError as `check_outputs`, or if writing fails."""
     with _writing(key, path) as target:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if "://" in path:  # a store shows an object when all of it is there
+        if "://" in path:  # stores write objects atomically
             target.write_bytes(content)
             return
         with new_file(target) as file:
@@ -64,17 +64,17 @@ def write_output(key: str, path: str, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _writing(key: str, path: str) -> Iterator[Any]:
-    """Yields the file to write, the target of a symbolic link; raises UserError for what fails in the block."""
+    """Yields the file to write, with symbolic links resolved; raises UserError for any failure in the block."""
     try:
         if "://" in path:
             target = any_path(path)
         else:
             target = Path(os.path.realpath(os.path.expanduser(path)))
             if target.exists() and not target.is_file():
-                raise ValueError("it is there, and no regular file")
+                raise ValueError("it exists and is not a regular file")
         if target.exists() and not is_own(key, target):
-            raise ValueError("another file is there, which this command did not write. Name a new one, or delete it")
+            raise ValueError("another file exists there that this command did not write: name a new one, or delete it")
         yield target
-    except Exception as error:  # each store's client has its own types
+    except Exception as error:  # each store's client has its own exception types
         reason = str(error) if type(error) in (ValueError, UserError) else f"{type(error).__name__}: {error}"
         raise UserError(f"{key}={path}: cannot write it: {reason}") from error

@@ -1,11 +1,11 @@
-"""Brings the processes of a job together before JAX does, and tells them at once how one of them ended.
+"""Connects the processes of a job before JAX does, and informs them at once when one of them ends, with the reason.
 
-Process 0 listens at the coordinator's address. When all have come and agree it leaves the port to JAX's own service,
-but the connections stay open: the operating system closes those of a killed process, and TCP's keep-alive probes find a
-lost machine. A process that is stopped keeps its connections: so each says now and then that it is there, by Python,
-before JAX's own heartbeats, which abort a process. A process that ends tells process 0, which tells all. A message is a
-JSON object on a line; after joining, a process sends at most two beside those: where it failed, and how it ended or
-that it finished.
+Process 0 listens at the coordinator's address. When all processes have connected and agree, it releases the port for
+JAX's own service, but the connections stay open: the operating system closes the connections of a killed process, and
+TCP's keep-alive probes find a lost machine. A stopped process keeps its connections, so each also sends heartbeats from
+Python. A missing one is noticed earlier than a missing heartbeat of JAX's, for which JAX aborts a process. A process
+that ends tells process 0, which tells all. A message is a JSON object on a line; besides heartbeats, a process sends at
+most two after joining: at which point it failed, and how it ended or that it finished.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from src.system.json_text import parse_json
 
 Facts = Mapping[str, str]
 
-SAY_EVERY = 30.0  # seconds between two lines about who is missing
-NEWS_SECONDS = 3.0  # in which one learns of another's end after an error that may only follow from it
-AGREE_SECONDS = 10.0  # for which a process that failed waits for the others to say the same
-HELLO_SECONDS = 5.0  # in which a process that connects says who it is
-LEAVE_SECONDS = 2.0  # for which process 0 waits for those that it told of its end
+SAY_EVERY = 30.0  # seconds between two lines about missing processes
+NEWS_SECONDS = 3.0  # wait for news of another process's end, which may have caused an error here
+AGREE_SECONDS = 10.0  # how long a failed process waits for the others to report the same failure
+HELLO_SECONDS = 5.0  # how long a new connection has to identify itself
+LEAVE_SECONDS = 2.0  # how long process 0 waits for the others to end after telling them of its own end
 GREETING = "MinText"
 MAX_MESSAGE_BYTES = 2**24
 AGAIN = "Give all processes the same command again"
@@ -41,47 +41,47 @@ HOW_LONG = "jax_distributed_initialization_timeout is how long processes wait"
 
 @dataclass
 class Meeting:
-    """The processes of a job before they begin."""
+    """How the processes of a job find each other before they begin."""
 
     address: str  # host:port of process 0
     count: int
-    facts: Facts  # have to be the same in all processes
+    facts: Facts  # must be the same in all processes
     timeout: int  # seconds that process 0 waits for the others, and they for it
     silence: int  # seconds after which a machine that does not answer counts as lost
     disagree: str  # the message before a list of facts that differ
-    say: Callable[[str], object]  # gets a line each `SAY_EVERY` seconds about who is missing
+    say: Callable[[str], object]  # prints a line about missing processes every `SAY_EVERY` seconds
 
     def join(self, process: int) -> dict[int, "Peer"]:
-        """Waits for all processes of the job as the one of this number; returns its connections, by process.
+        """Connects `process` with the others and waits for all of them; returns its connections by process.
 
-        Raises TransientError: a process is missing, or process 0's port is in use. Raises UserError: the facts of the
+        Raises TransientError if a process is missing or process 0's port is in use; UserError if the facts of the
         processes differ, two have the same number, or process 0 cannot listen.
         """
         self._begin = self._last_line = time.monotonic()
         return {0: self._connect(process)} if process else self._receive()
 
     def _is_over(self, waiting: str) -> bool:
-        """Returns whether the time is over, and says now and then what this process is waiting for."""
+        """Tells whether the timeout has passed; every `SAY_EVERY` seconds, reports what this process waits for."""
         now = time.monotonic()
         if now - self._last_line >= SAY_EVERY:
             self._last_line = now
-            self.say(f"{waiting} (since {now - self._begin:.0f} s, for {self.timeout} s at most)")
+            self.say(f"{waiting} (for {now - self._begin:.0f} s so far, at most {self.timeout} s)")
         return now > self._begin + self.timeout
 
     def _receive(self) -> dict[int, "Peer"]:
-        """Waits, as process 0, for the others at the port, which is free again afterwards."""
+        """Waits, as process 0, for the others to connect to the port, and then frees it."""
         address, count = self.address, self.count
         peers: dict[int, Peer] = {}
         facts_of: dict[int, Facts] = {0: self.facts}
-        newcomers: dict[Peer, float] = {}  # until when each has to say who it is
+        newcomers: dict[Peer, float] = {}  # the time by which each has to identify itself
         with _listen(address, count) as listener:
             listener.settimeout(0.2)
             while len(peers) < count - 1:
                 missing = first_few(str(number) for number in range(1, count) if number not in peers)
                 missing = f"process {missing} of {count}"
                 if self._is_over(f"waiting for {missing} at {address}"):
-                    message = f"{missing} did not come to {address} within {self.timeout} s: its log says why, or it "
-                    _end_all(peers.values(), TRY_AGAIN, f"{message}does not reach this address. {HOW_LONG}")
+                    message = f"{missing} did not connect to {address} within {self.timeout} s: see its log, or it "
+                    _end_all(peers.values(), TRY_AGAIN, f"{message}cannot reach this address. {HOW_LONG}")
                 with contextlib.suppress(TimeoutError):
                     newcomers[Peer(listener.accept()[0], self.silence)] = time.monotonic() + HELLO_SECONDS
                 for peer, deadline in list(newcomers.items()):
@@ -98,7 +98,7 @@ class Meeting:
     def _admit(
         self, peer: "Peer", hello: Mapping[str, Any], peers: dict[int, "Peer"], facts_of: dict[int, Facts]
     ) -> None:
-        """Adds a connection to `peers` by its process, and the facts to `facts_of`, if it is one of the job's."""
+        """Adds the connection of a process of this job to `peers`, and its facts to `facts_of`; closes any other."""
         kinds = {"process": int, "count": int, "facts": dict}
         strange = hello.get("greeting") != GREETING or any(type(hello.get(name)) is not kinds[name] for name in kinds)
         if strange or not all(isinstance(value, str) for value in hello["facts"].values()):
@@ -110,13 +110,13 @@ class Meeting:
             _end_all(
                 [*peers.values(), peer],
                 MISTAKE,
-                f"a process came to {self.address} with process_id={number} num_processes={hello['count']}, and "
-                f"process 0 has num_processes={count}{f'; that is process {number} already' if taken else ''}"
+                f"a process connected to {self.address} with process_id={number} num_processes={hello['count']}, but "
+                f"process 0 has num_processes={count}{f' and already a process {number}' if taken else ''}"
                 f": expected the same num_processes everywhere, and each process_id from 0 to {count - 1} once",
             )
         peer.send({"greeting": GREETING})
         peers[number] = peer
-        # Equal facts of thousands of processes are kept once.
+        # Store equal facts of thousands of processes once.
         facts_of[number] = self.facts if hello["facts"] == self.facts else hello["facts"]
 
     def _connect(self, process: int) -> "Peer":
@@ -125,7 +125,7 @@ class Meeting:
         while True:
             try:
                 peer = Peer(socket.create_connection((host.strip("[]"), int(port)), timeout=5), self.silence)
-            except OSError as error:  # TimeoutError and gaierror too
+            except OSError as error:  # including TimeoutError and gaierror
                 reason = error.strerror or str(error)
             else:
                 peer.send(hello)
@@ -141,13 +141,13 @@ class Meeting:
             if self._is_over(f"process 0 does not answer at {self.address} ({reason})"):
                 raise TransientError(
                     f"process 0 of {self.count} did not answer at {self.address} within {self.timeout} s ({reason}): "
-                    f"its log says why, or this is not its address. {HOW_LONG}"
+                    f"see its log, or this is not its address. {HOW_LONG}"
                 )
             time.sleep(0.2)
 
 
 def _listen(address: str, count: int) -> socket.socket:
-    """Listens at the port, on all of this machine's addresses or the one that the environment gives JAX."""
+    """Listens at the port, on all of this machine's addresses or on JAX_COORDINATOR_BIND_ADDRESS."""
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     host, _, port = (bind or address).rpartition(":")
     host = host.strip("[]") if bind else ""
@@ -172,7 +172,7 @@ def _end_all(peers: Iterable["Peer"], code: int, message: str) -> NoReturn:
 
 
 def _differences(facts: list[Facts]) -> list[str]:
-    """Returns a line for each fact that differs: `  key: 0.01 in process 0; 0.02 in process 1, 2`."""
+    """Formats a line for each fact that differs: `  key: 0.01 in process 0; 0.02 in process 1, 2`."""
     lines = []
     for name in dict.fromkeys(name for each in facts for name in each):
         processes: dict[str, list[str]] = {}
@@ -190,8 +190,8 @@ def _differences(facts: list[Facts]) -> list[str]:
 class Job:
     """Watches the other processes of a job, and tells them how this one ends.
 
-    `peers`: process 0 has a connection to each other one, the others have one to process 0. `end` is called with an
-    exit code and a message, from a thread, when another process ended and this one has to.
+    `peers`: process 0 has a connection to each other process, and each of these one to process 0. A thread calls `end`
+    with an exit code and a message when another process has ended and this one must end too.
     """
 
     def __init__(self, process: int, peers: Mapping[int, "Peer"], end: Callable[[int, str], object]) -> None:
@@ -206,7 +206,7 @@ class Job:
         self._tell_all({"code": code, "message": f"process {self.process} of this job ended: {message or code}"})
 
     def all_failed(self, place: str) -> bool:
-        """Returns whether all processes have failed at the same place, for which it waits a moment."""
+        """Tells whether all processes have failed at the same place, waiting at most `AGREE_SECONDS` for them."""
         with self._failures:
             for peer in self._peers.values() if self.process else ():
                 peer.send({"failed": place})
@@ -216,13 +216,13 @@ class Job:
         return agreed
 
     def leave(self) -> None:
-        """Tells the others that this process has finished without an error, and expects nothing of them any more."""
+        """Tells the others that this process has finished without an error and no longer needs them."""
         self._has_left = True
         for peer in self._peers.values():
             peer.send({"leaves": True})
 
     def await_news(self) -> None:
-        """Returns after a moment, unless another process has ended: then this one is about to end too."""
+        """Waits up to `NEWS_SECONDS` for news that another process has ended, and if so until this one is ended."""
         if self._news.wait(NEWS_SECONDS):
             self._watcher.join()
 
@@ -232,7 +232,7 @@ class Job:
         self._has_told = True
         for peer in self._peers.values():
             peer.send(message)
-        if self.process == 0:  # JAX aborts in processes whose coordinator is gone
+        if self.process == 0:  # JAX aborts processes whose coordinator is gone
             deadline = time.monotonic() + LEAVE_SECONDS
             for peer in self._peers.values():
                 while not peer.is_gone() and time.monotonic() < deadline:
@@ -251,7 +251,7 @@ class Job:
                 for number in watched.values():
                     self._peers[number].send({"alive": True})
             ready, now = poll.poll(1000 * (next_beat - before)), time.monotonic()
-            if now - before > 2 * beat:  # this process was stopped itself, and what the others said is still to be read
+            if now - before > 2 * beat:  # this process was itself stopped, so messages of the others are still unread
                 heard = dict.fromkeys(watched, now)
             for descriptor, _ in ready:
                 number = watched[descriptor]
@@ -286,7 +286,7 @@ class Job:
 
 
 class Peer:
-    """Exchanges messages with another process; after `silence` seconds without an answer its machine is lost."""
+    """Exchanges messages with another process; after `silence` seconds without answer, its machine counts as lost."""
 
     def __init__(self, connection: socket.socket, silence: int) -> None:
         self._socket, self._received, self._lost, self.silence = connection, b"", "", silence
@@ -304,26 +304,26 @@ class Peer:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def poll(self) -> dict[str, Any] | None:
-        """Returns the next message; None if none has come yet, and one whose `lost` says why if none will come."""
+        """Returns the next message; None if it has not arrived yet, `{"lost": reason}` if it never will."""
         if not self.is_gone() and b"\n" not in self._received:
             return None
         line, end, self._received = self._received.partition(b"\n")
         message = None
         with contextlib.suppress(ValueError):
             message = parse_json(line) if end else {"lost": self._lost}
-        return message if isinstance(message, dict) else {"lost": "what it said is no message of MinText's"}
+        return message if isinstance(message, dict) else {"lost": "it sent something other than MinText's messages"}
 
     def read(self, seconds: float | None = None) -> dict[str, Any]:
-        """Waits for the next message, as long as it takes or so many seconds; returns it as `poll` does."""
+        """Waits for the next message, at most `seconds` (None: forever); returns it as `poll` does."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         while (message := self.poll()) is None:
             if not poll.poll(None if seconds is None else 1000 * seconds):
-                return {"lost": "it says nothing"}
+                return {"lost": "it sent nothing"}
         return message
 
     def is_gone(self) -> bool:
-        """Reads what has come; returns whether nothing will come after that."""
+        """Reads the data that has arrived; tells whether the connection has ended or failed."""
         while not self._lost:
             try:
                 data = self._socket.recv(2**16, socket.MSG_DONTWAIT)
@@ -335,9 +335,9 @@ class Peer:
                 self._received += data
                 self._lost = "" if data else "the connection ended"
             if len(self._received) > MAX_MESSAGE_BYTES:
-                self._lost = "what it said is no message of MinText's"
+                self._lost = "it sent something other than MinText's messages"
         return bool(self._lost)
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._socket.close()

@@ -1,4 +1,4 @@
-"""Loads and calls functions that users write and name as module:function; errors name the user's line."""
+"""Loads and calls users' functions, which they name as module:function; errors name the user's line."""
 
 import importlib
 import os
@@ -14,7 +14,7 @@ from src.system.storage_errors import Failure, failure_of
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:
-    """Imports the function `name`, module:function, the value of `key`; raises UserError if that is not possible."""
+    """Imports the function `name`, module:function, the value of `key`; raises UserError if that fails."""
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
         raise UserError(f"{key}={name}: expected module:function, such as my_data:documents")
@@ -22,11 +22,11 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # sys.exit among them
+    except BaseException as error:  # including sys.exit
         if not (isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")):
             raise _failure(f"{key}={name}: importing {module_name}", error) from error
         raise UserError(
-            f"{key}={name}: there is no module {error.name} in the folder the command is run in, nor installed"
+            f"{key}={name}: module {error.name} is neither in the working directory nor installed"
         ) from None
     if not callable(function := getattr(module, attribute, None)):
         functions = [other for other in dir(module) if callable(getattr(module, other))]
@@ -37,8 +37,8 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
 def call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls a user's function and returns its result; `what` names it in errors.
 
-    Raises UserError: the function raised, or tried to end the process, as by sys.exit. Raises TransientError: it raised
-    because of something that may pass, such as a store that does not answer.
+    Raises UserError if the function raises or tries to end the process, for example by sys.exit; TransientError if it
+    raises for a reason that may pass, such as a store that does not answer.
     """
     try:
         return function(*arguments)
@@ -49,7 +49,7 @@ def call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def class_name(thing: Any) -> str:
-    """Returns the name of a value's class, with its module."""
+    """Names a value's class, with its module."""
     kind = type(thing)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -67,15 +67,16 @@ def _failure(what: str, error: BaseException) -> Exception:
 
 
 def check_metrics(what: str, metrics: Any, taken: Collection[str] = ()) -> Any:
-    """Returns metrics that `what` returned; raises UserError for what is no {name: (sum, count)}.
+    """Checks the metrics that `what` returned, and returns them; raises UserError if they are not {name: (sum, count)}.
 
-    An evaluation's, which cannot have the names `taken`, have no / in theirs: it comes before the name of a set.
+    Pass `taken`, the names in use, for metrics of an evaluation: these may not contain / either, because it separates
+    the name of a set.
     """
     if not isinstance(metrics, dict) or not all(
         isinstance(pair, tuple | list) and [np.shape(each) for each in pair] == [(), ()] for pair in metrics.values()
     ):
-        raise UserError(f"{what} must return {{name: (sum, count)}}, scalars both: it returned {metrics}")
+        raise UserError(f"{what} must return {{name: (sum, count)}}, both scalars: it returned {metrics}")
     if wrong := [name for name in metrics if not isinstance(name, str) or name in taken or (taken and "/" in name)]:
         without = ", without /" if taken else ""
-        raise UserError(f"{what} must name its metrics by texts{without}, otherwise than {', '.join(map(str, wrong))}")
+        raise UserError(f"{what} must name its metrics with strings{without}, not {', '.join(map(str, wrong))}")
     return metrics

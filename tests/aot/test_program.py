@@ -125,7 +125,7 @@ def test_what_is_no_regular_file_stays_what_it_is(saved, step, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path in (pipe, tmp_path):
-        with no_cache(), pytest.raises(UserError, match="no regular file"):
+        with no_cache(), pytest.raises(UserError, match="not a regular file"):
             program.save(str(path), saved[1], step[2])
     assert pipe.is_fifo()
     assert [each.name for each in tmp_path.iterdir()] == ["pipe"]

@@ -313,7 +313,7 @@ def test_a_checkpoint_that_failed_in_the_background_is_left_out_once(tmp_path, m
         for step in (10, 20, 30, 40, 50, 60):
             told.extend(saver.save(step, place(make_values(step), mesh), {}))
 
-    with pytest.raises(TransientError, match=r"checkpoint 50 could not be written .* The same command continues"):
+    with pytest.raises(TransientError, match=r"checkpoint 50 could not be written .* Run the same command to resume"):
         save_all()
     assert [message.split("(")[0] for message in told] == [
         "checkpoint 20 could not be written ",

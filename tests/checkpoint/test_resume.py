@@ -509,7 +509,7 @@ def test_a_checkpoint_that_leads_to_no_finite_loss_is_set_aside_and_the_one_befo
     said = runs.refusal(monkeypatch, capsys, runs.arguments(**keys))
     assert re.search(message, said)
     assert "21.nonfinite" in said
-    assert f"The checkpoint of step 20 in {stopped} is intact, and the run goes on from it." in said
+    assert f"The checkpoint of step 20 in {stopped} is intact, and the run resumes from it." in said
     assert ("on_nonfinite=skip" in said) == (answer == "stop")
     assert {path.name for path in (stopped / "checkpoints").iterdir()} == {"20", "21.nonfinite", "evaluations.json"}
     monkeypatch.undo()
@@ -591,7 +591,7 @@ def test_a_run_whose_checkpoints_are_gone_begins_anew_and_keeps_its_metrics(stop
         capsys.readouterr()
         runs.run_here(**keys_of(stopped, corpus, steps=2, learning_rate_schedule_steps=STEPS))
         said = capsys.readouterr().out
-        assert "no checkpoint of an earlier start is here to go on from" in said
+        assert "an earlier start left no checkpoint to resume from" in said
         assert f"its metrics are in metrics.{count}.jsonl" in said
         assert (stopped / f"metrics.{count}.jsonl").read_bytes() == before
         assert runs.losses(stopped) == runs.losses(whole)[:2]

@@ -275,9 +275,9 @@ def test_a_module_that_is_not_there_is_an_error(my_data, tmp_path):
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "loading.py").write_text("")
     for name, message in {
-        "my_dat:documents": "no module my_dat in the folder ",
-        "my_package.loadin:documents": r"no module my_package\.loadin ",
-        "my_data.part:documents": r"no module my_data\.part ",
+        "my_dat:documents": "module my_dat is neither in the working directory ",
+        "my_package.loadin:documents": r"module my_package\.loadin is neither ",
+        "my_data.part:documents": r"module my_data\.part is neither ",
         "documents": "expected module:function",
         ":documents": "expected module:function",
     }.items():

@@ -172,7 +172,7 @@ def said(settings, data, rows=B, steps=1_000, rules=2):
 
 def test_the_header_says_how_many_documents_there_are_for_how_many_rows(numbers):
     settings, source = numbers(2_000, 500, 3_500)
-    shared = "3 documents for 8 rows: rows that share one begin at different places of it"
+    shared = "3 documents for 8 rows: rows that share one begin at different places in it"
     assert said(settings, alone(source)) == [shared]
     assert said(settings, alone(source), rules=1) == ["3 documents for 8 rows"]
     assert said(settings, alone(source), rows=3) == []

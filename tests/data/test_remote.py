@@ -299,7 +299,7 @@ def test_a_disk_that_fails_for_a_time_is_read_again(tmp_path, monkeypatch, capsy
         files.read(str(tmp_path / "a.txt"), 0, 10)
     assert waited == [1.0, 2.0, 4.0, 8.0]
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("a disk or store failed, and is asked again (OSError: ")
+    assert line.startswith("a disk or store failed; trying again (OSError: ")
     assert "Input/output error" in line
 
 

@@ -342,7 +342,7 @@ def test_the_header_says_that_host_counts_are_fixed(open_data):
     for name, order in (("stream", "in its own order"), ("hf", "shuffled in windows")):
         _, spec, source = open_data(name)
         (line,) = describe_data([spec], alone(source))
-        assert line.endswith(f"a stream for each host, {order}: a run goes on with 1 host alone")
+        assert line.endswith(f"a stream for each host, {order}: a run can only resume with 1 host")
 
 
 def test_another_number_of_hosts_is_refused(open_data):
@@ -407,7 +407,7 @@ def test_a_run_goes_on_with_the_state_of_its_stream(open_data, tmp_path, capsys)
     keys = {"dataset_type": "custom", "dataset_factory": "my_grain:stream", "base_num_decoder_layers": 1, "steps": 6}
     keys |= {"base_output_directory": tmp_path, "checkpoint_period": 3}
     runs.run_here(**keys)
-    assert re.search("^order +as the stream has them, packed$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search("^order +the stream's order, packed$", capsys.readouterr().out, re.MULTILINE)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     (tmp_path / "run" / "checkpoints" / "6").rename(tmp_path / "6")  # as if it had been killed
     runs.run_here(**keys)

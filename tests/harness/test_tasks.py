@@ -166,7 +166,7 @@ def test_examples_before_a_question_and_what_does_not_fit_are_said(trained, fold
         ({"tasks": "my_choice", "num_fewshot": "20"}, "num_fewshot=20 is more than a task has examples for"),
         ({"tasks": "my_choice", "include_path": "nowhere"}, "include_path=nowhere: there is no such folder"),
         ({"tasks": "my_choice", "use_chat_template": "true"}, "this tokenizer has none"),
-        ({"tasks": "my_choice", "results_path": "{folder}/rows.jsonl"}, "results_path=.*another file is there"),
+        ({"tasks": "my_choice", "results_path": "{folder}/rows.jsonl"}, "results_path=.*another file exists there"),
     ],
 )
 def test_what_can_not_be_measured_is_told(keys, sentence, trained, folder):

@@ -128,7 +128,7 @@ print("lives")
     process = started(code, tmp_path)
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert out.splitlines()[0].endswith("traces of this process's last run still end: start another one")
+    assert out.splitlines()[0].endswith("this process's last run is closing its traces: start another")
     assert out.splitlines()[1:] == ["lives"]
     assert len(list(tmp_path.glob("*_usr1.txt"))) == 2
 
@@ -207,7 +207,7 @@ def test_a_profile_holds_all_that_its_steps_compute_and_nothing_else(tmp_path):
 
 def test_a_run_that_goes_on_near_its_end_says_that_it_writes_no_profile(tmp_path, capsys):
     profile = diagnostics.Profile(Diagnostics(profiler="xplane", profiler_steps=5), 16, 20, tmp_path)
-    assert capsys.readouterr().out == "no profile is written: it would be of steps 18 to 22, and steps=20\n"
+    assert capsys.readouterr().out == "no profile is written: it would cover steps 18 to 22, but steps=20\n"
     for step in range(16, 20):
         with profile.step(step, None):
             pass

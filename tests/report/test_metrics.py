@@ -152,7 +152,7 @@ def test_resuming_drops_lines_that_are_no_metrics_with_a_word(tmp_path, capsys, 
     log.close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     said = capsys.readouterr().out
-    assert said == "metrics.jsonl: cut off 2 lines at its end without the metrics of a step\n"
+    assert said == "metrics.jsonl: removed 2 lines without a step's metrics from its end\n"
 
 
 def test_a_torn_last_line_is_nothing_to_speak_of(tmp_path, capsys):
@@ -187,7 +187,7 @@ def test_a_file_that_was_deleted_is_written_again_whole(tmp_path, resume_step, c
     log.write(train_entry(first + 2))
     log.close()
     assert sorted({line["step"] for line in read_lines(folder)}) == list(range(1, first + 3))
-    assert capsys.readouterr().out == f"step {first + 1}: {folder / 'metrics.jsonl'} was deleted: it is back, whole\n"
+    assert capsys.readouterr().out == f"step {first + 1}: {folder / 'metrics.jsonl'} was deleted: it is written again\n"
 
 
 def test_a_file_that_was_replaced_is_kept_and_gets_the_lines_that_follow(tmp_path, capsys):
@@ -200,7 +200,7 @@ def test_a_file_that_was_replaced_is_kept_and_gets_the_lines_that_follow(tmp_pat
     log.close()
     assert [line["step"] for line in read_lines(tmp_path)] == [1, 3]
     assert "step 3: " in (said := capsys.readouterr().out)
-    assert "metrics.jsonl was replaced: lines from here on follow" in said
+    assert "metrics.jsonl was replaced: further lines are added to the new file" in said
 
 
 def test_tensorboard_has_the_same_numbers_by_the_same_names(tmp_path):

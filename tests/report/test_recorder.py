@@ -144,7 +144,7 @@ def test_a_spike_is_named_and_is_no_reason_to_stop(tmp_path, capsys):
     recorder = recorder_in(tmp_path)
     recorder.add(1, {**step_metrics(9.0), "spike": jnp.bool_(True), "updates_skipped": jnp.int32(3)}, TOKENS)
     recorder.flush()
-    assert "step 1: the update is skipped, for its loss or gradient norm is a spike" in capsys.readouterr().out
+    assert "step 1: the update is skipped because of a spike in loss or gradient norm" in capsys.readouterr().out
     assert lines(tmp_path)[0]["updates_skipped"] == 3
     assert (recorder.skipped, recorder.last_finite) == (0, 1)
 
@@ -163,7 +163,7 @@ def test_skipping_ends_after_ten_in_a_row(tmp_path, good_first):
         recorder.flush()
         assert (recorder.last_finite, recorder.skipped) == (10, 9)
         recorder.add(20, step_metrics(math.nan), TOKENS)
-    with pytest.raises(NonFiniteError, match="the last 10 updates were skipped, for none was finite"):
+    with pytest.raises(NonFiniteError, match="the last 10 updates were skipped because none was finite"):
         recorder.flush()
 
 
@@ -178,7 +178,7 @@ def test_a_run_does_not_end_with_updates_that_were_skipped(tmp_path):
 def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_learning_rate(tmp_path):
     recorder = recorder_in(tmp_path)
     recorder.add(1, step_metrics(math.nan, math.nan), TOKENS)
-    with pytest.raises(NonFiniteError, match="so no learning rate can be why: look at the loss, at the data"):
+    with pytest.raises(NonFiniteError, match="so the learning rate cannot be the cause: check the loss, the data"):
         recorder.flush()
     recorder = recorder_in(tmp_path)
     recorder.add(1, step_metrics(2.0), TOKENS)
@@ -257,5 +257,5 @@ def test_internals_are_recorded_at_their_interval_and_a_losss_metrics_by_their_n
     assert history.train["accuracy"].points() == [(1, 0.5), (2, None), (3, 0.5)]
     taken = ("activation_rms", "eval_accuracy", "eval_loss", "grad_norm", "weight_norm/mine")
     recorder.add(4, {**step_metrics(2.0), "user_metrics": dict.fromkeys((*taken, "own"), jnp.float32(0.5))}, TOKENS)
-    with pytest.raises(UserError, match=f"metrics must have names of their own, not {', '.join(taken)}: "):
+    with pytest.raises(UserError, match=f"metrics cannot be named {', '.join(taken)}: "):
         recorder.flush()

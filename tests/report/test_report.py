@@ -374,7 +374,7 @@ def test_a_folder_in_the_place_of_a_file_is_said(tmp_path, name):
     ("name", "text", "said"),
     [
         ("environment.json", "{", "environment.json cannot be read"),
-        ("environment.json", "[1]", "it is no mapping"),
+        ("environment.json", "[1]", "it is not a mapping"),
         ("environment.json", "[" * 100_000, "nested too deeply"),
         ("config.yml", "steps: many", "config.yml: steps is many"),
         ("config.yml", "", "config.yml: steps is"),

@@ -59,11 +59,11 @@ def test_a_hang_is_written_about_once_and_slow_evaluations_and_saves_are_none(tm
     assert re.search(r"in train$", text, re.MULTILINE), "the main thread"
     assert f"The run has taken {dispatched * runs.GLOBAL_BATCH} rows" in text
     assert len(re.findall(r"^  row \d: document \d+, token \d+$", text, re.MULTILINE)) == runs.GLOBAL_BATCH
-    assert text.partition("Device memory")[2].count("it does not say") == 8, "which CPUs do not"
+    assert text.partition("Device memory")[2].count("not reported") == 8, "which CPUs do not"
     output = capsys.readouterr().out
     begins, ends = [line for line in output.splitlines() if re.match(r"process 0: no|step \d+ ended", line)]
     assert re.fullmatch(rf"process 0: no step has ended for \d+ s: stacks, .* are in {re.escape(str(file))}", begins)
-    assert re.fullmatch(rf"step {dispatched} ended after \d+ s: it was slow, no hang", ends)
+    assert re.fullmatch(rf"step {dispatched} ended after \d+ s: it was slow, not a hang", ends)
 
 
 @pytest.mark.long
@@ -86,7 +86,7 @@ def test_each_process_of_a_job_writes_its_own_and_all_end(tmp_path, monkeypatch,
         assert f"process {process}: no step has ended for" in output
         assert str(file) in output
         assert ("a_source_that_blocks" in file.read_text()) == (process == 1)
-    assert any("hang_action=exit: the same command goes on" in output for output in outputs)
+    assert any("hang_action=exit: run the same command to resume" in output for output in outputs)
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_hang_ends_the_process_if_that_is_asked_for(watched):
     assert len(files()) == 1
     ((code, message),) = ends
     assert code == 75
-    assert message == "error: a hang, and hang_action=exit: the same command goes on"
+    assert message == "error: a hang, and hang_action=exit: run the same command to resume"
 
 
 def test_steps_with_a_save_after_each_are_watched_too(watched):
@@ -184,7 +184,7 @@ def test_a_hang_ends_the_process_though_its_devices_do_not_answer(watched, monke
     assert [code for code, _ in ends] == [75]
     if not blocks:
         _, lines = files()[0].read_text().split("Device memory\n")
-        assert re.search("JaxRuntimeError: INTERNAL: device failed\n.*it does not say", lines)
+        assert re.search("JaxRuntimeError: INTERNAL: device failed\n.*not reported", lines)
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_the_stacks_are_on_the_console(watched, tmp_path, capfd):

@@ -116,7 +116,7 @@ def test_batches_without_targets_between_others_have_no_figures(tmp_path, capsys
     printed = capsys.readouterr().out
     for step in empty:
         assert f"step {step}/6  loss    null  grad    null" in printed
-        assert f"step {step}: no update is made, for no token of the batch counts in the loss" in printed
+        assert f"step {step}: no update is made because no token of the batch counts in the loss" in printed
     assert printed.count("null") == 2 * len(empty)
     assert jax.process_count() == 1
     assert (tmp_path / "run" / "report.html").exists()

@@ -55,7 +55,7 @@ def test_both_commands_train_on_it(my_loss, tmp_path):
     runs.finish(runs.start_command(command, tmp_path / "log"), tmp_path / "log")
     output = runs.finish(runs.start(tmp_path / "log", **keys), tmp_path / "log")
     assert f"loaded from {tmp_path / 'step'}" in output
-    assert re.search(r"\nloss +my_loss:smoothed, in evaluations next_token_loss, in 4 tiles", output)
+    assert re.search(r"\nloss +my_loss:smoothed, next_token_loss in evaluations, in 4 tiles", output)
     with pytest.raises(UserError, match=r"loss: 'my_loss:smoothed' -> \"\"\n.*accept_changes=\[loss\]"):
         runs.run_here(**{**keys, "loss": "", "compiled_trainstep_file": "", "per_device_batch_size": 1})
 
@@ -78,7 +78,7 @@ def test_what_is_no_sum_is_refused(monkeypatch):
         (returning(loss=1.0), r"loss of float: expected floating\[\]"),
         (returning(mtp=jnp.zeros(2)), r"mtp of float32\[2\]: expected floating\[0\]"),
         (returning(non_padding=jnp.zeros(())), r"non_padding of float32\[\]: expected integer\[\]"),
-        (returning(metrics={1: (loss := jnp.zeros(()), loss)}), "must name its metrics by texts, otherwise than 1"),
+        (returning(metrics={1: (loss := jnp.zeros(()), loss)}), "must name its metrics with strings, not 1"),
         (returning(router=None), "router=None: expected the layers' reports"),
         (lambda model, batch, plan: 1.0, "a value of type float: expected a LossSums"),
         (lambda model, batch, plan: jnp.mean(model.embedding[...]), "returned an array: expected a LossSums"),

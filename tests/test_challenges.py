@@ -127,7 +127,7 @@ def test_a_run_without_checkpoints_does_not_promise_to_go_on(tmp_path, corpus, m
     runs.run_here(**keys)
     output = capsys.readouterr().out
     assert "stopped by SIGTERM after step 2; there is no checkpoint" in output
-    assert "goes on" not in output
+    assert "run the same command" not in output
 
 
 def test_names_in_other_alphabets_stay_legible():

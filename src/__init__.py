@@ -40,11 +40,7 @@ class _OtherNames:
         if not name.startswith(("src.", f"{__name__}.")):
             return None
         module = _module_named(name)
-        if module == name:  # the finders before this one did not find it
-            if name.startswith(f"{__name__}.extras"):
-                from src.system.errors import MissingExtra
-
-                raise MissingExtra(name)
+        if module == name:
             return None
         if find_spec(module) is None:
             raise ModuleNotFoundError(f"no module {name}: {__name__} uses the name src for its own package", name=name)
@@ -59,6 +55,16 @@ class _OtherNames:
         module.__spec__ = module.__spec__.loader_state
 
 
+class _MissingExtras:
+    """Explains the absence of a part of `src/extras/`, which all other finders have not found."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.startswith(f"{__name__}.extras"):
+            from src.system.errors import MissingExtra
+
+            raise MissingExtra(name)
+
+
 def _module_named(name: str) -> str:
     tail = name.partition(".")[2]
     return f"{__name__}.{MOVED.get(tail, tail)}"
@@ -71,3 +77,4 @@ else:
         raise ImportError(f"{__name__} needs the name src, which is {sys.modules['src']} here: import it elsewhere")
     sys.modules["src"] = sys.modules[__name__]
     sys.meta_path.insert(0, _OtherNames())
+sys.meta_path.append(_MissingExtras())

@@ -23,11 +23,13 @@ ONE_COPY = """
 import sys
 import mintext.train, mintext.errors
 from src.system.errors import UserError
-assert UserError is mintext.errors.UserError and UserError.__module__ == "mintext.errors"
+assert UserError is mintext.errors.UserError and UserError.__module__ == "mintext.system.errors"
 copies = [name for name in sys.modules if name.startswith("src.")
           and sys.modules[name] is not sys.modules["mintext" + name[3:]]]
 assert not copies, copies
-assert mintext.errors.__spec__.name == "mintext.errors"
+assert mintext.errors.__spec__.name == "mintext.system.errors"
+from src.extras.hf import family
+assert family is sys.modules["mintext.extras.hf.family"]
 try:
     import src.my_model
 except ModuleNotFoundError as error:

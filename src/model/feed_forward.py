@@ -61,7 +61,9 @@ class FeedForward(nnx.Module):
         """Maps [B, T, D] to [B, T, D], times each token's gate if there is one; its report is empty."""
         wi, wo, bias = self.wi[...], self.wo[...], self.wi_bias[...] if self.spec.mlp_bias else None
         half = len(wo) // 2 if isinstance(wo, Array) else 0
-        wide = 2 * half >= WIDE * self.spec.emb_dim and half % 128 == 0 and context.layout.shards("mlp") == 1
+        wide = half and 2 * half >= WIDE * self.spec.emb_dim and half % 128 == 0 and context.layout.shards("mlp") == 1
+        # The gradient of a norm after the layer needs its output: halves would then be computed a third time.
+        wide = wide and self.spec.normalization_placement == "before"
         if context.mlp_in_halves and wide and isinstance(wi, Array):
             # Half of the hidden units at a time, forward and backward, so that the other half's arrays need no memory.
             run = jax.checkpoint(functools.partial(self._project, context=context, is_half=True))

@@ -51,6 +51,7 @@ def test_halves_have_the_whole_layers_loss_and_gradients(keys):
         {"remat_policy": "none"},
         {"remat_policy": "minimal"},
         {"base_emb_dim": 64},
+        {"normalization_placement": "both"},
         {"ici_tensor_parallelism": 2, "ici_fsdp_parallelism": 1},
     ],
     ids=str,

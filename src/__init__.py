@@ -24,7 +24,7 @@ def as_installed(text: str) -> str:
     return text.replace("bash setup.sh aot", "a checkout's `bash setup.sh aot`").replace("-m src.", f"-m {__name__}.")
 
 
-# Modules that users' code may still import by their former names.
+# Modules that users' code, and the config.yml of runs, may still import by their former names.
 MOVED = {
     "errors": "system.errors",
     "command_line": "run.resolve_config",
@@ -59,7 +59,7 @@ class _MissingExtras:
     """Explains the absence of a part of `src/extras/`, which all other finders have not found."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name.startswith(f"{__name__}.extras"):
+        if f"{name}.".startswith(f"{__name__}.extras."):
             from src.system.errors import MissingExtra
 
             raise MissingExtra(name)

@@ -106,6 +106,9 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         if self._keys.hang_after_steps:
+            from src.run.hang_report import HangReport  # now, as a disk may be what hangs
+
+            self._hang_report = HangReport
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
@@ -150,8 +153,6 @@ class Watchdog:
             end(TRY_AGAIN, "error: a hang, and hang_action=exit: run the same command to resume", at_once=True)
 
     def _report(self, problem: str) -> None:
-        from src.run.hang_report import HangReport
-
         dispatched, rows_taken, positions = self._at
         of_rows = list(zip(self._rows, positions.tolist(), strict=True))
-        HangReport(problem, self._limit, dispatched, rows_taken, self._sources, of_rows).write(self._folder)
+        self._hang_report(problem, self._limit, dispatched, rows_taken, self._sources, of_rows).write(self._folder)

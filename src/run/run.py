@@ -44,6 +44,9 @@ class Run:
 
         run = Run(config, exits)  # names the folder and traces the step; writes nothing
         run.open(inputs, data, eval_sets)  # locks the folder, and restores or initializes the state
+        if run.is_over():
+            return run.conclude()
+        run.evaluate_by(run.built.eval)
         run.announce()
         with run:
             for step in run.steps():
@@ -54,7 +57,7 @@ class Run:
                     run.save()
                 if run.evaluates():
                     run.evaluate()
-        run.conclude()
+        return run.conclude()
 
     If an error ends the `with` block between two steps, the state is saved (`Saver.after`).
     """
@@ -139,6 +142,27 @@ class Run:
                     changes.append(f"{note}: losses may differ in the last bits")
             start.messages[:0] = changes
         self.finished = ending(config, self.done, start.eval_loss)
+        if not self.is_over():
+            self._open_batches()
+
+    def _open_batches(self) -> None:
+        streams = self.schedule.streams()[self.rows]
+        position = self.start.position
+        self._rows_taken = position.rows_taken
+        batches = train_batches(
+            self.inputs,
+            self.data,
+            streams,
+            self.built.rows,
+            rows_taken=position.rows_taken,
+            position=None if position.streams is None else position.streams[streams],
+            rows_before=position.rows_before,
+            saved=position.saved,
+            schedule=self.schedule,
+            first_step=self.done,
+        )
+        self._exits.callback(batches.close)  # after the report, because it waits for rows that are being prepared
+        self._batches, self._streams = batches, streams
 
     def is_over(self) -> bool:
         """Tells whether nothing is left to do, as in a restart loop or after a kill at the end."""
@@ -181,23 +205,8 @@ class Run:
 
     def __enter__(self) -> Self:
         config, start, built, self._has_begun = self.config, self.start, self.built, True
-        streams = self.schedule.streams()[self.rows]
-        position = start.position
-        self._rows_taken = position.rows_taken
-        batches = train_batches(
-            self.inputs,
-            self.data,
-            streams,
-            built.rows,
-            rows_taken=position.rows_taken,
-            position=None if position.streams is None else position.streams[streams],
-            rows_before=position.rows_before,
-            saved=position.saved,
-            schedule=self.schedule,
-            first_step=self.done,
-        )
-        self._exits.callback(batches.close)  # after the report, because it waits for rows that are being prepared
-        self._batches = batches
+        if self.eval_sets and not self.evaluators:
+            raise ValueError("this run has evaluation sets: call evaluate_by before its steps")
         self.recorder = self._open_log()
         sources = [each.source for each in self.evaluators]
         self._saver = Saver(
@@ -231,7 +240,8 @@ class Run:
             self._preemption = observers.enter_context(contextlib.closing(Preemption(self.folder.path)))
             self._preemption.save = self._saver.save_now
             observers.push(self._saver.after)
-            watchdog = Watchdog(config.diagnostics, self.folder, streams, self.data.names)
+            self._in_step = observers.enter_context(contextlib.ExitStack())  # the mark of a step in a profile
+            watchdog = Watchdog(config.diagnostics, self.folder, self._streams, self.data.names)
             self._watchdog = observers.enter_context(watchdog)
             self._observers = observers.pop_all()
         return self
@@ -286,8 +296,7 @@ class Run:
         if self.schedule.changes_at(self.done):
             self.recorder.flush()  # so that the time to compile again is not counted in the last step
             self._watchdog.pause()
-        self._in_step = self._profile.step(self.done, self.state)
-        self._in_step.__enter__()
+        self._in_step.enter_context(self._profile.step(self.done, self.state))
         return batch
 
     def to_devices(self, batch: HostBatch) -> Batch:
@@ -300,7 +309,7 @@ class Run:
         if self.config.use_sft:
             cuts = to_global(batch.cuts, self.plan.layout.sharding(("batch", None)), batch.rows, size)
             metrics["conversations_cut"] = self._count_cut(cuts)
-        self._in_step.__exit__(None, None, None)
+        self._in_step.close()
         self.state, self.done, self._rows_taken = state, self.done + 1, self._rows_taken + size
         done, config = self.done, self.config
         self._evaluation_due = bool(self.evaluators) and (done % config.eval_interval == 0 or done == config.steps)

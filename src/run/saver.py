@@ -126,7 +126,8 @@ class Saver:
             raise UserError(f"{error} {note[0].upper()}{note[1:]}{goes_on}{aside}") from None
         if isinstance(error, Exception) and trace:
             with contextlib.suppress(Exception):  # the first error is the one to report
-                self._save_after(error, f"{self._done} {trace.tb_lineno}")
+                lines = [at.tb_lineno for at in (trace, trace.tb_next) if at]  # of the train file, and of `Run`
+                self._save_after(error, f"{self._done} {lines}")
 
     def _save_after(self, error: Exception, place: str) -> None:
         """Saves the state if it is good and all processes of the job have failed at `place`; adds a note to the error.

@@ -24,6 +24,7 @@ class MissingExtra(UserError, ModuleNotFoundError):
         names = module.split(".")[:3]
         folder = f"src/{'/'.join(names[1:])}"
         super().__init__(f"this needs {folder}, which is missing: restore it from git")
+        self.name = module
 
 
 # Exit codes.

@@ -8,11 +8,14 @@ from src.system.errors import MissingExtra
 
 
 def optional(module: str) -> ModuleType | None:
-    """Imports the module `src.extras.<module>`; None if its folder has been deleted."""
+    """Imports the module `src.extras.<module>`; None if it or its folder has been deleted."""
     try:
         return import_module(f"src.extras.{module}")
-    except MissingExtra:
-        return None
+    except MissingExtra as error:
+        missing = str(error.name).partition(".")[2]  # after the package's name
+        if f"extras.{module}.".startswith(f"{missing}."):
+            return None
+        raise
 
 
 def named(place: Any) -> Any:

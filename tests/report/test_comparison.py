@@ -144,7 +144,7 @@ def test_losses_of_different_tokenizers_are_said_not_to_compare(two, tmp_path, c
 
 def test_another_loss_is_said_not_to_compare(two, tmp_path, capsys):
     """Of src.train_dpo: the log of a sigmoid, beside nats per token."""
-    other = make_run(tmp_path / "preferred", [0.6], ["loss=src.extras.preferences.dpo:dpo_loss"])
+    other = make_run(tmp_path / "preferred", [0.6], ["loss=src.step.dpo:dpo_loss"])
     page.main([two[0], other])
     note = "These runs differ in loss: their losses and perplexities measure different things and can't be compared."
     assert note in capsys.readouterr().out

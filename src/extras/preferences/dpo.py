@@ -16,7 +16,7 @@ from src.step.loss import LossSums, hidden_states, in_zigzag
 from src.step.plan import Batch, StepPlan
 from src.system.errors import UserError
 
-LOSS = "src.step.dpo:dpo_loss"  # the value of the key `loss`
+LOSS = "src.step.dpo:dpo_loss"  # the value of the key `loss`: runs have this former name (`src.MOVED`)
 
 
 def dpo_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:

@@ -56,7 +56,7 @@ def assert_says(message, *parts):
         ({"ici_tp_parallelism": 2}, ["Did you mean ici_tensor_parallelism?"]),
         ({"steps": "many"}, ["steps", "an integer", "many"]),
         ({"model_name": "lama2-7b"}, ["model_name=lama2-7b", "llama2-7b"]),
-        ({"per_device_batch_size": 0}, ["per_device_batch_size=0.0 must be a positive number (rows"]),
+        ({"per_device_batch_size": 0}, ["per_device_batch_size=0.0 must be a positive number (sequences"]),
         ({"dtype": "fp16"}, ["none of bfloat16, float32", "bfloat16 has float32's range"]),
         ({"report_to": "wandb"}, ["report_to", "expected a list, as in [wandb], got a string (wandb)"]),
         ({"global_parameter_scale": 3}, ["global_parameter_scale=3", "power of two"]),
@@ -128,7 +128,7 @@ def test_a_corpus_shorter_than_a_sequence(refused, tmp_path):
 def test_one_document_can_not_also_be_evaluated_on(refused, tmp_path):
     (tmp_path / "one.txt").write_text("one document " * 50)
     said = refused(dataset_path=tmp_path / "one.txt", eval_interval=2)
-    assert_says(said, "one document", "eval_dataset_path", "eval_interval=-1")
+    assert_says(said, "a single uncut document", "eval_dataset_path", "eval_interval=-1")
 
 
 def test_a_tokenizer_with_more_ids_than_the_vocabulary(refused):

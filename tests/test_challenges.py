@@ -222,7 +222,7 @@ def test_a_first_update_that_ruins_the_weights_names_no_checkpoint_that_is_not_t
 ):
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 4}
     said = runs.refusal(monkeypatch, capsys, runs.arguments(**keys, learning_rate=1e20, gradient_clipping_threshold=0))
-    assert said.endswith("Try a smaller learning_rate or gradient_clipping_threshold. No checkpoint is there.\n")
+    assert said.endswith("Try a smaller learning_rate or gradient_clipping_threshold. There is no checkpoint.\n")
 
 
 def test_a_run_may_turn_evaluation_off_only_knowingly(folder, corpus, monkeypatch, capsys):

@@ -45,7 +45,7 @@ def test_a_cluster_that_contradicts_itself_is_no_single_process(monkeypatch):
 
 def test_an_address_alone_makes_no_job(monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234")
-    with pytest.raises(UserError, match=r"JAX_COORDINATOR_ADDRESS=10\.0\.0\.1:1234 is set, and no cluster"):
+    with pytest.raises(UserError, match=r"JAX_COORDINATOR_ADDRESS=10\.0\.0\.1:1234 is set, but no cluster"):
         find_cluster(1)
 
 

@@ -82,6 +82,8 @@ def encode_at_rest(chosen: Quantization, weights: params.Tree, on_cpu: bool) -> 
 
 def attach(chosen: Quantization, weights: params.Tree, layout: Layout) -> params.Tree:
     """Replaces each weight of `chosen` by a `Quantized`."""
+    if not chosen.kind:
+        return weights
     block_scaled = chosen.kind == "mxfp8"
     products = BlockProducts(layout) if block_scaled else Products(FORMATS[chosen.kind], layout, chosen.bounds)
     flat = params.by_path(weights)

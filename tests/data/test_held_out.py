@@ -57,7 +57,7 @@ def test_at_least_one_item_is_on_each_side(count, fraction, held):
 
 
 def test_one_item_can_t_be_parted():
-    with pytest.raises(UserError, match="one document"):
+    with pytest.raises(UserError, match="a single uncut document"):
         train_validation_split(Groups([1]), 0.5)
 
 

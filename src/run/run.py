@@ -13,7 +13,7 @@ import numpy as np
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.contents import compare_configs
 from src.checkpoint.resume import starting_state
-from src.checkpoint.run_folder import RunFolder, dated_name, describe_latest, in_run_folder, latest_step
+from src.checkpoint.run_folder import RunFolder, dated_name, in_run_folder
 from src.config import load as configuration
 from src.config.schema import Config
 from src.data.fingerprint import EVALUATION, data_fingerprint
@@ -29,7 +29,7 @@ from src.run.metrics import MetricsLog, StepPrinter, eval_key, eval_sets
 from src.run.preemption import Preemption
 from src.run.recorder import Recorder, Result
 from src.run.saver import Saver
-from src.run.summary import dates, ending, next_commands, print_header, run_header
+from src.run.summary import dates, ending, next_commands, print_header, run_header, stopped
 from src.step.build import build
 from src.step.eval_step import ALWAYS
 from src.step.plan import Batch
@@ -146,23 +146,21 @@ class Run:
             self._open_batches()
 
     def _open_batches(self) -> None:
-        streams = self.schedule.streams()[self.rows]
-        position = self.start.position
+        self._streams, position = self.schedule.streams()[self.rows], self.start.position
         self._rows_taken = position.rows_taken
-        batches = train_batches(
+        self._batches = train_batches(
             self.inputs,
             self.data,
-            streams,
+            self._streams,
             self.built.rows,
             rows_taken=position.rows_taken,
-            position=None if position.streams is None else position.streams[streams],
+            position=None if position.streams is None else position.streams[self._streams],
             rows_before=position.rows_before,
             saved=position.saved,
             schedule=self.schedule,
             first_step=self.done,
         )
-        self._exits.callback(batches.close)  # after the report, because it waits for rows that are being prepared
-        self._batches, self._streams = batches, streams
+        self._exits.callback(self._batches.close)  # not before the report: it waits for rows that are being prepared
 
     def is_over(self) -> bool:
         """Tells whether nothing is left to do, as in a restart loop or after a kill at the end."""
@@ -208,7 +206,6 @@ class Run:
         if self.eval_sets and not self.evaluators:
             raise ValueError("this run has evaluation sets: call evaluate_by before its steps")
         self.recorder = self._open_log()
-        sources = [each.source for each in self.evaluators]
         self._saver = Saver(
             config.checkpoint,
             config.evaluation,
@@ -221,7 +218,7 @@ class Run:
             self._fingerprint,
             self.inputs.tokenizer,
             self.data,
-            eval_sources=sources,
+            eval_sources=[each.source for each in self.evaluators],
         )
         self._narrow = None
         if any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(self.state.weights.trainable)):
@@ -376,11 +373,7 @@ class Run:
             folder.fetch("metrics.jsonl")
             say([*self.start.messages, f"finished: {self.finished}."])
         elif self.stopped_by:
-            note = describe_latest(folder.path)
-            if latest_step(folder.path) is not None:
-                note += f"; run the same command with run_name={folder.name} to resume"
-            name = "Ctrl-C" if self.stopped_by == signal.SIGINT else "SIGTERM"
-            say([f"stopped by {name} after step {self.done}; {note}"])
+            say([stopped(folder, self.stopped_by, self.done)])
         elif self.done < config.steps or not self.recorder.last:  # target_eval_loss, or an earlier start reached steps
             say([f"finished: {self.finished}."])
         if config.sample_length and tokenizer and not self.stopped_by:

@@ -3,13 +3,14 @@
 import datetime
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
 
-from src.checkpoint.run_folder import RunFolder
+from src.checkpoint.run_folder import RunFolder, describe_latest, latest_step
 from src.config import load as configuration
 from src.config.dataset_spec import DatasetSpec, train_specs
 from src.config.schema import KEYS, Config
@@ -197,6 +198,14 @@ def ending(config: Config, step: int, eval_loss: float | None) -> str:
         target = f"target_eval_loss={config.target_eval_loss:g}"
         return f"eval_loss {eval_loss:.4f} after step {step} reached {target}. To continue, lower it or set it to 0"
     return f"this run has made its {config.steps} steps. To continue, raise steps" if step == config.steps else ""
+
+
+def stopped(folder: RunFolder, stopped_by: int, step: int) -> str:
+    """Says which signal stopped a run after this step, and what it can be resumed from."""
+    note, name = describe_latest(folder.path), "Ctrl-C" if stopped_by == signal.SIGINT else "SIGTERM"
+    if latest_step(folder.path) is not None:
+        note += f"; run the same command with run_name={folder.name} to resume"
+    return f"stopped by {name} after step {step}; {note}"
 
 
 def next_commands(folder: os.PathLike[str], tokenizer: Tokenizer | None, config: Config) -> list[str]:

@@ -92,6 +92,9 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
     # ---- Where in the run it is
     run.open(inputs, data, eval_sets, reference=model["weights"])
+    as_chats = config.replace(use_sft=True, eval_interval=-1, sample_length=0)  # the commands to suggest: for a chat
+    if run.is_over():
+        return run.conclude(as_chats)
     order = f"by seed {config.data_shuffle_seed}, one pair per row"
     run.announce(loss=f"DPO, dpo_beta {config.dpo_beta:g}", order=order)
 
@@ -120,7 +123,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 run.save()
             if run.evaluates():
                 run.evaluate()
-    return run.conclude(config.replace(use_sft=True, eval_interval=-1, sample_length=0))  # sample like a chat model
+    return run.conclude(as_chats)
 
 
 def log_probs(

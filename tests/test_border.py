@@ -92,7 +92,12 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("extra", sorted(COMMANDS))
+QUICK = ("conversations", "generation", "trackers")  # a command, a key and a format
+
+
+@pytest.mark.parametrize(
+    "extra", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in sorted(COMMANDS)]
+)
 def test_what_needs_a_deleted_extra_says_so_in_a_sentence(extra, checkout):
     path = checkout / "src" / "extras" / extra
     shutil.rmtree(path) if path.is_dir() else path.with_suffix(".py").unlink()

@@ -64,6 +64,7 @@ def test_a_run_imports_little_of_the_project(tmp_path):
     assert sum(counts.values()) <= MAX_TOKENS, sorted(counts.items(), key=lambda each: -each[1])[:20]
 
 
+@pytest.mark.long
 def test_without_extras_a_run_trains_evaluates_saves_and_resumes(tmp_path, checkout):
     shutil.rmtree(checkout / "src" / "extras")
     said = train(tmp_path, "steps=2", "learning_rate_schedule_steps=4", root=checkout)

@@ -40,24 +40,7 @@ from src.system.imports import optional
 
 
 class Run:
-    """Surrounds the steps of a run; all processes make the same calls, in this order:
-
-        run = Run(config, exits)  # names the folder and traces the step; writes nothing
-        run.open(inputs, data, eval_sets)  # locks the folder, and restores or initializes the state
-        if run.is_over():
-            return run.conclude()
-        run.evaluate_by(run.built.eval)
-        run.announce()
-        with run:
-            for step in run.steps():
-                batch = run.next_batch()
-                state, metrics = run.built.train(run.state, run.to_devices(batch), hparams)
-                run.record(state, metrics, batch)
-                if run.saves():
-                    run.save()
-                if run.evaluates():
-                    run.evaluate()
-        return run.conclude()
+    """Surrounds the steps of a run. All processes make the same calls, in the order of `train` in `src/train.py`.
 
     If an error ends the `with` block between two steps, the state is saved (`Saver.after`).
     """

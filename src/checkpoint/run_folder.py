@@ -183,10 +183,14 @@ def latest_step(folder: epath.Path) -> int | None:
     return None
 
 
-def describe_latest(folder: epath.Path) -> str:
+def describe_step(folder: epath.Path, step: int | None) -> str:
     """Names the checkpoint that a run would resume from, for a message."""
-    step = latest_step(folder)
     return "there is no checkpoint" if step is None else f"the checkpoint of step {step} in {folder} is intact"
+
+
+def describe_latest(folder: epath.Path) -> str:
+    """Describes the checkpoint of `latest_step` for a message."""
+    return describe_step(folder, latest_step(folder))
 
 
 def write_error(checkpoints: epath.Path, step: int, size: int, error: Exception) -> Exception:

@@ -13,7 +13,7 @@ from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.contents import checkpoint_entries, saved_meta
 from src.checkpoint.format import EVALUATIONS, read_evaluations
 from src.checkpoint.resume import ResumePoint
-from src.checkpoint.run_folder import RunFolder, describe_latest, latest_step
+from src.checkpoint.run_folder import RunFolder, describe_latest, describe_step, latest_step
 from src.config.schema import Checkpoint, Evaluation
 from src.data.fingerprint import check_unchanged
 from src.data.host_arrays import gather_json
@@ -121,8 +121,9 @@ class Saver:
         if isinstance(error, NonFiniteError):
             names = self._checkpointer.quarantine_nonfinite(self._recorder.last_finite)
             aside = f" The newest one, which led to this, is kept as {', '.join(names)}." if names else ""
-            note, has_one = describe_latest(self._folder.path), latest_step(self._folder.path) is not None
-            goes_on = ", and the run resumes from it." if has_one else "."
+            step = latest_step(self._folder.path)
+            note = describe_step(self._folder.path, step)
+            goes_on = "." if step is None else ", and the run resumes from it."
             raise UserError(f"{error} {note[0].upper()}{note[1:]}{goes_on}{aside}") from None
         if isinstance(error, Exception) and trace:
             with contextlib.suppress(Exception):  # the first error is the one to report

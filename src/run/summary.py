@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import numpy as np
 
-from src.checkpoint.run_folder import RunFolder, describe_latest, latest_step
+from src.checkpoint.run_folder import RunFolder, describe_step, latest_step
 from src.config import load as configuration
 from src.config.dataset_spec import DatasetSpec, train_specs
 from src.config.schema import KEYS, Config
@@ -202,8 +202,9 @@ def ending(config: Config, step: int, eval_loss: float | None) -> str:
 
 def stopped(folder: RunFolder, stopped_by: int, step: int) -> str:
     """Says which signal stopped a run after this step, and what it can be resumed from."""
-    note, name = describe_latest(folder.path), "Ctrl-C" if stopped_by == signal.SIGINT else "SIGTERM"
-    if latest_step(folder.path) is not None:
+    latest, name = latest_step(folder.path), "Ctrl-C" if stopped_by == signal.SIGINT else "SIGTERM"
+    note = describe_step(folder.path, latest)
+    if latest is not None:
         note += f"; run the same command with run_name={folder.name} to resume"
     return f"stopped by {name} after step {step}; {note}"
 

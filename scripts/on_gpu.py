@@ -80,7 +80,7 @@ class Machine:
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"did not finish in the remaining {left:.0f} s") from None
         if ended.returncode:
-            raise RuntimeError("\n".join((ended.stdout + ended.stderr).splitlines()[-6:]))
+            raise RuntimeError("\n".join((ended.stdout + ended.stderr).splitlines()[-40:]))
         return ended.stdout
 
     def inside(self, name: str, *keys: str) -> tuple[list[str], dict]:

@@ -25,7 +25,8 @@ REMAT_COMMENT = (
 What a block saves for the backward pass, which recomputes the rest. Arrays: decoder_layer_input (the block's
 input), query_proj, key_proj, value_proj, context (attention's output before its projection), out_proj
 (after it), mlpwi (feed-forward, each factor's matmul), mlpwo (its output). Every policy saves decoder_layer_input
-on the device unless custom offloads it. Arrays that no derivative needs are not saved. minimal recomputes attention.
+on the device unless custom offloads it. Arrays that no derivative needs are not saved. minimal recomputes attention;
+with context, only attention=dot_product is recomputed.
   none                 every intermediate; nothing is recomputed
 """
     + "".join(

@@ -107,7 +107,6 @@ class Attention(nnx.Module):
             gate_BTNH = matmul(x_BTD, self.gate[...], "BTD,DNH->BTNH")
             gate_BTNH = constrain(gate_BTNH, "batch", "length", "heads", "head_dim")
             out_BTNH *= jax.nn.sigmoid(checkpoint_name(gate_BTNH, "query_proj"))
-        out_BTNH = checkpoint_name(out_BTNH, "context")
         out_BTD = context.reduce_scatter_sequence(matmul(out_BTNH, self.out[...], "BTNH,NHD->BTD"))
         if self.spec.attention_bias and self.spec.attention_out_bias:
             out_BTD += self.out_bias[...].astype(x_BTD.dtype)

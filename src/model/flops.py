@@ -100,11 +100,16 @@ def head_elements(spec: ModelSpec) -> int:
     return (1 + spec.mtp_num_layers) * spec.emb_dim * spec.vocab_size
 
 
-def matmul_flops(passes: int, elements: float, in_layers: float, spec: ModelSpec, length: int) -> FlopsPerToken:
-    """Operations of `passes` matmuls with weights of this many elements, and of attention to every layer's keys."""
+def matmul_flops(
+    passes: int, elements: float, in_layers: float, spec: ModelSpec, length: int, attends: bool = True
+) -> FlopsPerToken:
+    """Operations of `passes` matmuls with weights of this many elements, and of attention to every layer's keys.
+
+    Without `attends`, attention's kernels do not count.
+    """
     causal = palm = 2.0 * passes * (elements + in_layers)
     for layer, count in all_layers(spec).items():
-        if scores := layer_costs(layer)["attention"].scores:
+        if attends and (scores := layer_costs(layer)["attention"].scores):
             # Both matmuls, scores and weighted values, of one query and one key.
             per_key = passes * count * 2.0 * scores.num_heads * (scores.head_dim + scores.value_dim)
             causal += per_key * mean_keys(scores, length)

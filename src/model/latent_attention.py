@@ -82,7 +82,6 @@ class LatentAttention(nnx.Module):
             q_BTNH = constrain(jnp.concatenate([nope_BTNH, rope_BTNH], axis=-1), "batch", "length", "heads", "head_dim")
             k_BSNH, v_BSNH = self._expand(latent_BT1R, shared_BT1H, context)
             out_BTNH = attend(checkpoint_name(q_BTNH, "query_proj"), k_BSNH, v_BSNH, self.scores, None, context)
-        out_BTNH = checkpoint_name(out_BTNH, "context")
         out_BTD = context.reduce_scatter_sequence(matmul(out_BTNH, self.out[...], "BTNH,NHD->BTD"))
         return checkpoint_name(out_BTD, "out_proj"), cache
 

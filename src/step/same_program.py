@@ -39,8 +39,8 @@ def program_text(traced: jax.stages.Traced, kernel_text: Callable[[bytes], str] 
     """Writes the traced step as text that is the same in every process, and for devices that are absent.
 
     The text combines StableHLO and the jaxpr, because neither is complete. StableHLO has shardings, donation and
-    constants, but for kernels that XLA asks Python to partition (cuDNN's attention) only a Python object's address:
-    their settings, such as the scale, are in the jaxpr. `kernel_text` writes a Pallas kernel, whose serialised form
+    constants, but for kernels that XLA asks Python to partition only a Python object's address: their settings are in
+    the jaxpr. `kernel_text` writes a Pallas kernel, whose serialised form
     names its source files.
     """
     lowered = traced.lower().as_text()
@@ -49,6 +49,8 @@ def program_text(traced: jax.stages.Traced, kernel_text: Callable[[bytes], str] 
     lowered = re.sub(r'(?<=, ir = ")ML(?:[^"\\]|\\.)*', lambda body: kernel_text(_unescaped(body[0])), lowered)
     # Python prints the names that a remat policy saves in a different order in each process.
     jaxpr = re.sub(r"frozenset\(\{(.*?)\}\)", lambda match: ", ".join(sorted(match[1].split(", "))), str(traced.jaxpr))
+    # Only for devices that are present, JAX prints the kind of memory even if it is the default one.
+    jaxpr = jaxpr.replace(", memory_kind=device)", ")")
     return re.sub(r" at 0x[0-9a-f]+", "", jaxpr) + lowered
 
 

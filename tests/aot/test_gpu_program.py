@@ -58,7 +58,7 @@ def test_every_product_is_cublas(flags):
 
 
 def test_attention_skips_what_comes_later_in_packed_rows_too():
-    assert set(re.findall(r'"mask_type": ?"(\w+)"', compiled("auto")[0])) == {"CAUSAL"}
+    assert set(re.findall(r'"mask_type": ?"(\w+)"', compiled("auto")[0])) == {"CAUSAL", "PADDING_CAUSAL"}
 
 
 @pytest.mark.long

@@ -402,8 +402,19 @@ def test_a_kernel_is_the_same_wherever_its_source_lies(platform):
     assert texts[0] != texts[1], "what the compiler is given counts, and not the jaxpr alone"
 
 
+def test_present_devices_have_the_program_of_absent_ones(step):
+    """JAX names the kind of memory in the shardings of devices that have memory: only of those that are present."""
+    traced = step[1].traced
+    assert "memory_kind=device" in str(traced.jaxpr)
+    text = program.program_text(traced)
+    assert "memory_kind=device" not in text
+    host = NamedSharding(Mesh(np.array(DEVICES[:1]), "x"), PartitionSpec(), memory_kind="pinned_host")
+    moved = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, host)).trace(jnp.ones(8))
+    assert "memory_kind=pinned_host" in program.program_text(moved)
+
+
 def traced_with_python_partitioning():
-    """A step that XLA asks Python to partition, as it does for cuDNN's attention."""
+    """A step that XLA asks Python to partition, as it does for JAX's own function of cuDNN's attention."""
 
     @custom_partitioning
     def double(x):

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from src.model.attention_kernels import cudnn as module
+from src.model.attention_kernels import cudnn_segments
+from src.model.attention_kernels.scores import ScoreSpec
 from src.parallel.sequence import zigzag_order
 from tests.model.test_blocked import computed, context_of, inputs, segments_of, written_out
 from tests.tiny import assert_close, make
@@ -52,12 +54,42 @@ def defined(x, lengths):
     return jnp.where(np.arange(x.shape[1])[:, None, None] < lengths[:, None, None, None], x, jnp.nan)
 
 
+def tokens_of(x, lengths, offsets):
+    """[S, L]: the tokens of each listed segment, one past the last where it has ended; and their number."""
+    rows, L, heads, size = x.shape
+    starts = offsets.reshape(-1)[: lengths.size] // (heads * size)
+    inside = np.arange(L) < lengths.reshape(-1)[:, None]
+    return jnp.where(inside, starts[:, None] + np.arange(L), rows * L)
+
+
+def take(x, tokens):
+    """[S, L, ...] from [rows, L, ...]; 0 past a segment's end."""
+    return jnp.concatenate([x.reshape(-1, *x.shape[2:]), jnp.zeros((1, *x.shape[2:]))])[tokens]
+
+
+def put(x, tokens, like):
+    """[rows, L, ...] from [S, L, ...]; NaN outside the segments, which cuDNN does not write."""
+    flat = jnp.full((like.shape[0] * like.shape[1] + 1, *x.shape[2:]), jnp.nan).at[tokens].set(x)
+    return flat[:-1].reshape(*like.shape[:2], *x.shape[2:])
+
+
 class Forward:
     @staticmethod
-    def bind(q, k, v, bias, q_len, k_len, *others, is_training, scale, mask_type, sliding_window_length, **settings):
+    def bind(q, k, v, bias, q_len, k_len, *others, is_training, **settings):
         assert is_training
+        if others[0].size:
+            CALLS.append(("SEGMENTS", q_len.shape))
+            of_q, of_k = (tokens_of(x, n, o) for x, n, o in zip((q, k), (q_len, k_len), others[:2], strict=True))
+            q_len, k_len = q_len.reshape(-1), k_len.reshape(-1)
+            given = (take(q, of_q), take(k, of_k), take(v, of_k), bias, q_len, k_len)
+            out, normaliser = Forward.compute(*given, **settings)
+            return put(out, of_q, q), normaliser
         assert all(other.size == 0 for other in others)
-        CALLS.append((mask_type.name, bias.shape))
+        CALLS.append((settings["mask_type"].name, bias.shape))
+        return Forward.compute(q, k, v, bias, q_len, k_len, **settings)
+
+    @staticmethod
+    def compute(q, k, v, bias, q_len, k_len, scale, mask_type, sliding_window_length, **settings):
         mask, q_len, k_len = seen(q, k, bias, q_len, k_len, mask_type, sliding_window_length)
         weights, total = weights_of(q, k, mask, scale)
         out = jnp.einsum("bnts,bsnh->btnh", weights / total[..., None], repeated(v, q))
@@ -67,9 +99,24 @@ class Forward:
 
 class Backward:
     @staticmethod
-    def bind(q, k, v, bias, q_len, k_len, *others, scale, mask_type, sliding_window_length, **settings):
+    def bind(q, k, v, bias, q_len, k_len, *others, **settings):
         *others, normaliser, out, d_out = others
+        if others[0].size:
+            of_q, of_k = (tokens_of(x, n, o) for x, n, o in zip((q, k), (q_len, k_len), others[:2], strict=True))
+            q_len, k_len = q_len.reshape(-1), k_len.reshape(-1)
+            arrays = (take(q, of_q), take(k, of_k), take(v, of_k), bias, q_len, k_len)
+            # It ignores what is past a segment's end, where its own forward pass writes -inf.
+            normaliser = jnp.where(np.arange(q.shape[1]) < q_len[:, None, None], normaliser, 0)
+            of_out = (normaliser, take(out, of_q), take(d_out, of_q))
+            found = Backward.compute(*arrays, *of_out, **settings)
+            return [put(d, tokens, x) for d, tokens, x in zip(found, (of_q, of_k, of_k), (q, k, v), strict=True)]
         assert all(other.size == 0 for other in others)
+        return Backward.compute(q, k, v, bias, q_len, k_len, normaliser, out, d_out, **settings)
+
+    @staticmethod
+    def compute(
+        q, k, v, bias, q_len, k_len, normaliser, out, d_out, scale, mask_type, sliding_window_length, **settings
+    ):
         mask, q_len, k_len = seen(q, k, bias, q_len, k_len, mask_type, sliding_window_length)
         weights = weights_of(q, k, mask, scale)[0] * jnp.exp(-normaliser)[..., None]
         d_weights = jnp.einsum("btnh,bsnh->bnts", d_out, repeated(v, q))
@@ -85,13 +132,19 @@ class Backward:
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
     """And as if rows of these tests were long: blocks are of at most 16 tokens."""
-    monkeypatch.setattr(module.fused, "_dot_product_attention_fwd_p_wrapper", Forward)
-    monkeypatch.setattr(module.fused, "_dot_product_attention_bwd_p_wrapper", Backward)
+    monkeypatch.setattr(module.fused, "_dot_product_attention_fwd_p", Forward)
+    monkeypatch.setattr(module.fused, "_dot_product_attention_bwd_p", Backward)
     # The number that bfloat16's masks have, for float32 too.
     monkeypatch.setattr(module.fused, "get_large_negative_number", lambda dtype: jnp.asarray(-2 << 40, dtype))
     monkeypatch.setattr(module, "LONGEST_MASK", 60)
     monkeypatch.setattr(module, "BLOCK", 16)
+    monkeypatch.setattr(cudnn_segments, "SHORT", 16)
     CALLS.clear()
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(module, "compute_capability", lambda device: 9.0)
 
 
 @pytest.mark.parametrize("length", [40, 128, 200, 346])
@@ -174,3 +227,73 @@ def test_devices_that_share_rows_compute_the_attention_of_one(mesh, packed):
     out, *gradients = (x[:, back] for x in (out, *gradients))
     assert_close((out, (*gradients, None)), written_out(*arrays, None, segments), 1e-5)
     assert {kind for kind, _ in CALLS} == {"CAUSAL", "PADDING"}
+
+
+def ids_of(*rows):
+    """Segment ids [B, T] of rows given by the lengths of their segments."""
+    return np.stack([np.repeat(np.arange(1, len(row) + 1), row) for row in rows]).astype(np.int32)
+
+
+SEGMENTS = {  # of 128 tokens; the last class has segments of up to 8 tokens, and room for four in 8 tokens
+    "of every length": [[1, 2, 8, 9, 31, 32, 33, 12], [7, 40, 81]],
+    "one in a row": [[128], [128]],
+    "as many of a length as there can be": [[33, 33, 33, 29], [9] * 14 + [2]],
+    "of one token": [[1] * 64 + [64], [96] + [1] * 32],
+}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("window", [0, 5, 20])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("rows", SEGMENTS)
+def test_packed_rows_are_computed_by_their_segments(rows, kv_heads, window):
+    arrays, segments = inputs(kv_heads, length=128), ids_of(*SEGMENTS[rows])
+    *values, direction = (x.astype(np.float32) for x in arrays)
+    found = computed("cudnn_flash", *values, direction, None, context_of(make()[1].layout, segments), window=window)
+    assert_close(found, written_out(*arrays, None, segments, window=window), 1e-5)
+    # Of 128 tokens, then 32, then 8: in the backward pass each uses memory for four segments of so many tokens.
+    assert [shape for kind, shape in CALLS if kind == "SEGMENTS"] == [(2, 4), (8, 4), (32, 4)]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_rows_of_more_short_segments_than_are_listed_are_computed_in_pieces():
+    """Two rows of 40 tokens have classes of 40 and 10 tokens; 32 segments of up to 10 tokens fit."""
+    arrays = inputs(2, length=40)
+    *values, direction = (x.astype(np.float32) for x in arrays)
+    layout = make()[1].layout
+    for fits, rows in (
+        (True, [[30, 10], [11, 29]]),
+        (True, [[1] * 16 + [24], [2] * 15 + [10]]),
+        (False, [[1] * 17 + [23], [2] * 15 + [10]]),
+    ):
+        segments = ids_of(*rows)
+        assert bool(cudnn_segments.Segments(1.0, 0).fits(jnp.asarray(segments))) == fits
+        found = computed("cudnn_flash", *values, direction, None, context_of(layout, segments))
+        assert_close(found, written_out(*arrays, None, segments), 1e-5)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "packed", "measured"),
+    [(16, 16, False, 134.2e6), (32, 8, False, 538.9e6), (16, 16, True, 541.1e6)],
+)
+def test_the_workspace_is_what_a_gpu_measured(heads, kv_heads, packed, measured):
+    """cuDNN 9.19's on an H200, four rows of 4,096 tokens and heads of 128, packed ones as four segments each."""
+    found = module.workspace_bytes(4, 4096, ScoreSpec(heads, 128, 128, 1.0), kv_heads, packed, make()[1].layout)
+    assert found == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("length", "facts"), [(122, {}), (128, {"value_dim": 8}), (128, {"mesh": CONTEXT})])
+def test_what_lists_cannot_say_is_computed_in_pieces(length, facts):
+    """Lengths that classes do not divide, values of another size, and rows that devices share."""
+    mesh = facts.pop("mesh", {})
+    arrays, segments = inputs(length=length, **facts), segments_of(128)[:, :length]
+    layout = make(devices=4 if mesh else 1, **mesh)[1].layout
+    order = zigzag_order(length, layout)
+    *values, direction = (x[:, order].astype(np.float32) for x in arrays)
+    out, (*gradients, _) = computed("cudnn_flash", *values, direction, None, context_of(layout, segments))
+    back = np.argsort(order)
+    found = (out[:, back], (*(x[:, back] for x in gradients), None))
+    assert_close(found, written_out(*arrays, None, segments), 1e-5)
+    assert "SEGMENTS" not in {kind for kind, _ in CALLS}

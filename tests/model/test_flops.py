@@ -161,7 +161,7 @@ def test_a_weight_that_a_block_declares_is_counted_wherever_operations_are(monke
 
 def operations(plan):
     """Of a token: those of a step, and those computed again beside."""
-    return flops_per_token(plan.spec, 64).palm, recomputed_flops(plan.spec, 64, plan.execution, 1).palm
+    return flops_per_token(plan.spec, 64).palm, recomputed_flops(plan.spec, 64, plan.execution, 1, "dot_product").palm
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def operations(plan):
 def test_operations_computed_again_are_those_that_jax_counts(overrides):
     without, _ = counted_by_jax(**overrides | {"remat_policy": "none", "remat_custom": "{}"})
     counted, plan = counted_by_jax(**overrides)
-    expected = recomputed_flops(plan.spec, 64, plan.execution, 1).palm
+    expected = recomputed_flops(plan.spec, 64, plan.execution, 1, "dot_product").palm
     assert counted - without == pytest.approx(expected, abs=0.004 * without)
 
 
@@ -206,7 +206,7 @@ def test_operations_of_experts_computed_again(policy):
     products = {"full": 2, "minimal": 0}[policy]  # into two factors; no derivative needs what comes out
     rows = EXPERTS["num_experts_per_tok"]  # of each token, and each row is multiplied by the four
     more = 2 * (4 - 1) * rows * 2 * products * 256 * 256
-    expected = recomputed_flops(plan.spec, 64, plan.execution, 1).palm + more
+    expected = recomputed_flops(plan.spec, 64, plan.execution, 1, "dot_product").palm + more
     assert counted - without == pytest.approx(expected, abs=0.004 * without)
 
 
@@ -214,11 +214,11 @@ def test_tiles_of_the_loss_compute_logits_again():
     one, plan = counted_by_jax()
     two, _ = counted_by_jax(num_vocab_tiling=2)
     product = 2 * 256 * 128
-    assert recomputed_flops(plan.spec, 64, plan.execution, 2).palm == product
+    assert recomputed_flops(plan.spec, 64, plan.execution, 2, "dot_product").palm == product
     # jax counts the body of the loop over tiles once, half of the tokens; there are 4 products in the place of 3.
     assert two - one == pytest.approx(4 * product / 2 - 3 * product, abs=0.1 * product)
 
 
 def test_nothing_is_computed_again_where_all_is_kept():
     spec = spec_of(load())
-    assert recomputed_flops(spec, 16, Execution(remat_policy="none"), 1) == FlopsPerToken(0.0, 0.0)
+    assert recomputed_flops(spec, 16, Execution(remat_policy="none"), 1, "dot_product") == FlopsPerToken(0.0, 0.0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from src.model.attention_kernels.scores import CONTEXT
 from src.model.execution import Execution
 from src.model.flops import FlopsPerToken, all_layers, block_weights, head_elements, layer_matmuls, matmul_flops
 from src.model.spec import ModelSpec
@@ -26,12 +27,15 @@ def product_widths(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> tuple
     return inputs, outputs
 
 
-def recomputed_flops(spec: ModelSpec, length: int, execution: Execution, vocab_tiles: int) -> FlopsPerToken:
+def recomputed_flops(
+    spec: ModelSpec, length: int, execution: Execution, vocab_tiles: int, kernel: str
+) -> FlopsPerToken:
     """Counts the matmuls per token that the backward pass recomputes, in addition to `flops_per_token`.
 
     A block recomputes the arrays that its derivatives need and its policy does not save; with more than one tile of the
-    loss, the logits are recomputed too. Every kernel recomputes attention's two matmuls, since no array within them has
-    a name to be saved by; scores that a kernel recomputes internally are not counted.
+    loss, the logits are recomputed too. Attention's two matmuls are recomputed unless the policy saves what the kernel
+    needs, which for dot_product includes arrays without a name; scores that other kernels recompute internally, in
+    their backward pass, are not counted.
     """
     elements = head_elements(spec) if vocab_tiles > 1 else 0
     if execution.remat_policy == "none":
@@ -44,4 +48,5 @@ def recomputed_flops(spec: ModelSpec, length: int, execution: Execution, vocab_t
         products = [weight for weight in block_weights(layer, spec) if weight.input and not weight.ends_block]
         again = [weight for weight in products if not weight.spared_by or not kept.issuperset(weight.spared_by)]
         in_layers += count * sum(weight.used for weight in again)
-    return matmul_flops(1, elements, in_layers, spec, length)
+    attends = kernel == "dot_product" or CONTEXT not in kept
+    return matmul_flops(1, elements, in_layers, spec, length, attends)

@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from src.model.attention_kernels.blocked import TILE
+from src.model.attention_kernels.cudnn import workspace_bytes
 from src.model.moe.dispatch import BUFFER_SLACK
 from src.model.params import by_path
 from src.model.parts import attention_scores, layer_costs
@@ -80,6 +81,20 @@ def scores_bytes(built: TracedStep) -> int:
     heads = max((scores.num_heads for scores in attention_scores(plan.spec)), default=0) // layout.shards("heads")
     stage = plan.execution.schedule.micro_batches if plan.execution.schedule else 1
     return rows // plan.accumulation.micro_batches // stage // layout.shards("batch") * heads * pairs * 4
+
+
+def attention_workspace(built: TracedStep) -> int:
+    """Returns the bytes of the fused kernel's workspace, which a compiler without a GPU does not count."""
+    plan, (rows, length) = built.plan, built.batch["tokens"].shape
+    if plan.kernel != "cudnn_flash":
+        return 0
+    rows //= plan.accumulation.micro_batches * (plan.execution.schedule.micro_batches if plan.execution.schedule else 1)
+    layers = [(layer, layer_costs(layer)["attention"].scores) for layer in dict.fromkeys(plan.spec.layers)]
+    return max(
+        workspace_bytes(rows, length, scores, layer.num_kv_heads, plan.packed, plan.layout)
+        for layer, scores in layers
+        if scores
+    )
 
 
 def device_bytes(tree: Any, on_host: bool = False) -> int:

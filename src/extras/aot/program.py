@@ -182,8 +182,8 @@ def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
     """Writes the program with its header to `path`; raises UserError if the path is not writable."""
     # For a cached program, XLA's CPU backend serializes only an outline, which loads but fails in its first step.
     assert not jax.config.jax_enable_compilation_cache, "the program may be one that the compilation cache kept"
-    # This keeps the Python callbacks of custom partitioning alive (cuDNN's attention uses it). XLA has already called
-    # them, and they can't be pickled.
+    # This keeps the Python callbacks of custom partitioning alive, if there are any. XLA has already called them, and
+    # they can't be pickled.
     compiled._executable._unloaded_executable.keepalive = None
     program, _, _ = serialize_executable.serialize(compiled)
     write_file(STEP_FILE, path, header, program)

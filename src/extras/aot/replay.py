@@ -71,11 +71,13 @@ class _Clock(NamedTuple):
             elif instruction.opcode in ("while", "call", "conditional", "async-start"):
                 inner = [self.run(callee) for callee in hlo.callees(instruction)]
                 times = hlo.loop_rounds(instruction, computation, self.computations) or 0
-                longest = max(inner, key=lambda each: each.step_seconds)
-                now += times * longest.step_seconds
-                free = max(free, now) if longest.communication_seconds else free
-                computed += times * longest.compute_seconds
-                sent += times * longest.communication_seconds
+                # Of attention, the branch for unusual batches takes longer. Other branches skip work.
+                attends = instruction.opcode == "conditional" and "attention" in instruction.attributes
+                taken = (min if attends else max)(inner, key=lambda each: each.step_seconds)
+                now += times * taken.step_seconds
+                free = max(free, now) if taken.communication_seconds else free
+                computed += times * taken.compute_seconds
+                sent += times * taken.communication_seconds
             elif instruction.opcode not in _FREE:
                 matmul_seconds = self.operations(instruction, computation) / COMPUTE_REACHED
                 seconds = max(matmul_seconds, self.moved(instruction, computation))

@@ -13,7 +13,7 @@ import jax
 
 from src.config.yaml import dump
 from src.extras.aot.hlo import collectives
-from src.extras.aot.memory import memory, scores_bytes
+from src.extras.aot.memory import attention_workspace, memory, scores_bytes
 from src.extras.aot.replay import replay
 from src.extras.aot.roofline import predict, work_of
 from src.model.flops import count_active_params, count_params
@@ -93,13 +93,14 @@ def device_memory(topology: Topology, built: TracedStep, compiled: jax.stages.Co
             "outputs": stats.output_size_in_bytes,
             "donated": stats.alias_size_in_bytes,
             "program": stats.generated_code_size_in_bytes,
+            **({"workspace": workspace} if (workspace := attention_workspace(built)) else {}),
         }
         if topology.platform != "cpu":  # on a CPU the peak covers only the arguments
             sizes["peak"] = stats.peak_memory_in_bytes
         saved_on_host = stats.host_temp_size_in_bytes
         # The TPU compiler rejects programs that don't fit, and its "temporaries" count loop carries twice. Elsewhere,
         # outputs that reuse donated arguments need no memory.
-        in_all = sizes["arguments"] + sizes["temporaries"] + sizes["outputs"] - sizes["donated"]
+        in_all = sizes["arguments"] + sizes["temporaries"] + sizes["outputs"] - sizes["donated"] + workspace
         needed = sizes["peak"] if topology.platform == "tpu" else in_all
     else:
         arguments = sum(parts.arguments.values())
@@ -203,6 +204,8 @@ def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
     sums.append((memory["temporaries"], words, memory["temporary_parts"]))
     if any(memory["host"].values()):
         sums.append((sum(memory["host"].values()), "in host memory, for each device", memory["host"]))
+    if "workspace" in memory:
+        sums.append((memory["workspace"], "workspace of cuDNN's attention, in addition", {}))
     if "peak" in memory:
         sums.append((memory["peak"], "peak, by the compiler's own count", {}))
     for total, name, parts in sums:

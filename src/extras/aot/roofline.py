@@ -125,7 +125,7 @@ def step_work(
     not, since each device rounds only its part.
     """
     model = flops.flops_per_token(spec, length)
-    again = recomputed_flops(spec, length, execution, vocab_tiles)
+    again = recomputed_flops(spec, length, execution, vocab_tiles, kernel)
     itemsize = jnp.dtype(spec.dtype).itemsize
     # An array between two matmuls is written and read in the forward pass, and again if it is recomputed; in the
     # backward pass it is read, and its gradient is written and read.

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
-from src.model.attention_kernels.scores import MASKED, ScoreSpec
+from src.model.attention_kernels.scores import CONTEXT, MASKED, ScoreSpec
 from src.model.forward_context import ForwardContext
 from src.model.products import with_gradient
 from src.parallel.mesh import Layout
@@ -125,7 +126,7 @@ def _on_device(spec: ScoreSpec, parts: int, tile: int) -> Callable[..., Array]:
         for sinks_N in sinks:  # each sink acts as a key without a value
             of_keys_BTN1, normaliser_BTN1 = normaliser_BTN1, jnp.logaddexp(normaliser_BTN1, sinks_N[:, None])
             out_BTNV *= jnp.exp(of_keys_BTN1 - normaliser_BTN1)
-        out_BTNV = out_BTNV.astype(v.dtype)
+        out_BTNV, normaliser_BTN1 = (checkpoint_name(x, CONTEXT) for x in (out_BTNV.astype(v.dtype), normaliser_BTN1))
         return out_BTNV, (*arrays, pairs, sinks, out_BTNV, normaliser_BTN1)
 
     def gradients(kept: tuple, d_out_BTNV: Array) -> tuple[Array | None, ...]:

@@ -1,6 +1,8 @@
 """cuDNN's fused attention, for NVIDIA GPUs.
 
-A long sequence of several segments, or one that devices share, is computed in pieces, and no mask is as large as T x T.
+On Hopper and later GPUs, a packed sequence that one device holds is computed by its segments (cudnn_segments.py), if
+they are not too many. Otherwise, a long sequence of several segments, or one that devices share, is computed in pieces,
+and no mask is as large as T x T.
 At most one segment spans the border of two neighbouring blocks, so only the first queries of the later block see the
 last keys of the earlier one: with the keys reversed, two lengths describe this mask. Blocks are joined pairwise,
 doubling in size each time; with a window, each block is joined with the few before it. The pieces' outputs are
@@ -21,12 +23,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax._src.cudnn import fused_attention_stablehlo as fused
+from jax.ad_checkpoint import checkpoint_name
 
 from src.model.attention_kernels.blocked import blocked
-from src.model.attention_kernels.scores import MASKED, ScoreSpec
+from src.model.attention_kernels.cudnn_segments import RATIO, Segments, can_list, operands
+from src.model.attention_kernels.scores import CONTEXT, MASKED, ScoreSpec
 from src.model.forward_context import ForwardContext
 from src.model.products import with_gradient
+from src.parallel.mesh import Layout
 from src.parallel.sequence import replicate_rows, zigzag_order, zigzag_parts
+from src.parallel.topology import compute_capability
 
 LONGEST_MASK = 4096  # longest sequence whose mask [T, T] is built
 BLOCK = 1024  # most tokens in a block of a longer sequence
@@ -47,8 +53,59 @@ def cudnn(
     starts_np = zigzag_order(T, layout).reshape(shards, zigzag_parts(shards) // shards, -1)[:, :, 0]
     ids = (context.segment_ids_BT, replicate_rows(context.segment_ids_BT, layout))
     specs = (sharded, sharded, sharded, rows, rows, layout.spec(("length", None)))
-    mapped = layout.shard_map(with_gradient(pieces.run, pieces.gradients), specs, sharded)
+    listed = lists_segments(q_BTNH.shape[0], T, spec, context.packed, layout)
+    segments = Segments(spec.scale, window) if listed else None
+    mapped = layout.shard_map(_differentiable(pieces, segments), specs, sharded)
     return mapped(q_BTNH, k_BSKH, v_BSKH, *ids, jnp.asarray(starts_np, jnp.int32))
+
+
+def lists_segments(B: int, T: int, spec: ScoreSpec, packed: bool, layout: Layout) -> bool:
+    """Whether sequences [B, T] are computed by their segments, if these fit the list."""
+    if not packed or layout.shards("length") > 1 or compute_capability(layout.mesh.devices.flat[0]) < 9.0:
+        return False
+    return can_list(B // layout.shards("batch") * T, T, spec, spec.num_heads // layout.shards("heads"))
+
+
+def workspace_bytes(B: int, T: int, spec: ScoreSpec, kv_heads: int, packed: bool, layout: Layout) -> int:
+    """Counts the memory in which cuDNN computes the gradients of sequences [B, T] on a device.
+
+    The compiler adds it only on a machine with a GPU. Measured with cuDNN 9.19 on an H200: the queries' gradients in
+    float32 and, for grouped heads, keys' and values' in bfloat16, per query head and for each listed segment.
+    """
+    tokens = B // layout.shards("batch") * (T // layout.shards("length"))
+    gradients = 4 * tokens * spec.num_heads // layout.shards("heads") * spec.head_dim
+    grouped = 2 if kv_heads < spec.num_heads else 1
+    return gradients * grouped * (RATIO if lists_segments(B, T, spec, packed, layout) else 1)
+
+
+def _differentiable(pieces: "_Pieces", segments: Segments | None) -> Callable[..., Array]:
+    """Attention on one device, by its `segments` if they fit, otherwise in pieces.
+
+    The function takes q, k, v, the segments of queries and keys, and the starts of the device's parts.
+    """
+
+    def choose(ids_BT: Array, of_segments: Callable, in_pieces: Callable, *given: Array) -> tuple[Array, ...]:
+        if segments is None:
+            return in_pieces(*given)
+        return jax.lax.cond(segments.fits(ids_BT), of_segments, in_pieces, *given)
+
+    def run(*given: Array) -> tuple[Array, tuple[Array, ...]]:
+        def of_segments(q: Array, k: Array, v: Array, q_ids: Array, *_: Array) -> tuple[Array, Array]:
+            return segments.run(q, k, v, q_ids)
+
+        found = choose(given[3], of_segments, pieces.run, *given)
+        out, normaliser = (checkpoint_name(x, CONTEXT) for x in found)
+        return out, (*given, out, normaliser)
+
+    def gradients(kept: tuple[Array, ...], d_out: Array) -> tuple[Array | None, ...]:
+        def of_segments(
+            q: Array, k: Array, v: Array, q_ids: Array, k_ids: Array, starts_1p: Array, *of_out: Array
+        ) -> tuple[Array, ...]:
+            return segments.gradients(q, k, v, q_ids, *of_out)
+
+        return *choose(kept[3], of_segments, pieces.gradients, *kept, d_out), None, None, None
+
+    return with_gradient(run, gradients)
 
 
 class _Mask(NamedTuple):
@@ -168,14 +225,13 @@ class _Pieces:
                 masks.append(_Mask(None, tuple(jnp.sum(x, axis=1, dtype=jnp.int32) for x in used), used))
         return masks
 
-    def run(self, *given: Array) -> tuple[Array, tuple[Array, ...]]:
-        """Computes attention from q, k, v, segments of queries and keys, and starts; also residuals for `gradients`."""
-        q, k, v, q_ids, k_ids, starts_1p = given
+    def run(self, q: Array, k: Array, v: Array, q_ids: Array, k_ids: Array, starts_1p: Array) -> tuple[Array, Array]:
+        """Returns the output [B, T, N, V] and softmax normaliser [B, T, N]."""
         masks = self.masks(q_ids, k_ids, starts_1p, q.dtype)
         outs, normalisers = [], []
         for *arrays, mask in zip(self.queries(q), self.keys(k, starts_1p), self.keys(v, starts_1p), masks, strict=True):
             operands, settings = self._call(arrays, mask)
-            out, normaliser = fused._dot_product_attention_fwd_p_wrapper.bind(*operands, is_training=True, **settings)
+            out, normaliser = fused._dot_product_attention_fwd_p.bind(*operands, is_training=True, **settings)
             outs.append(mask.of_queries(out))
             normalisers.append(mask.of_queries(jnp.swapaxes(normaliser, 1, 2), MASKED))
         normaliser_BTN = self._rows(0, normalisers[0], q.shape[:3])
@@ -186,20 +242,21 @@ class _Pieces:
             shares = [jnp.exp(x - y) for x, y in zip(normalisers, self.queries(normaliser_BTN), strict=True)]
             outs = [share[..., None] * out for share, out in zip(shares, outs, strict=True)]
         out_BTNV = sum(self._rows(p, out, (*q.shape[:3], v.shape[3])) for p, out in enumerate(outs)).astype(q.dtype)
-        return out_BTNV, (*given, out_BTNV, normaliser_BTN)
+        return out_BTNV, normaliser_BTN
 
-    def gradients(self, kept: tuple[Array, ...], d_out_BTNV: Array) -> tuple[Array | None, ...]:
-        """Gradients of q, k and v, from the residuals of `run` and the gradient of the output."""
-        q, k, v, q_ids, k_ids, starts_1p, *of_out = kept
+    def gradients(
+        self, q: Array, k: Array, v: Array, q_ids: Array, k_ids: Array, starts_1p: Array, *of_out: Array
+    ) -> tuple[Array, ...]:
+        """Returns the gradients of q, k and v, from the results of `run` and the gradient of the output."""
         masks, of_keys = self.masks(q_ids, k_ids, starts_1p, q.dtype), functools.partial(self.keys, starts_1p=starts_1p)
         found = []
         for q_p, out, normaliser, d_out, k_p, v_p, mask in zip(
-            *map(self.queries, (q, *of_out, d_out_BTNV)), of_keys(k), of_keys(v), masks, strict=True
+            *map(self.queries, (q, *of_out)), of_keys(k), of_keys(v), masks, strict=True
         ):
             operands, settings = self._call((q_p, k_p, v_p), mask)
             normaliser = jnp.swapaxes(mask.of_queries(normaliser, NO_WEIGHT), 1, 2)
             operands = (*operands, normaliser, mask.of_queries(out), mask.of_queries(d_out))
-            d_q, d_k, d_v = fused._dot_product_attention_bwd_p_wrapper.bind(*operands, **settings)
+            d_q, d_k, d_v = fused._dot_product_attention_bwd_p.bind(*operands, **settings)
             found.append((mask.of_queries(d_q), mask.of_keys(d_k), mask.of_keys(d_v)))
 
         def whole(d: Sequence[Array], x: Array, cut: Callable[[Array], list[Array]]) -> Array:
@@ -207,7 +264,7 @@ class _Pieces:
             return jax.linear_transpose(cut, x.astype(jnp.float32))(in_float32)[0].astype(x.dtype)
 
         d_q, d_k, d_v = zip(*found, strict=True)
-        return whole(d_q, q, self.queries), whole(d_k, k, of_keys), whole(d_v, v, of_keys), None, None, None
+        return whole(d_q, q, self.queries), whole(d_k, k, of_keys), whole(d_v, v, of_keys)
 
     def _rows(self, p: int, x_bt: Array, shape: Sequence[int]) -> Array:
         """Scatters the values of a piece's queries into zeros [B, T, ...] of this shape."""
@@ -215,20 +272,12 @@ class _Pieces:
         return jax.linear_transpose(lambda x: self.queries(x)[p], zeros)(x_bt)[0]
 
     def _call(self, arrays: Sequence[Array], mask: _Mask) -> tuple[tuple[Array, ...], dict[str, Any]]:
-        none, has_bias = jnp.zeros(0, arrays[0].dtype), mask.bias_b1ts is not None
-        kind, lengths = fused.MaskType.CAUSAL if mask.used is None else fused.MaskType.NO_MASK, (none, none)
+        kind = fused.MaskType.CAUSAL if mask.used is None else fused.MaskType.NO_MASK
+        lengths = None
         if mask.lengths is not None:
             kind, lengths = fused.MaskType.PADDING, tuple(jnp.maximum(number, 1) for number in mask.lengths)
-        settings = {
-            "scale": self.scale,
-            "seed": 0,
-            "dropout_rate": 0.0,
-            "variadic_args": (has_bias, False),  # the bias needs no gradient
-            "mask_type": kind,
-            "layout": fused.AttentionLayout.BTNH.value,
-            "sliding_window_length": None if self.packed else self.window or None,
-        }
-        return (*arrays, mask.bias_b1ts if has_bias else none, *lengths, none, none, none, none), settings
+        window = 0 if self.packed else self.window
+        return operands(tuple(arrays), self.scale, kind, window=window, bias_b1ts=mask.bias_b1ts, lengths=lengths)
 
 
 def _pad(x_bt: Array, count: tuple[int, int], fill: int) -> Array:

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from src.model.forward_context import ForwardContext
 from src.model.spec import LayerSpec
 from src.parallel.sequence import replicate_rows, zigzag_order
 
 FLASH_BLOCK = 128  # smallest block of the TPU kernel, which needs whole blocks
+CONTEXT = "context"  # remat policies' name of attention's output, and of the other residuals that a kernel has
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that a sequence of only padding gives numbers, not NaN
 
 
@@ -50,7 +52,7 @@ def dot_product(
     B, T, N, _ = q_BTNH.shape
     by_device = (x.reshape(B, context.layout.shards("length"), -1, *x.shape[2:]) for x in (q_BTNH, k_BSKH, v_BSKH))
     out_BntNH = masked_attention(*by_device, causal_mask(context, spec.window), spec, sinks_N)
-    return out_BntNH.reshape(B, T, N, -1)
+    return checkpoint_name(out_BntNH.reshape(B, T, N, -1), CONTEXT)
 
 
 def causal_mask(context: ForwardContext, window: int) -> Array:

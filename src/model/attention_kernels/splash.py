@@ -10,7 +10,7 @@ from jax import Array
 from jax.experimental.pallas.ops.tpu import splash_attention as sa
 from jax.sharding import NamedSharding
 
-from src.model.attention_kernels.scores import FLASH_BLOCK, ScoreSpec
+from src.model.attention_kernels.scores import CONTEXT, FLASH_BLOCK, ScoreSpec
 from src.model.forward_context import ForwardContext
 from src.parallel.sequence import replicate_rows, zigzag_order, zigzag_parts
 
@@ -116,6 +116,7 @@ def splash(
         q_seq_shards=shards,
         block_sizes=block_sizes(T // zigzag_parts(shards), T, window, head_dim, q_BTNH.dtype),
         attn_logits_soft_cap=spec.soft_cap or None,
+        residual_checkpoint_name=CONTEXT,
         interpret=interpret,
     )
     sharded, rows = layout.spec(("batch", "length", "heads", None)), layout.spec(("batch", "length"))

@@ -1,0 +1,154 @@
+"""cuDNN's attention of packed sequences, called with a list of segments: scores between two segments cost nothing.
+
+A call takes the first token and the length of each segment in the batch, up to a fixed number of segments. In the
+backward pass, cuDNN uses memory for this number of segments of the greatest length, whatever their real lengths. The
+segments are therefore divided by length into classes, each four times shorter than the one before, with a call for
+each. A class lists four segments per greatest length of tokens: all that the batch can hold, except in the last class.
+A batch with more of the shortest segments, of 64 tokens or less on average, is left to another kernel (see `fits`).
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax._src.cudnn import fused_attention_stablehlo as fused
+
+from src.model.attention_kernels.scores import ScoreSpec
+
+RATIO = 4  # between the greatest lengths of two classes, and the segments listed per greatest length of tokens
+SHORT = 256  # the last class's greatest length, at most
+
+
+def operands(
+    arrays: tuple[Array, ...],
+    scale: float,
+    mask_type: fused.MaskType,
+    *,
+    window: int = 0,
+    bias_b1ts: Array | None = None,
+    lengths: tuple[Array, Array] | None = None,
+    offsets: tuple[Array, Array] | None = None,
+) -> tuple[tuple[Array, ...], dict[str, Any]]:
+    """Builds the operands and settings of a call of cuDNN's attention with q, k, v [b, t, n, h]."""
+    none = jnp.zeros(0, arrays[0].dtype)
+    settings = {
+        "scale": scale,
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (bias_b1ts is not None, False),  # the bias needs no gradient
+        "mask_type": mask_type,
+        "layout": fused.AttentionLayout.BTNH.value,
+        "sliding_window_length": window or None,
+    }
+    bias = none if bias_b1ts is None else bias_b1ts
+    return (*arrays, bias, *(lengths or (none, none)), *(offsets or (none, none)), none, none), settings
+
+
+class _Class(NamedTuple):
+    """The segments of one range of lengths, in F tokens of a batch; S is the number of segments it has room for."""
+
+    longest: int  # L, their greatest length
+    count: Array  # of its segments
+    starts_S: Array  # first token of each; F if there are fewer segments
+    lengths_S: Array  # 0 if there are fewer
+    member_F: Array  # whether a token's segment is of this class
+    slot_F: Array  # the number of that segment in the class
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Attention with q, k, v [B, T, N or K, H] within each segment, a run of equal ids [B, T]; causal."""
+
+    scale: float
+    window: int
+
+    def fits(self, ids_BT: Array) -> Array:
+        """Whether the last class has room for all of the batch's short segments: a bool."""
+        last = _classes(ids_BT)[-1]
+        return last.count <= last.starts_S.size
+
+    def run(self, q: Array, k: Array, v: Array, ids_BT: Array) -> tuple[Array, Array]:
+        """Returns the output [B, T, N, H] and softmax normaliser [B, T, N]; arbitrary if the segments do not fit."""
+        B, T, N, _ = q.shape
+        starts_F, _ = _bounds(ids_BT)
+        out, normaliser_FN = jnp.zeros_like(q), jnp.zeros((B * T, N), jnp.float32)
+        for each in _classes(ids_BT):
+            given, settings = self._call((q, k, v), each)
+            out_c, normaliser_SNL = fused._dot_product_attention_fwd_p.bind(*given, is_training=True, **settings)
+            out = jnp.where(each.member_F.reshape(B, T, 1, 1), out_c.reshape(q.shape), out)
+            position_F = jnp.clip(jnp.arange(B * T) - starts_F, 0, each.longest - 1)
+            found_FN = normaliser_SNL[jnp.clip(each.slot_F, 0, each.starts_S.size - 1), :, position_F]
+            normaliser_FN = jnp.where(each.member_F[:, None], found_FN, normaliser_FN)
+        return out, normaliser_FN.reshape(B, T, N)
+
+    def gradients(
+        self, q: Array, k: Array, v: Array, ids_BT: Array, out: Array, normaliser_BTN: Array, d_out: Array
+    ) -> tuple[Array, ...]:
+        """Returns the gradients of q, k and v, from the results of `run` and the gradient of the output."""
+        B, T, N, _ = q.shape
+        normaliser_FN = normaliser_BTN.reshape(B * T, N)
+        d = tuple(jnp.zeros_like(x) for x in (q, k, v))
+        for each in _classes(ids_BT):
+            given, settings = self._call((q, k, v), each)
+            token_SL = each.starts_S[:, None] + jnp.arange(each.longest)
+            inside_SL = jnp.arange(each.longest) < each.lengths_S[:, None]
+            found_SLN = normaliser_FN[jnp.where(inside_SL, token_SL, 0)]
+            # cuDNN's forward pass writes -inf after a segment's end.
+            found_SNL = jnp.swapaxes(jnp.where(inside_SL[..., None], found_SLN, -jnp.inf), 1, 2)
+            of_out = (x.reshape(-1, each.longest, *x.shape[2:]) for x in (out, d_out))
+            found = fused._dot_product_attention_bwd_p.bind(*given, found_SNL, *of_out, **settings)
+            member = each.member_F.reshape(B, T, 1, 1)
+            d = tuple(jnp.where(member, new.reshape(x.shape), x) for new, x in zip(found, d, strict=True))
+        return d
+
+    def _call(self, arrays: tuple[Array, ...], each: _Class) -> tuple[tuple[Array, ...], dict[str, Any]]:
+        # Offsets count numbers, not tokens, so the segments need not be inside the rows that cuDNN sees.
+        q, k, v = (x.reshape(-1, each.longest, *x.shape[2:]) for x in arrays)
+        rows, tokens = q.shape[0], q.shape[0] * each.longest
+        lengths = each.lengths_S.reshape(rows, -1)
+        starts = jnp.append(each.starts_S, jnp.full(rows, tokens, jnp.int32)).reshape(rows, -1)
+        offsets = tuple(starts * (x.shape[2] * x.shape[3]) for x in (q, k))
+        kind = fused.MaskType.PADDING_CAUSAL
+        return operands((q, k, v), self.scale, kind, window=self.window, lengths=(lengths, lengths), offsets=offsets)
+
+
+def can_list(tokens: int, T: int, spec: ScoreSpec, heads: int) -> bool:
+    """Whether `Segments` can compute sequences of T tokens, a device's `tokens` and query `heads` in all."""
+    # cuDNN uses the keys' offsets, which are 32-bit numbers, for the values too. Larger heads were not tried on a GPU.
+    suitable = spec.head_dim == spec.value_dim <= 128 and tokens * heads * spec.head_dim < 2**31
+    return suitable and all(T % L == 0 for L in _longest(T))
+
+
+def _longest(T: int) -> list[int]:
+    """Lists the greatest lengths of the classes of segments in sequences of T tokens."""
+    longest = [T]
+    while longest[-1] > SHORT:
+        longest.append(-(-longest[-1] // RATIO))
+    return longest
+
+
+def _bounds(ids_BT: Array) -> tuple[Array, Array]:
+    """The first token, and the first after the end, of the segment of each of the batch's F tokens: [F] each."""
+    B, T = ids_BT.shape
+    begins_F = jnp.concatenate([jnp.ones((B, 1), bool), ids_BT[:, 1:] != ids_BT[:, :-1]], axis=1).reshape(-1)
+    index_F = jnp.arange(B * T, dtype=jnp.int32)
+    ends_F = jnp.append(begins_F[1:], True)
+    starts_F = jax.lax.cummax(jnp.where(begins_F, index_F, 0))
+    return starts_F, jax.lax.cummin(jnp.where(ends_F, index_F + 1, B * T), reverse=True)
+
+
+def _classes(ids_BT: Array) -> list[_Class]:
+    starts_F, ends_F = _bounds(ids_BT)
+    (B, T), lengths_F = ids_BT.shape, ends_F - starts_F
+    longest, found = _longest(T), []
+    for L, below in zip(longest, [*longest[1:], 0], strict=True):
+        slots = B * T // L * RATIO
+        member_F = (lengths_F > below) & (lengths_F <= L)
+        first_F = member_F & (starts_F == jnp.arange(B * T))
+        (starts_S,) = jnp.nonzero(first_F, size=slots, fill_value=B * T)
+        lengths_S = jnp.where(starts_S < B * T, lengths_F[jnp.minimum(starts_S, B * T - 1)], 0)
+        slot_F = jnp.cumsum(first_F, dtype=jnp.int32) - 1
+        found.append(_Class(L, jnp.sum(first_F), starts_S.astype(jnp.int32), lengths_S, member_F, slot_F))
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 from src.config import dataset_spec, model_checks
 from src.config.command_keys import CALIBRATION_METHODS
 from src.config.model_checks import FlatKeys, check_value
-from src.config.requirements import WITH_MOMENTS
+from src.config.optimizer_keys import OPTIMIZERS, check_schedule, reading
 from src.config.schema import KEYS, LOGICAL_AXES, MESH_AXES, size_key
 from src.config.step_keys import REMAT_ARRAYS
 from src.config.yaml import dump
@@ -79,22 +79,12 @@ def _rules(config: FlatKeys) -> Iterator[str]:
             yield f"logical_axis_rules.{name}={dump(axes)} must be a list of {', '.join(MESH_AXES)}, or [].{hint}"
 
 
-def _schedule(config: FlatKeys) -> Iterator[str]:
-    if config.steps == -1 and config.learning_rate_schedule_steps == -1:
-        yield "steps=-1 takes its value from learning_rate_schedule_steps, which is -1 too: set one of them"
-    if config.lr_schedule_type == "exponential" and config.learning_rate_final_fraction == 0:
-        yield "lr_schedule_type=exponential never reaches 0: set learning_rate_final_fraction above 0, such as 0.1"
-    warmup, decay = config.warmup_steps_fraction, config.wsd_decay_steps_fraction
-    if config.lr_schedule_type == "wsd" and warmup + decay > 1:
-        yield f"warmup_steps_fraction={warmup} and wsd_decay_steps_fraction={decay} leave no room: their sum exceeds 1"
-
-
 def _moments(config: FlatKeys) -> Iterator[str]:
     adapters_alone = config.lora_rank and not config.trainable_parameters  # which have float32 moments
     second = "float32" if adapters_alone else config.weight_dtype
     moments = {"adam_b1": config.mu_dtype or ("float32" if config.lora_rank else second), "adam_b2": second}
     types = {config.opt_type, *(rule.get("opt_type") for rule in config.optimizer_rules)}
-    for name, dtype in moments.items() if types.intersection(WITH_MOMENTS) else ():
+    for name, dtype in moments.items() if types.intersection(reading(OPTIMIZERS, "adam_b1")) else ():
         if dtype == "bfloat16" and 0 < 1 - config[name] < 2**-8:  # half the relative gap between bfloat16 numbers
             yield (
                 f"{name}={config[name]} needs a moment in float32: rounded to bfloat16 it would never decay. Set "
@@ -166,7 +156,7 @@ def _accepted(config: FlatKeys) -> Iterator[str]:
 
 CHECKS = (
     *model_checks.CHECKS,
-    *(_remat, _mesh, _rules, _schedule, _moments, _tiles),
+    *(_remat, _mesh, _rules, check_schedule, _moments, _tiles),
     *(_sources, _tokenizer, _evaluation, _processes, _accepted),
 )
 # Functions by module; each is skipped while all of its keys are at their defaults.

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+DTYPES = ("bfloat16", "float32")
+
 
 class Range(NamedTuple):
     """The range of a number, in words and as a test, and the largest number unless a key gives its own."""

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from src.config.dataset_spec import SETTINGS
 from src.config.keys import ABOVE_0, FROM_1, FROM_2, Range
+from src.config.optimizer_keys import OPTIMIZERS, SCHEDULES, reading
 from src.config.schema import KEYS
 from src.config.yaml import dump
 
@@ -33,12 +34,18 @@ class Requires:
         )
 
 
-def _of_optimizers(names: Sequence[str]) -> dict[str, Sequence[Any] | Range]:
-    """Requires one of these optimizers, as `opt_type` or in a rule."""
+def _of_optimizers(key: str) -> Requires:
+    """Requires an optimizer that reads the key, as `opt_type` or in a rule."""
+    names = reading(OPTIMIZERS, key)
     rules = Range(
         f"[{{opt_type: {' or '.join(names)}}}]", lambda rules: any(it.get("opt_type") in names for it in rules)
     )
-    return {"opt_type": names, "optimizer_rules": rules}
+    return Requires(key, opt_type=names, optimizer_rules=rules)
+
+
+def _read_by(table: Mapping[str, Any]) -> list[str]:
+    """Lists the keys that some entries of a table read."""
+    return list(dict.fromkeys(key for it in table.values() for key in it.reads))
 
 
 def _of_group(start: str, *without: str) -> tuple[str, ...]:
@@ -78,7 +85,6 @@ LAYER_REQUIREMENTS = (
     Requires("base_mlp_dim", num_experts=1, base_moe_mlp_dim=0),
 )
 _WITH_COLUMN = ("text", "tfds", "array_record", "parquet", "hf", "custom")
-WITH_MOMENTS = [name for name in KEYS["opt_type"].allowed if name not in ("adafactor", "sgd")]
 _STAGES = Range("2 or more", lambda size: size >= 2 or size == -1)
 REQUIREMENTS = (
     *LAYER_REQUIREMENTS,
@@ -87,14 +93,12 @@ REQUIREMENTS = (
     Requires("routed_bias_update_rate", routed_bias=True),
     Requires("mtp_loss_scaling_factor", mtp_num_layers=ABOVE_0),
     Requires("remat_custom", remat_policy="custom"),
-    Requires("adam_b1 adam_b2 adam_eps mu_dtype", **_of_optimizers(WITH_MOMENTS)),
-    Requires("adam_clip_threshold", **_of_optimizers(["adamw"])),
-    Requires("muon_beta", **_of_optimizers(["muon"])),
+    *(_of_optimizers(key) for key in _read_by(OPTIMIZERS)),
     Requires("abort_on_nan_loss abort_on_inf_loss", on_nonfinite="stop"),
     Requires("skip_step_interval skip_step_scaling_factor", skip_step_on_spikes=True),
     Requires("target_eval_loss", eval_interval=FROM_1),
     Requires("load_ema", load_parameters_path=IS_SET, load_weights_rules=IS_SET),
-    Requires("wsd_decay_steps_fraction", lr_schedule_type="wsd"),
+    *(Requires(key, lr_schedule_type=reading(SCHEDULES, key)) for key in _read_by(SCHEDULES)),
     Requires("quantization_exclude", quantization=["int8", "fp8", "mxfp8"], quantize_weights="int8"),
     Requires("lora_alpha lora_parameters", lora_rank=ABOVE_0),
     Requires("dataset_name eval_dataset_name", dataset_type=["tfds", "hf"]),

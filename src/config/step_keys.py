@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from src.config.command_keys import Preferences, Quantization
-from src.config.keys import BELOW_1, FROM_0, FROM_1, FROM_1_OR_UNSET, FROM_2, POSITIVE, SEED, SHARE, group, key, path
+from src.config.keys import BELOW_1, DTYPES, FROM_0, FROM_1, FROM_2, POSITIVE, SEED, group, key, path
+from src.config.optimizer_keys import OptimizerKeys
 
-DTYPES = ("bfloat16", "float32")
 _QKV = ("query_proj", "key_proj", "value_proj")
 _PRODUCTS = (*_QKV, "out_proj", "mlpwi", "mlpwo")  # all matmuls but attention's
 REMAT_ARRAYS = ("decoder_layer_input", *_QKV, "context", "out_proj", "mlpwi", "mlpwo")
@@ -64,35 +64,8 @@ class Compilation:
 
 
 @group
-class Optimizer:
+class Optimizer(OptimizerKeys):
     """Optimizer"""
-    opt_type: str = key("adamw", "adamw, adafactor (learning_rate is relative to a weight's size), muon or sgd",
-        ("adamw", "adafactor", "muon", "sgd"), resume_invariant=True)
-    learning_rate: float = key(3e-4, "peak learning rate", POSITIVE, 2**120)
-    lr_schedule_type: str = key("cosine", "cosine, exponential, or wsd: warm-up, stable, linear decay",
-        ("cosine", "exponential", "wsd"))
-    learning_rate_schedule_steps: int = key(-1,
-        "length of the schedule, after which the rate is 0; -1: steps", FROM_1_OR_UNSET)
-    warmup_steps_fraction: float = key(0.1, "share of the schedule: linear warm-up from 0 to learning_rate", SHARE)
-    learning_rate_final_fraction: float = key(0.1,
-        "learning rate at the schedule's end, as a fraction of learning_rate", SHARE)
-    wsd_decay_steps_fraction: float = key(0.1, "wsd: share of the schedule with linear decay, at its end", SHARE)
-    optimizer_rules: tuple = key((),
-        'first match wins: [{match: "*norm*", learning_rate_scale: 0.1, weight_decay: 0}]',
-        resume_invariant=True)
-    adam_b1: float = key(0.9, "decay of the first moment", BELOW_1)
-    adam_b2: float = key(0.95, "decay of the second moment", BELOW_1)
-    adam_eps: float = key(1e-8, "added to the square root of the second moment", POSITIVE)
-    adam_weight_decay: float = key(0.1, "decoupled; not applied to norms and biases", FROM_0)
-    adam_clip_threshold: float = key(0.0,
-        "maximum root mean square of adamw's update of a matrix or vector (Pax); 0: off", FROM_0)
-    mup_base_emb_dim: int = key(0,
-        "width that learning_rate was tuned at, to use it at other widths (muP); 0: off", FROM_0,
-        resume_invariant=True)
-    muon_beta: float = key(0.95,
-        "muon: decay of the momentum; weights other than matrices in layers use adamw", BELOW_1)
-    mu_dtype: str = key("", "of the first moment; empty: as the weights, or float32 with lora_rank", ("", *DTYPES),
-        resume_invariant=True)
     shard_optimizer_over_data: bool = key(False, "shard the optimizer state over replicas of the weights too (ZeRO-1)")
     optimizer_memory_host_offload: bool = key(False, "keep the optimizer state in host memory except during the update")
     gradient_clipping_threshold: float = key(1.0,

@@ -8,6 +8,7 @@ import optax
 
 from src.model.params import by_path, nested
 from src.step.matrices import Matrix
+from src.step.optimizer_rules import OptimizerInputs
 
 # The paper's constants, section 9: the term added to squared gradients, the smallest scale of a weight, the largest
 # root mean square of an update, and the exponent of the moments' decay.
@@ -21,6 +22,11 @@ class AdafactorState(NamedTuple):
     rows: Any  # for matrices: means over the outputs
     columns: Any  # for matrices: means over the inputs
     full: Any  # for all other weights
+
+
+def adafactor(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransformation]:
+    """Scales the updates of the `chosen` weights."""
+    return [scale_by_adafactor(inputs.matrices, chosen)]
 
 
 def scale_by_adafactor(matrices: Any, chosen: Any) -> optax.GradientTransformation:

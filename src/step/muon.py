@@ -10,12 +10,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from src.parallel.mesh import axes_of_dim
 from src.step.matrices import Matrix
+from src.step.optimizer_rules import OptimizerInputs
 
 # A quintic whose iteration maps singular values in (0, 1] to about 0.7 to 1.2 in five rounds (Jordan et al. 2024,
 # kellerjordan.github.io/posts/muon).
 COEFFICIENTS, ROUNDS = (3.4445, -4.7750, 2.0315), 5
 MeshAxes = tuple[str, ...]  # names of mesh axes
 UPDATE_RMS = 0.2  # AdamW's, so that one learning rate suits both (Liu et al. 2025, section 2.2)
+
+
+def muon(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransformation]:
+    """Makes the momentum of each `chosen` matrix orthogonal (Jordan et al. 2024)."""
+    trace = optax.trace(inputs.hparams["muon_beta"], nesterov=True, accumulator_dtype=inputs.mu_dtype)
+    return [optax.masked(trace, chosen), orthogonal_updates(inputs.matrices, chosen, inputs.shardings)]
 
 
 def orthogonal_updates(matrices: Any, chosen: Any, shardings: Any) -> optax.GradientTransformation:

@@ -1,43 +1,18 @@
-"""The optimizer, built inside the step from run-time values, and the learning rate of each step."""
+"""The optimizer, built inside the step from run-time values."""
 
-import math
+import functools
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
+from src.config.optimizer_keys import OPTIMIZERS, learning_rate
 from src.config.schema import Step
 from src.model.params import ADAPTER_DTYPE
-from src.step.optimizer_rules import decayed, scaled, where
-
-HParams = dict[str, Any]
-
-
-def learning_rate(keys: Step, steps: int, step: int) -> float:
-    """Learning rate of update number `step`, counted from 0, in a run of `steps`.
-
-    With n = learning_rate_schedule_steps, w = warmup_steps_fraction n and r = learning_rate: r (step + 1) / w while
-    step < w; then, for cosine, half a cosine from r (Loshchilov and Hutter 2017, equation 5) to
-    learning_rate_final_fraction r at n; for exponential, to the same end by a constant factor per step; for wsd, r
-    until the last wsd_decay_steps_fraction of n, then linearly to the same end (Hu et al. 2024, section 4). Zero from n
-    on.
-    """
-    # optax's schedules compute in float32 on a device: they differ in the last bit, and the loop would wait for them.
-    total = steps if keys.learning_rate_schedule_steps == -1 else keys.learning_rate_schedule_steps
-    warmup = round(keys.warmup_steps_fraction * total)
-    peak, final = keys.learning_rate, keys.learning_rate_final_fraction
-    if step >= total:
-        return 0.0
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if keys.lr_schedule_type == "wsd":
-        decay = round(keys.wsd_decay_steps_fraction * total)
-        return peak * min(1.0, final + (1.0 - final) * (total - step) / max(decay, 1))
-    progress = (step - warmup) / max(total - warmup, 1)
-    if keys.lr_schedule_type == "exponential":
-        return peak * final**progress
-    return peak * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+from src.step.matrices import Matrix
+from src.step.optimizer_rules import HParams, OptimizerInputs, Rule, decayed, scaled, where
+from src.system.imports import named
 
 
 def hparams_at(keys: Step, steps: int, step: int) -> HParams:
@@ -63,26 +38,22 @@ def make_optimizer(
     """Builds the optimizer, with decoupled weight decay (Loshchilov and Hutter 2019).
 
     `decays`, `matrices` (of `Matrix`), `shardings` (of updates) and `rules` (of `Rule`) are trees with an entry for
-    each weight. `hparams` may be traced arrays; the state does not depend on them. With muon (Jordan et al. 2024),
-    adamw updates all weights except hidden matrices.
+    each weight. `hparams` may be traced arrays; the state does not depend on them.
     """
+    used = {rule.opt_type for rule in jax.tree.leaves(rules)}
+    used |= {"adamw"} if any(OPTIMIZERS[name].hidden_only for name in used) else set()
     mu_dtype = keys.mu_dtype or (ADAPTER_DTYPE if keys.lora_rank else keys.weight_dtype)
-    adam = optax.scale_by_adam(hparams["b1"], hparams["b2"], hparams["eps"], mu_dtype=mu_dtype)
-    trace = optax.trace(hparams["muon_beta"], nesterov=True, accumulator_dtype=mu_dtype)
-    types = {rule.opt_type for rule in jax.tree.leaves(rules)}
-    by_muon = jax.tree.map(lambda rule, it: rule.opt_type == "muon" and it.hidden, rules, matrices)
-    by_adam = jax.tree.map(lambda rule, muon: rule.opt_type in ("adamw", "muon") and not muon, rules, by_muon)
+    inputs = OptimizerInputs(matrices, shardings, hparams, mu_dtype, used == {"adamw"})
     scaling: list[optax.GradientTransformation] = []
-    if "muon" in types:
-        from src.step.muon import orthogonal_updates
 
-        scaling += [optax.masked(trace, by_muon), orthogonal_updates(matrices, by_muon, shardings)]
-    if "adafactor" in types:
-        from src.step.adafactor import scale_by_adafactor
+    def chosen(rule: Rule, matrix: Matrix, name: str) -> bool:
+        by_adamw = OPTIMIZERS[rule.opt_type].hidden_only and not matrix.hidden
+        return name == ("adamw" if by_adamw else rule.opt_type)
 
-        scaling.append(scale_by_adafactor(matrices, where(rules, "opt_type", "adafactor")))
-    if types & {"adamw", "muon"}:
-        scaling.append(adam if types == {"adamw"} else optax.masked(adam, by_adam))
+    for name in reversed(OPTIMIZERS):  # the order of their states, so adamw comes last
+        if name in used and OPTIMIZERS[name].scaling:
+            weights = jax.tree.map(functools.partial(chosen, name=name), rules, matrices)
+            scaling += named(OPTIMIZERS[name].scaling)(weights, inputs)
     if keys.adam_clip_threshold:
         from src.step.adafactor import clip_matrices
 
@@ -90,6 +61,13 @@ def make_optimizer(
     scaling += [*scaled(rules, "by_width"), *decayed(rules, decays, hparams["weight_decay"])]
     rate = optax.scale_by_learning_rate(hparams["learning_rate"])
     return optax.chain(*scaling, rate, *scaled(rules, "learning_rate_scale"))
+
+
+def adamw(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransformation]:
+    """Divides by Adam's second moment (Kingma and Ba 2015)."""
+    hparams = inputs.hparams
+    adam = optax.scale_by_adam(hparams["b1"], hparams["b2"], hparams["eps"], mu_dtype=inputs.mu_dtype)
+    return [adam if inputs.only_adamw else optax.masked(adam, chosen)]
 
 
 def clip(gradients: Any, norm: jax.Array, threshold: jax.Array) -> Any:

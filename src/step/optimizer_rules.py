@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -11,6 +11,8 @@ from src.config.schema import Step
 from src.model.params import Tree, by_path, matches, nested
 from src.model.selection import Path, require_matches
 from src.system.errors import UserError, counted
+
+HParams = dict[str, Any]  # values that may change without recompiling the step
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,16 @@ class Rule:
     weight_decay: float | None = None  # None: adam_weight_decay if the weight decays
     match: str = ""  # the rule's pattern; empty: no rule matches the weight
     by_width: float = field(default=1.0, compare=False)  # the weight's own factor on its update, but not on its decay
+
+
+class OptimizerInputs(NamedTuple):
+    """What optimizers may use: trees with an entry for each weight, and values that may be traced arrays."""
+
+    matrices: Any  # of src/step/matrices.py Matrix
+    shardings: Any  # of updates
+    hparams: HParams
+    mu_dtype: str
+    only_adamw: bool  # adamw updates every weight
 
 
 def assign_rules(keys: Step, trained: Tree, by_width: Mapping[Path, float] | None = None) -> Tree:

@@ -46,7 +46,6 @@ class Key:
     allowed: Range | tuple[str, ...] = ()  # the range of a number, or the choices for a text
     max: float | None = None  # the largest number, beyond any machine's memory or time; larger ones may overflow
     per_layer: bool = False  # a pattern of `decoder_segments` may set it per layer
-    excluded_by: str = ""  # the attention type that does not have it
     resume_invariant: bool | None = None  # a run cannot resume with another value; None: as for its group
     example: str = ""  # for a list of texts, such as `[attention.*]`
     is_path: bool = False
@@ -78,6 +77,11 @@ def key(
     comment = f"{commands[0]}: {comment}" if len(commands) == 1 else comment
     declared = Key(frozen(default), comment, allowed, max, **more)
     return dataclasses.field(default_factory=lambda: declared.default, metadata={"key": declared})
+
+
+def choices(table: Mapping[str, Any]) -> str:
+    """Lists a table's names, each with its note."""
+    return ", ".join(f"{name} ({it.note})" if it.note else name for name, it in table.items())
 
 
 def fact(default: Any, comment: str, *limits: Any, **more: Any) -> Any:

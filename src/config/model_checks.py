@@ -6,18 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from src.config.attention_types import ATTENTION_TYPES
 from src.config.hints import hints
 from src.config.keys import Range, frozen
+from src.config.requirements import OF_SCORES
 from src.config.schema import KEYS
 from src.config.yaml import MAX_NAME, convert, dump, too_long, unprintable
 
 ACTIVATIONS = ("silu", "gelu", "gelu_exact", "quick_gelu", "relu", "squared_relu", "linear", "plus_one")
-# The keys that each attention type requires.
-_NEEDED = {
-    "local_sliding": ("sliding_window_size",),
-    "chunk": ("chunk_attn_window_size",),
-    "mla": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-}
 
 
 class FlatKeys(dict[str, Any]):
@@ -93,28 +89,27 @@ def check_layer(facts: FlatKeys) -> list[str]:
 
 
 def _heads(facts: FlatKeys) -> Iterator[str]:
-    names = "base_num_query_heads", "base_num_kv_heads"
-    if facts.attention_type == "gated_delta":
-        names = "gdn_num_value_heads", "gdn_num_key_heads"
-    heads, divisor = (facts[name] for name in names)
-    if heads % divisor and facts.attention_type != "mla":
-        yield f"{names[0]}={heads} is not a multiple of {names[1]}={divisor}"
+    heads, *divisor = ATTENTION_TYPES[facts.attention_type].heads
+    for name in divisor:
+        if facts[heads] % facts[name]:
+            yield f"{heads}={facts[heads]} is not a multiple of {name}={facts[name]}"
 
 
 def _attention(facts: FlatKeys) -> Iterator[str]:
     kind = facts.attention_type
-    for key in _NEEDED.get(kind, ()):
+    declared = ATTENTION_TYPES[kind]
+    for key in declared.needs:
         if not facts[key]:
             yield f"attention_type={kind} needs {key}"
-    for key, declared in KEYS.items():
-        if kind == declared.excluded_by and facts[key] != declared.default:
-            yield f"attention_type={kind} has no {key}={dump(facts[key])} (set {key}={dump(declared.default)})"
+    for key in OF_SCORES if declared.scores is not None else ():
+        if key not in declared.scores and facts[key] != (default := KEYS[key].default):
+            yield f"attention_type={kind} has no {key}={dump(facts[key])} (set {key}={dump(default)})"
 
 
 def _rope(facts: FlatKeys) -> Iterator[str]:
-    if facts.attention_type == "gated_delta":
+    name = ATTENTION_TYPES[facts.attention_type].head_dim
+    if not name:
         return
-    name = "qk_rope_head_dim" if facts.attention_type == "mla" else "head_dim"
     rotated = int(facts[name] * (1 if facts.rope_type == "proportional" else facts.partial_rotary_factor))
     if facts.position_type == "rope" and rotated % 2:
         part = "" if rotated == facts[name] else f" times partial_rotary_factor, {rotated},"

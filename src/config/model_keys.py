@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from src.config import keys
+from src.config.attention_types import ATTENTION_TYPES
 from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, POSITIVE, POWER_OF_2, SHARE_ABOVE_0, fact, group, key
 
 
@@ -49,30 +50,27 @@ class LayerFacts:
 @group
 class AttentionFacts:
     """Model: attention"""
-    attention_type: str = fact("global",
-        "global, local_sliding (window), chunk (blocks), mla (latent), gated_delta (linear)",
-        ("global", "local_sliding", "chunk", "mla", "gated_delta"))
+    attention_type: str = fact("global", keys.choices(ATTENTION_TYPES), tuple(ATTENTION_TYPES))
     sliding_window_size: int = fact(0,
         "local_sliding: number of tokens that a token sees, including itself", FROM_0, 2**24)
     chunk_attn_window_size: int = fact(0, "chunk: positions per block; a token sees only its own block", FROM_0, 2**24)
-    attention_bias: bool = fact(False, "biases in the projections of queries, keys and values", excluded_by="mla")
+    attention_bias: bool = fact(False, "biases in the projections of queries, keys and values")
     attention_out_bias: bool = fact(True, "attention_bias: also in the output projection")
-    attention_gate: bool = fact(False, "multiply attention's output by the sigmoid of a projection", excluded_by="mla")
+    attention_gate: bool = fact(False, "multiply attention's output by the sigmoid of a projection")
     attention_sink: bool = fact(False,
-        "a learned logit per head that takes weight but has no value (gpt-oss)", excluded_by="mla")
-    attn_logits_soft_cap: float = fact(0.0, "c: scores become c * tanh(scores / c); 0: off", FROM_0, excluded_by="mla")
+        "a learned logit per head that takes weight but has no value (gpt-oss)")
+    attn_logits_soft_cap: float = fact(0.0, "c: scores become c * tanh(scores / c); 0: off", FROM_0)
     query_pre_attn_scalar: float = fact(0.0,
         "divide scores by the square root of this; 0: of the query head size", FROM_0)
     qk_norm: str = fact("none", "norm queries and keys: head (each), all_heads (jointly), l2 (after RoPE, no scale)",
-        ("none", "head", "all_heads", "l2"), excluded_by="mla")
+        ("none", "head", "all_heads", "l2"))
     share_kv_projections: bool = fact(False,
-        "values are the key projection's output, before qk_norm and RoPE (Gemma 4)", excluded_by="mla")
-    value_norm: bool = fact(False, "normalise each head's values, without a scale (Gemma 4)", excluded_by="mla")
-    query_dim_scale: bool = fact(False, "a learned scale for each dim of a query head (Pax's C4 models)",
-        excluded_by="mla")
+        "values are the key projection's output, before qk_norm and RoPE (Gemma 4)")
+    value_norm: bool = fact(False, "normalise each head's values, without a scale (Gemma 4)")
+    query_dim_scale: bool = fact(False, "a learned scale for each dim of a query head (Pax's C4 models)")
     attn_temperature_scale: float = fact(0.0,
         "s: query scale 1 + s log(1 + floor((1 + pos) / attn_temperature_floor)) (Llama 4)",
-        FROM_0, excluded_by="mla")
+        FROM_0)
     attn_temperature_floor: int = fact(8192, "number of positions that share one query temperature", FROM_1, 2**24)
     q_lora_rank: int = fact(0, "mla: width of the compressed query; 0: not compressed", FROM_0, 2**20)
     kv_lora_rank: int = fact(0, "mla: width of the compressed keys and values, which the cache holds", FROM_0, 2**20)

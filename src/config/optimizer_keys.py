@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from src.config.keys import BELOW_1, DTYPES, FROM_0, FROM_1_OR_UNSET, POSITIVE, SHARE, group, key
+from src.config.keys import BELOW_1, DTYPES, FROM_0, FROM_1_OR_UNSET, POSITIVE, SHARE, choices, group, key
 
 ADAM = ("adam_b1", "adam_b2", "adam_eps", "mu_dtype")
 FINAL, DECAY = "learning_rate_final_fraction", "wsd_decay_steps_fraction"
@@ -58,11 +58,6 @@ SCHEDULES = {
     "exponential": Schedule(_exponential),
     "wsd": Schedule(_wsd, "stable, then linear decay", reads=(FINAL, DECAY)),
 }
-
-
-def choices(table: Mapping[str, Any]) -> str:
-    """Lists a table's names, each with its note."""
-    return ", ".join(f"{name} ({it.note})" if it.note else name for name, it in table.items())
 
 
 def reading(table: Mapping[str, Any], key: str) -> list[str]:

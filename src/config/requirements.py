@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from src.config.attention_types import ATTENTION_TYPES, keys_of_type
 from src.config.dataset_spec import SETTINGS
 from src.config.keys import ABOVE_0, FROM_1, FROM_2, Range
 from src.config.optimizer_keys import OPTIMIZERS, SCHEDULES, reading
@@ -52,23 +53,26 @@ def _of_group(start: str, *without: str) -> tuple[str, ...]:
     return tuple(key.name for key in KEYS.values() if key.group.startswith(start) and not key.name.startswith(without))
 
 
-_PER_HEAD = ("global", "local_sliding", "chunk")  # attention_type with keys and values per head
-_SCORED = (*_PER_HEAD, "mla")  # attention_type in which queries score earlier keys
-_OF_SCORES = _of_group("Model: attention", "attention_type", "gdn_")
+_OF_TYPES = {key for declared in ATTENTION_TYPES.values() for key in keys_of_type(declared)}
+# Settings of attention, of which an attention type has all, or those that it lists.
+OF_SCORES = tuple(key for key in _of_group("Model: attention", "attention_type") if key not in _OF_TYPES)
 _OF_ROPE = _of_group("Model: positions", "position_type", "trainable_position_size")
+
+
+def _of_type(key: str) -> Requires:
+    """Requires an attention type that reads or refuses the key; the refusal is a problem of its own."""
+    shared = key in (*OF_SCORES, *_OF_ROPE)
+    kinds = [kind for kind, it in ATTENTION_TYPES.items() if key in keys_of_type(it) or (shared and it.head_dim)]
+    return Requires(key, attention_type=kinds)
+
+
 _BY_LENGTH = ("llama3.1", "yarn", "dynamic", "longrope")  # rope_type that reads the length of earlier training
 _SCALED_ROPE = ("linear", *_BY_LENGTH, "proportional")
 _WITHOUT_FACTOR = ("dynamic", "longrope", "proportional")  # rope_type that has an effect even if rope_factor is 1
 # fmt: off
 # Requirements of settings that may differ by layer: a layer's description omits settings without effect on it.
 LAYER_REQUIREMENTS = (
-    Requires("sliding_window_size", attention_type="local_sliding"),
-    Requires("chunk_attn_window_size", attention_type="chunk"),
-    Requires(["base_num_query_heads", *_OF_SCORES, *_OF_ROPE], attention_type=_SCORED),
-    Requires([name for name in KEYS if name.startswith("gdn_")], attention_type="gated_delta"),
-    Requires("base_num_kv_heads head_dim", attention_type=_PER_HEAD),
-    Requires("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim latent_norm_epsilon",
-         attention_type="mla"),
+    *(_of_type(key) for key in KEYS if key in {*_OF_TYPES, *OF_SCORES, *_OF_ROPE}),
     Requires("attention_out_bias", attention_bias=True),
     Requires("attn_temperature_floor", attn_temperature_scale=ABOVE_0),
     Requires(_OF_ROPE, position_type="rope"),

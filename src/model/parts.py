@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from src.config.attention_types import ATTENTION_TYPES
 from src.model.attention_kernels.choose import Kernel, choose_kernel
 from src.model.attention_kernels.scores import ScoreSpec
 from src.model.costs import Costs
@@ -9,17 +10,8 @@ from src.model.spec import LayerSpec, ModelSpec
 from src.parallel.mesh import Layout
 from src.system.imports import named
 
-# Token mixers by attention_type; a module is imported when a layer uses it. Blocks, caches and counts rely on its
-# `__call__`, `costs`, `cache_arrays` and `__init__`, in which `out_scale` scales the output's initial values. To add a
-# mixer, write a module, add an entry here, and add a choice of that key next to its settings in `AttentionFacts`
-# (config/model_keys.py); config/requirements.py lists the settings that each kind uses.
-MIXERS = {
-    "global": "src.model.attention:Attention",
-    "local_sliding": "src.model.attention:Attention",
-    "chunk": "src.model.attention:Attention",
-    "mla": "src.model.latent_attention:LatentAttention",
-    "gated_delta": "src.model.gated_delta:GatedDelta",
-}
+# Token mixers by attention_type, whose table in the config says what else a new one needs.
+MIXERS: dict[str, Any] = {kind: declared.module for kind, declared in ATTENTION_TYPES.items()}
 FEED_FORWARD, EXPERTS = "src.model.feed_forward:FeedForward", "src.model.moe.layer:Experts"
 
 

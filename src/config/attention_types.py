@@ -9,7 +9,7 @@ class AttentionType(NamedTuple):
     # A layer imports it when it is made. Blocks, caches and counts rely on its `__call__`, `costs`, `cache_arrays` and
     # `__init__`, in which `out_scale` scales the output's initial values.
     module: str  # module:class
-    note: str = ""  # in the comment of `attention_type`
+    note: str  # its line in base.yml
     needs: tuple[str, ...] = ()  # keys that only it reads, and that must be set
     own: tuple[str, ...] = ()  # further keys that only it reads
     heads: tuple[str, ...] = ("base_num_query_heads", "base_num_kv_heads")  # the first is a multiple of the second
@@ -20,12 +20,12 @@ class AttentionType(NamedTuple):
 
 _ATTENTION = "src.model.attention:Attention"
 ATTENTION_TYPES = {
-    "global": AttentionType(_ATTENTION),
-    "local_sliding": AttentionType(_ATTENTION, "window", needs=("sliding_window_size",)),
-    "chunk": AttentionType(_ATTENTION, "blocks", needs=("chunk_attn_window_size",)),
+    "global": AttentionType(_ATTENTION, "attention to all earlier tokens"),
+    "local_sliding": AttentionType(_ATTENTION, "attention within a window", needs=("sliding_window_size",)),
+    "chunk": AttentionType(_ATTENTION, "attention within blocks of positions", needs=("chunk_attn_window_size",)),
     "mla": AttentionType(
         "src.model.latent_attention:LatentAttention",
-        "latent",
+        "multi-head latent attention (DeepSeek V2)",
         needs=("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
         own=("q_lora_rank", "latent_norm_epsilon"),
         heads=("base_num_query_heads",),
@@ -34,7 +34,7 @@ ATTENTION_TYPES = {
     ),
     "gated_delta": AttentionType(
         "src.model.gated_delta:GatedDelta",
-        "linear",
+        "linear attention by the gated delta rule (Qwen3-Next)",
         own=("gdn_key_head_dim", "gdn_value_head_dim", "gdn_conv_kernel_dim"),
         heads=("gdn_num_value_heads", "gdn_num_key_heads"),
         head_dim="",

@@ -79,9 +79,10 @@ def key(
     return dataclasses.field(default_factory=lambda: declared.default, metadata={"key": declared})
 
 
-def choices(table: Mapping[str, Any]) -> str:
-    """Lists a table's names, each with its note."""
-    return ", ".join(f"{name} ({it.note})" if it.note else name for name, it in table.items())
+def choice(default: str, comment: str, table: Mapping[str, Any], **more: Any) -> Any:
+    """Declares a key whose value is a name in a table; each entry's `note` is a line above the key in base.yml."""
+    lines = [f"  {name:{max(map(len, table))}}  {entry.note}" for name, entry in table.items()]
+    return key(default, "one of the above", tuple(table), above="\n".join([f"{comment}:", *lines]), **more)
 
 
 def fact(default: Any, comment: str, *limits: Any, **more: Any) -> Any:

@@ -50,7 +50,8 @@ class LayerFacts:
 @group
 class AttentionFacts:
     """Model: attention"""
-    attention_type: str = fact("global", keys.choices(ATTENTION_TYPES), tuple(ATTENTION_TYPES))
+    attention_type: str = keys.choice(
+        "global", "How a layer mixes its tokens", ATTENTION_TYPES, per_layer=True)
     sliding_window_size: int = fact(0,
         "local_sliding: number of tokens that a token sees, including itself", FROM_0, 2**24)
     chunk_attn_window_size: int = fact(0, "chunk: positions per block; a token sees only its own block", FROM_0, 2**24)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from src.config.keys import BELOW_1, DTYPES, FROM_0, FROM_1_OR_UNSET, POSITIVE, SHARE, choices, group, key
+from src.config.keys import BELOW_1, DTYPES, FROM_0, FROM_1_OR_UNSET, POSITIVE, SHARE, choice, group, key
 
 ADAM = ("adam_b1", "adam_b2", "adam_eps", "mu_dtype")
 FINAL, DECAY = "learning_rate_final_fraction", "wsd_decay_steps_fraction"
@@ -13,31 +13,41 @@ FINAL, DECAY = "learning_rate_final_fraction", "wsd_decay_steps_fraction"
 class OptimizerType(NamedTuple):
     """Declares a value of `opt_type`."""
 
+    note: str  # its line in base.yml
     scaling: str = ""  # module:function(chosen, inputs), which `make_optimizer` imports and calls
-    note: str = ""  # in the comment of `opt_type`
     reads: tuple[str, ...] = ()  # keys that only some optimizers read
     hidden_only: bool = False  # it updates matrices in layers, and adamw all other weights
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerType("src.step.optimizer:adamw", reads=(*ADAM, "adam_clip_threshold")),
-    "adafactor": OptimizerType("src.step.adafactor:adafactor", "learning_rate is relative to a weight's size"),
-    "muon": OptimizerType("src.step.muon:muon", reads=(*ADAM, "muon_beta"), hidden_only=True),
-    "sgd": OptimizerType(),
+    "adamw": OptimizerType(
+        "Adam with decoupled weight decay", "src.step.optimizer:adamw", reads=(*ADAM, "adam_clip_threshold")
+    ),
+    "adafactor": OptimizerType(
+        "row and column means of the second moment; learning_rate is relative to a weight's size",
+        "src.step.adafactor:adafactor",
+    ),
+    "muon": OptimizerType(
+        "orthogonal updates of the matrices in layers; adamw for all other weights",
+        "src.step.muon:muon",
+        reads=(*ADAM, "muon_beta"),
+        hidden_only=True,
+    ),
+    "sgd": OptimizerType("gradients without moments"),
 }
 
 
 class Schedule(NamedTuple):
     """Declares a value of `lr_schedule_type`."""
 
+    note: str  # its line in base.yml
     # The share of the peak at a step after the warm-up: (keys, step, steps of warm-up, steps of the schedule).
     share: Callable[["OptimizerKeys", int, int, int], float]
-    note: str = ""  # in the comment of `lr_schedule_type`
     reads: tuple[str, ...] = (FINAL,)  # keys that only some schedules read
 
 
 def _cosine(keys: "OptimizerKeys", step: int, warmup: int, total: int) -> float:
-    """Half a cosine (Loshchilov and Hutter 2017, equation 5)."""
+    """SGDR without restarts (Loshchilov and Hutter 2017, equation 5)."""
     final, progress = keys.learning_rate_final_fraction, (step - warmup) / max(total - warmup, 1)
     return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
@@ -54,9 +64,9 @@ def _wsd(keys: "OptimizerKeys", step: int, warmup: int, total: int) -> float:
 
 
 SCHEDULES = {
-    "cosine": Schedule(_cosine),
-    "exponential": Schedule(_exponential),
-    "wsd": Schedule(_wsd, "stable, then linear decay", reads=(FINAL, DECAY)),
+    "cosine": Schedule("half a cosine", _cosine),
+    "exponential": Schedule("a constant factor per step", _exponential),
+    "wsd": Schedule("the peak, then a linear decay", _wsd, reads=(FINAL, DECAY)),
 }
 
 
@@ -69,9 +79,9 @@ def reading(table: Mapping[str, Any], key: str) -> list[str]:
 @group
 class OptimizerKeys:
     """The keys that optimizers and schedules read; those of the group `Optimizer` in base.yml begin with them."""
-    opt_type: str = key("adamw", choices(OPTIMIZERS), tuple(OPTIMIZERS), resume_invariant=True)
+    opt_type: str = choice("adamw", "Optimizers", OPTIMIZERS, resume_invariant=True)
     learning_rate: float = key(3e-4, "peak learning rate", POSITIVE, 2**120)
-    lr_schedule_type: str = key("cosine", choices(SCHEDULES), tuple(SCHEDULES))
+    lr_schedule_type: str = choice("cosine", "The learning rate after its warm-up", SCHEDULES)
     learning_rate_schedule_steps: int = key(-1,
         "length of the schedule, after which the rate is 0; -1: steps", FROM_1_OR_UNSET)
     warmup_steps_fraction: float = key(0.1, "share of the schedule: linear warm-up from 0 to learning_rate", SHARE)
@@ -91,8 +101,7 @@ class OptimizerKeys:
     mup_base_emb_dim: int = key(0,
         "width that learning_rate was tuned at, to use it at other widths (muP); 0: off", FROM_0,
         resume_invariant=True)
-    muon_beta: float = key(0.95,
-        "muon: decay of the momentum; weights other than matrices in layers use adamw", BELOW_1)
+    muon_beta: float = key(0.95, "muon: decay of the momentum", BELOW_1)
     mu_dtype: str = key("", "of the first moment; empty: as the weights, or float32 with lora_rank", ("", *DTYPES),
         resume_invariant=True)
 # fmt: on

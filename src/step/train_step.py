@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from src.model.params import DROPOUT, Tree, Weights, random_stream
+from src.model.params import DROPOUT, STACKED, Tree, Weights, by_path, dotted, nested, random_stream
 from src.parallel.accumulate import accumulate
-from src.step.cast_weights import cast_matrices
 from src.step.eval_step import compile_eval_step
 from src.step.loss import LossFunction, Metrics, TokenCounts, count_tokens, next_token_loss, objective
 from src.step.optimizer import HParams, clip
@@ -83,8 +82,6 @@ def train_step(
         "usable": _usable(trainable),
     }
     if plan.step.log_internals:
-        from src.step.internals import activation_rms
-
         outputs = activation_rms(buffers, counts.non_padding, plan.spec.emb_dim)
         metrics["internals"] = {"activation_rms": outputs, **internals}
     return TrainState(state.step + 1, weights, opt, ema, spikes), metrics
@@ -94,11 +91,10 @@ def experts_update(stats: Tree, buffers: Tree, counts: TokenCounts, plan: StepPl
     """Updates the routers' biases, and computes each layer's metrics, from the experts' counts."""
     from src.model.moe import router
 
-    totals, rate = router.totals(buffers), plan.step.routed_bias_update_rate
-    layers = router.by_layer(totals, counts.non_padding)
-    balance = {name: jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")}
-    figures = {**balance, **{name: layers[name] for name in ("expert_load_max", "tokens_dropped")}}
-    return router.update_router_bias(stats, totals, counts.non_padding, rate), figures
+    totals, tokens = router.totals(buffers), counts.non_padding
+    layers = router.by_layer(totals, tokens)
+    sums = {name: jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")}
+    return router.update_router_bias(stats, totals, tokens, plan.step.routed_bias_update_rate), {**layers, **sums}
 
 
 def loss_metrics(losses: Metrics, counts: TokenCounts) -> Metrics:
@@ -139,6 +135,27 @@ def loss_gradient(
     return grads, (losses, buffers)
 
 
+def cast_matrices(trainable: Tree, plan: StepPlan) -> Tree:
+    """Casts to `dtype` the layers' trainable matrices that are used in matmuls of `dtype` once per step.
+
+    A matmul casts its weight in any case, and XLA's TPU compiler casts all layers' weights before the loop (others do
+    not, and would hold the copies for this). The loop then also stacks their gradients in `dtype`, in which matmuls
+    produce them, instead of the weights' dtype. Not cast: weights whose gradients are summed because layers share them
+    or micro-batches pass a pipeline; the router's weight, which is multiplied in float32; and weights to be rounded to
+    8 bits.
+    """
+    if plan.quantization.kind or plan.execution.schedule or not plan.execution.early_gradients:
+        return trainable
+    matrices, groups = by_path(plan.matrices), plan.spec.layer_groups
+
+    def is_cast(path: tuple) -> bool:
+        in_layer = path[0] == "segments" and not groups[int(path[1])].shared
+        return in_layer and matrices[path].hidden and path[-1] != "router"
+
+    flat = by_path(trainable)
+    return nested({path: w.astype(jnp.dtype(plan.spec.dtype)) if is_cast(path) else w for path, w in flat.items()})
+
+
 @jax.named_scope("optimizer")
 def apply_update(
     grads: Tree, grad_norm: jax.Array, state: TrainState, hparams: HParams, plan: StepPlan, keep_if: jax.Array
@@ -150,7 +167,7 @@ def apply_update(
     weights = state.weights.trainable
     if plan.accumulation.updates != plan.accumulation.weights:
         weights = jax.lax.with_sharding_constraint(weights, plan.accumulation.updates)
-    of_gradients = _norms_by_name(grads, plan)
+    of_gradients = norms(grads, plan)
     as_before = weights, state.opt, jax.tree.map(jnp.zeros_like, of_gradients)
     updated = functools.partial(update, grads, grad_norm=grad_norm, hparams=hparams, plan=plan)
     if plan.execution.update_in_branch:
@@ -158,11 +175,8 @@ def apply_update(
     else:
         after = _where(keep_if, updated(weights, state.opt), as_before)
     trainable, opt, of_updates = after
-    if not plan.step.log_internals:
-        return trainable, opt, {}
-    of_weights = _norms_by_name(trainable, plan)
-    norms = {"weight": of_weights, "gradient": of_gradients, "update": of_updates}
-    return trainable, opt, {f"{kind}_norm/{name}": x for kind, of in norms.items() for name, x in of.items()}
+    kinds = {"weight": norms(trainable, plan), "gradient": of_gradients, "update": of_updates}
+    return trainable, opt, {f"{kind}_norm/{name}": x for kind, of in kinds.items() for name, x in of.items()}
 
 
 def update(
@@ -175,16 +189,28 @@ def update(
     weights = optax.apply_updates(weights, updates)
     if offloaded:
         new = jax.tree.map(lambda new, old: jax.device_put(new, jax.typeof(old).memory_space), new, opt)
-    return weights, new, _norms_by_name(updates, plan)
+    return weights, new, norms(updates, plan)
 
 
-def _norms_by_name(tree: Tree, plan: StepPlan) -> dict[str, jax.Array]:
-    """Norms that `log_internals` records for weights, gradients or updates; without it none."""
-    if not plan.step.log_internals:
-        return {}
-    from src.step.internals import norms
+def norms(tree: Tree, plan: StepPlan) -> dict[str, jax.Array]:
+    """Norms of weights, gradients or updates by dotted name, with `log_internals`: [R] for R stacked layers, or [1]."""
+    axes_of = by_path(plan.axes)
 
-    return norms(tree, plan.axes)
+    def norm(axes: tuple[str | None, ...], x: jax.Array) -> jax.Array:
+        stacked = int(bool(axes) and axes[0] in STACKED[:2])
+        return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=range(stacked, x.ndim))).reshape(-1)
+
+    flat = by_path(tree) if plan.step.log_internals else {}
+    return {dotted(path): norm(axes_of[path], x) for path, x in flat.items()}
+
+
+def activation_rms(reports: Tree, tokens: jax.Array, width: int) -> jax.Array:
+    """Root mean square [L] of each layer's output, from the sums of squares that blocks reported."""
+    layers = []
+    for blocks in reports["segments"].values():  # a group runs its pattern repeatedly
+        sums = [jnp.sum(block["activations"], axis=(-2, -1)) for block in blocks.values()]
+        layers.append(jnp.stack(sums, axis=1).reshape(-1))
+    return jnp.sqrt(jnp.concatenate(layers) / (jnp.maximum(tokens, 1) * width))
 
 
 def _usable(trainable: Tree) -> jax.Array:

@@ -9,7 +9,6 @@ import pytest
 
 from src.model.params import by_path
 from src.step import train_step
-from src.step.cast_weights import cast_matrices
 from src.step.loss import count_tokens, next_token_loss
 from tests.tiny import make, packed_rows, random_weights
 
@@ -28,7 +27,7 @@ def cast(**keys):
     """The names of a model's weights that are cast."""
     plan = plan_on_tpus(8, **keys)
     weights = plan.split(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), plan.shapes)).trainable
-    flat = by_path(jax.eval_shape(lambda tree: cast_matrices(tree, plan), weights))
+    flat = by_path(jax.eval_shape(lambda tree: train_step.cast_matrices(tree, plan), weights))
     return {".".join(map(str, path)) for path, leaf in flat.items() if leaf.dtype == jnp.bfloat16}
 
 

@@ -15,7 +15,7 @@ from src.step.matrices import Matrix
 from src.step.muon import orthogonal_updates, orthogonalise
 from src.step.optimizer import clip, hparams_at, learning_rate, make_optimizer
 from src.step.optimizer_rules import assign_rules, describe_rules
-from src.step.optimizer_shardings import state_shardings
+from src.step.state import state_shardings
 from src.system.errors import UserError
 from tests.tiny import VOCAB, assert_close, load, make
 

@@ -78,7 +78,7 @@ def reading(table: Mapping[str, Any], key: str) -> list[str]:
 # fmt: off
 @group
 class OptimizerKeys:
-    """The keys that optimizers and schedules read; those of the group `Optimizer` in base.yml begin with them."""
+    """Keys of optimizers and schedules; the group `Optimizer` of base.yml begins with them."""
     opt_type: str = choice("adamw", "Optimizers", OPTIMIZERS, resume_invariant=True)
     learning_rate: float = key(3e-4, "peak learning rate", POSITIVE, 2**120)
     lr_schedule_type: str = choice("cosine", "The learning rate after its warm-up", SCHEDULES)

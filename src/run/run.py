@@ -205,7 +205,7 @@ class Run:
         )
         self._narrow = None
         if any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(self.state.weights.trainable)):
-            from src.step.narrow_weights import NarrowWeights
+            from src.run.narrow_weights import NarrowWeights
 
             self._narrow = NarrowWeights(self.plan, self.state, self.done + config.log_period)
             say(self._narrow.messages)

@@ -25,11 +25,6 @@ class AdafactorState(NamedTuple):
 
 
 def adafactor(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransformation]:
-    """Scales the updates of the `chosen` weights."""
-    return [scale_by_adafactor(inputs.matrices, chosen)]
-
-
-def scale_by_adafactor(matrices: Any, chosen: Any) -> optax.GradientTransformation:
     """Divides gradients by the root of their second moment, clips, and scales by weight size (algorithms 4 and 5).
 
     Gradients of weights that are not `chosen` pass unchanged.
@@ -38,17 +33,17 @@ def scale_by_adafactor(matrices: Any, chosen: Any) -> optax.GradientTransformati
     their own rows, columns and scales, as each weight's `Matrix` says. No first moment is used.
     """
     is_chosen = by_path(chosen)
-    kinds: dict[Any, Matrix] = {path: kind for path, kind in by_path(matrices).items() if is_chosen[path]}
+    kinds: dict[Any, Matrix] = {path: kind for path, kind in by_path(inputs.matrices).items() if is_chosen[path]}
 
     def init(weights: Any) -> AdafactorState:
-        shapes = {path: weight.shape for path, weight in by_path(weights).items()}
-        factored = [path for path, kind in kinds.items() if kind.inputs]
-        return AdafactorState(
-            count=jnp.zeros((), jnp.int32),
-            rows=nested({path: jnp.zeros(_ones_at(shapes[path], kinds[path].outputs)) for path in factored}),
-            columns=nested({path: jnp.zeros(_ones_at(shapes[path], kinds[path].inputs)) for path in factored}),
-            full=nested({path: jnp.zeros(shapes[path]) for path, kind in kinds.items() if not kind.inputs}),
-        )
+        rows, columns, full = {}, {}, {}
+        for path, kind in kinds.items():
+            zeros = jnp.zeros(by_path(weights)[path].shape)
+            if kind.inputs:
+                rows[path], columns[path] = _mean(zeros, kind.outputs), _mean(zeros, kind.inputs)
+            else:
+                full[path] = zeros
+        return AdafactorState(jnp.zeros((), jnp.int32), nested(rows), nested(columns), nested(full))
 
     def update(gradients: Any, state: AdafactorState, weights: Any) -> tuple[Any, AdafactorState]:
         count = state.count + 1
@@ -59,9 +54,9 @@ def scale_by_adafactor(matrices: Any, chosen: Any) -> optax.GradientTransformati
             gradient = updates[path].astype(jnp.float32)
             square = jnp.square(gradient) + EPSILON_1
             if kind.inputs:
-                rows[path] = decay * rows[path] + (1 - decay) * jnp.mean(square, kind.outputs, keepdims=True)
-                columns[path] = decay * columns[path] + (1 - decay) * jnp.mean(square, kind.inputs, keepdims=True)
-                row_share = rows[path] / jnp.mean(rows[path], kind.inputs, keepdims=True)
+                rows[path] = decay * rows[path] + (1 - decay) * _mean(square, kind.outputs)
+                columns[path] = decay * columns[path] + (1 - decay) * _mean(square, kind.inputs)
+                row_share = rows[path] / _mean(rows[path], kind.inputs)
                 scaled = gradient * jax.lax.rsqrt(row_share) * jax.lax.rsqrt(columns[path])
             else:
                 full[path] = decay * full[path] + (1 - decay) * square
@@ -69,16 +64,16 @@ def scale_by_adafactor(matrices: Any, chosen: Any) -> optax.GradientTransformati
             updates[path] = _clip(scaled, kind, CLIP) * jnp.maximum(EPSILON_2, _root_mean_square(weights[path], kind))
         return nested(updates), AdafactorState(count, nested(rows), nested(columns), nested(full))
 
-    return optax.GradientTransformation(init, update)
+    return [optax.GradientTransformation(init, update)]
 
 
 def clip_matrices(matrices: Any, chosen: Any, threshold: jax.Array) -> optax.GradientTransformation:
     """Scales each matrix or vector in the updates of `chosen` weights down to a root mean square of `threshold`."""
-
-    def clip(x: jax.Array, kind: Matrix, is_chosen: bool) -> jax.Array:
-        return _clip(x, kind, threshold) if is_chosen else x
-
-    return optax.stateless(lambda updates, _: jax.tree.map(clip, updates, matrices, chosen))
+    return optax.stateless(
+        lambda updates, _: jax.tree.map(
+            lambda x, kind, is_chosen: _clip(x, kind, threshold) if is_chosen else x, updates, matrices, chosen
+        )
+    )
 
 
 def _clip(x: jax.Array, kind: Matrix, threshold: jax.Array | float) -> jax.Array:
@@ -87,13 +82,12 @@ def _clip(x: jax.Array, kind: Matrix, threshold: jax.Array | float) -> jax.Array
 
 def _root_mean_square(x: jax.Array, kind: Matrix) -> jax.Array:
     """Averages over each matrix without the rows that pad a vocabulary, whose zero gradients would lower the mean."""
-    square = jnp.square(x.astype(jnp.float32))
-    if kind.vocab is None:
-        return jnp.sqrt(jnp.mean(square, kind.dims, keepdims=True))
-    dim, size = kind.vocab
-    is_word = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim) < size
-    return jnp.sqrt(jnp.mean(square, kind.dims, keepdims=True, where=is_word))
+    is_word = None
+    if kind.vocab is not None:
+        dim, size = kind.vocab
+        is_word = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim) < size
+    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), kind.dims, keepdims=True, where=is_word))
 
 
-def _ones_at(shape: tuple[int, ...], dims: tuple[int, ...]) -> list[int]:
-    return [1 if dim in dims else size for dim, size in enumerate(shape)]
+def _mean(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    return jnp.mean(x, dims, keepdims=True)

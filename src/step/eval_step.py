@@ -15,9 +15,10 @@ from src.model.execution import check_rows
 from src.model.params import Weights
 from src.parallel.mesh import global_batch_size
 from src.parallel.sequence import from_zigzag
-from src.step.loss import LogitsOf, batch_cross_entropy, hidden_states, in_tiles, in_zigzag
+from src.step.loss import LogitsOf, batch_cross_entropy, hidden_states, in_tiles, in_zigzag, of_logits
 from src.step.plan import Batch, StepPlan
 from src.step.state import batch_sharding
+from src.system.user_code import call, check_metrics
 
 # Compiler options of every step, including evaluation, in addition to `compile_xla_flags`. XLA's own matmul kernels
 # (Triton) are tuned by running them on a device: a program compiled without a device would use them untuned.
@@ -58,8 +59,6 @@ def eval_step(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
         hidden_BTD = plan.layout.constrain(hidden_BTD, "batch", None, None)
         hidden_BTD = from_zigzag(hidden_BTD, plan.layout.shards("length"))
         logits_BTV = logits_of(hidden_BTD)[..., : plan.spec.vocab_size]
-        from src.system.user_code import call, check_metrics
-
         metrics = call("eval_metrics", plan.eval_metrics, logits_BTV, batch)
         sums["user_metrics"] = check_metrics(
             "eval_metrics", metrics, {"loss", "perplexity", "bits_per_byte", "ema_loss"}
@@ -97,9 +96,8 @@ def token_scores(
     def of_tile(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         hidden_BtD, targets_Bt = tile
         logits_BtV = logits_of(hidden_BtD)
-        is_target_BtV = targets_Bt[..., None] == jnp.arange(logits_BtV.shape[-1])  # not a lookup, as in `cross_entropy`
-        target_logit_Bt = jnp.sum(jnp.where(is_target_BtV, logits_BtV, 0.0), axis=-1)
-        return target_logit_Bt - jax.nn.logsumexp(logits_BtV, axis=-1), jnp.argmax(logits_BtV, axis=-1) == targets_Bt
+        log_normaliser_Bt, target_logit_Bt = of_logits(logits_BtV, targets_Bt, jnp.arange(logits_BtV.shape[-1]))
+        return target_logit_Bt - log_normaliser_Bt, jnp.argmax(logits_BtV, axis=-1) == targets_Bt
 
     def whole(tiled: jax.Array) -> jax.Array:
         parts = tiled.reshape(tiles, -1, shards, tiled.shape[2] // shards)

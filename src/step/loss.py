@@ -83,10 +83,8 @@ def objective(
         layers = router.by_layer(buffers, tokens)
         share = tokens / jnp.maximum(counts.non_padding, 1) / plan.layout.size(replicas)
         losses |= {name: share * jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")}
-        total += (
-            step.load_balance_loss_weight * losses["load_balance_loss"]
-            + step.router_z_loss_weight * losses["router_z_loss"]
-        )
+        total += step.load_balance_loss_weight * losses["load_balance_loss"]
+        total += step.router_z_loss_weight * losses["router_z_loss"]
     if plan.spec.mtp_num_layers:
         losses["mtp_loss"] = jnp.mean(sums.mtp / jnp.maximum(counts.mtp, 1.0))
         total += step.mtp_loss_scaling_factor * losses["mtp_loss"]
@@ -103,12 +101,13 @@ def count_tokens(batch: Batch, plan: StepPlan) -> TokenCounts:
 
 def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Array, ForwardContext, Tree]:
     """Computes the hidden states [B, T, D] of a batch that is `in_zigzag`, their context, and the layers' reports."""
-    positions_BT, segment_ids_BT, keys_BTW = (inputs.get(name) for name in ("positions", "segment_ids", "dropout_keys"))
-    settings = (plan.layout, plan.kernel, plan.packed, keys_BTW)
-    execution = plan.execution
-    more = {"early_gradients": execution.early_gradients, "mlp_in_halves": execution.mlp_in_halves}
-    more |= {"log_internals": plan.step.log_internals > 0}
-    context = ForwardContext(positions_BT, segment_ids_BT, *settings, **more)
+    context = ForwardContext(
+        *(inputs["positions"], inputs["segment_ids"], plan.layout, plan.kernel, plan.packed),
+        dropout_keys_BTW=inputs.get("dropout_keys"),
+        log_internals=plan.step.log_internals > 0,
+        early_gradients=plan.execution.early_gradients,
+        mlp_in_halves=plan.execution.mlp_in_halves,
+    )
     hidden_BTD, _, reports = model(inputs["tokens"], context, plan.execution)
     return hidden_BTD, context, reports
 
@@ -151,7 +150,7 @@ def batch_cross_entropy(
     whole_BTD = hidden_BTD.astype(jnp.float32)  # the dtype in which the gradients of the parts are summed
 
     def of_part(part: OutputPart) -> tuple[jax.Array, jax.Array]:
-        return _of_logits(logits_of(whole_BTD.astype(hidden_BTD.dtype), part=part), targets_BT, part.ids_V)
+        return of_logits(logits_of(whole_BTD.astype(hidden_BTD.dtype), part=part), targets_BT, part.ids_V)
 
     with jax.named_scope("cross_entropy"):
         log_normaliser_PBT, target_logit_PBT = jax.lax.map(jax.checkpoint(of_part, prevent_cse=False), parts)
@@ -171,20 +170,21 @@ def cross_entropy(
 
     def sums(hidden_BtD: jax.Array, targets_Bt: jax.Array, mask_Bt: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits_BtV = logits_of(hidden_BtD)
-        return _sums(*_of_logits(logits_BtV, targets_Bt, jnp.arange(logits_BtV.shape[-1])), mask_Bt)
+        return _sums(*of_logits(logits_BtV, targets_Bt, jnp.arange(logits_BtV.shape[-1])), mask_Bt)
 
     if tiles == 1:
         return sums(hidden_BTD, targets_BT, mask_BT)
 
-    def add_tile(totals: tuple[jax.Array, jax.Array], tile: tuple[jax.Array, ...]) -> tuple[tuple, None]:
+    def add_tile(totals: tuple, tile: tuple[jax.Array, ...]) -> tuple[tuple, None]:
         return jax.tree.map(jnp.add, totals, jax.checkpoint(sums)(*tile)), None
 
-    zeros = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
-    return jax.lax.scan(add_tile, zeros, in_tiles((hidden_BTD, targets_BT, mask_BT), tiles, shards))[0]
+    return jax.lax.scan(
+        add_tile, (jnp.zeros(()), jnp.zeros(())), in_tiles((hidden_BTD, targets_BT, mask_BT), tiles, shards)
+    )[0]
 
 
-def _of_logits(logits_BTV: jax.Array, targets_BT: jax.Array, ids_V: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Log-normaliser [B, T] of logits, and the target's logit, or 0 if it is not among these tokens."""
+def of_logits(logits_BTV: jax.Array, targets_BT: jax.Array, ids_V: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes the log-normaliser [B, T] of logits, and the target's logit, or 0 if it is not among these tokens."""
     # A sum instead of a lookup, for which XLA would hold the logits in float32.
     is_target_BTV = targets_BT[..., None] == ids_V
     return jax.nn.logsumexp(logits_BTV, axis=-1), jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1)

@@ -20,40 +20,32 @@ UPDATE_RMS = 0.2  # AdamW's, so that one learning rate suits both (Liu et al. 20
 
 
 def muon(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransformation]:
-    """Makes the momentum of each `chosen` matrix orthogonal (Jordan et al. 2024)."""
-    trace = optax.trace(inputs.hparams["muon_beta"], nesterov=True, accumulator_dtype=inputs.mu_dtype)
-    return [optax.masked(trace, chosen), orthogonal_updates(inputs.matrices, chosen, inputs.shardings)]
+    """Replaces the momentum of each `chosen` matrix by roughly the nearest orthogonal matrix (Jordan et al. 2024).
 
-
-def orthogonal_updates(matrices: Any, chosen: Any, shardings: Any) -> optax.GradientTransformation:
-    """Replaces each `chosen` matrix by roughly the nearest orthogonal one, times 0.2 and the root of its longer side.
-
-    Updates then have the root mean square 0.2 (Liu et al. 2025, equation 4). All other weights' updates pass unchanged.
-    On a mesh each device computes an equal number of whole matrices, and shards move there and back (all-to-all).
-    Without this, XLA would compute all matrices on each device.
+    It is scaled by 0.2 and the root of its longer side, so that updates have the root mean square 0.2 (Liu et al. 2025,
+    equation 4). All other weights' updates pass unchanged. On a mesh each device computes an equal number of whole
+    matrices, and shards move there and back (all-to-all). Without this, XLA would compute all matrices on each device.
     """
+    trace = optax.trace(inputs.hparams["muon_beta"], nesterov=True, accumulator_dtype=inputs.mu_dtype)
 
-    def update(updates: Any, _: Any) -> Any:
-        return jax.tree.map(_update, matrices, chosen, shardings, updates)
+    def update(matrix: Matrix, is_chosen: bool, at: NamedSharding, x: jax.Array) -> jax.Array:
+        if not is_chosen:
+            return x
+        groups = (matrix.stacks, matrix.inputs, matrix.outputs)
+        order = sum(groups, ())
+        stacks, inputs, outputs = ([x.shape[dim] for dim in dims] for dims in groups)
+        axes = [[axes_of_dim(at.spec[dim]) for dim in dims] for dims in groups]
+        rows, columns = math.prod(inputs), math.prod(outputs)
+        x_SIO = x.astype(jnp.float32).transpose(order).reshape(*stacks, rows, columns)
+        if not stacks:  # a matrix outside the layers
+            x_SIO, axes[0] = x_SIO[None], [()]
+        x_SIO = _on_whole_matrices(x_SIO, axes[0], sum(axes[1], ()), sum(axes[2], ()), at.mesh)
+        x_SIO *= UPDATE_RMS * math.sqrt(max(rows, columns))
+        back = sorted(range(x.ndim), key=order.__getitem__)
+        return x_SIO.reshape(*stacks, *inputs, *outputs).transpose(back).astype(x.dtype)
 
-    return optax.stateless(update)
-
-
-def _update(matrix: Matrix, chosen: bool, at: NamedSharding, x: jax.Array) -> jax.Array:
-    if not chosen:
-        return x
-    order = (*matrix.stacks, *matrix.inputs, *matrix.outputs)
-    shape = [[x.shape[dim] for dim in dims] for dims in (matrix.stacks, matrix.inputs, matrix.outputs)]
-    axes = [[axes_of_dim(at.spec[dim]) for dim in dims] for dims in (matrix.stacks, matrix.inputs, matrix.outputs)]
-    stacks, inputs, outputs = shape
-    rows, columns = math.prod(inputs), math.prod(outputs)
-    x_SIO = x.astype(jnp.float32).transpose(order).reshape(*stacks, rows, columns)
-    if not stacks:  # a matrix outside the layers
-        x_SIO, axes[0] = x_SIO[None], [()]
-    x_SIO = _on_whole_matrices(x_SIO, axes[0], sum(axes[1], ()), sum(axes[2], ()), at.mesh)
-    x_SIO *= UPDATE_RMS * math.sqrt(max(rows, columns))
-    back = sorted(range(x.ndim), key=order.__getitem__)
-    return x_SIO.reshape(*stacks, *inputs, *outputs).transpose(back).astype(x.dtype)
+    trees = (inputs.matrices, chosen, inputs.shardings)
+    return [optax.masked(trace, chosen), optax.stateless(lambda updates, _: jax.tree.map(update, *trees, updates))]
 
 
 def _on_whole_matrices(

@@ -21,7 +21,7 @@ WIDTHS = {"embed", "expert_embed", "heads", "kv_heads", "mlp"}  # logical axes o
 
 
 def learning_rate_scales(keys: Step, spec: ModelSpec, declarations: Tree) -> dict[Path, float]:
-    """Factor on each weight's update: 1/m for weights used in matmuls, else 1.
+    """Factors on the updates of weights used in matmuls: 1/m.
 
     Weight decay, which adamw adds to the update, is not scaled: it removes the same share of a weight at every width.
     Raises UserError for a matrix whose scaling with the width is not known.
@@ -35,7 +35,7 @@ def learning_rate_scales(keys: Step, spec: ModelSpec, declarations: Tree) -> dic
                 f"mup_base_emb_dim: {params.dotted(path)} writes to dims that do not scale with the model's width, and "
                 "no learning rate by width is known for it: leave mup_base_emb_dim out"
             )
-    return dict.fromkeys(axes, 1.0) | dict.fromkeys(multiplied(declarations), 1 / m)
+    return dict.fromkeys(multiplied(declarations), 1 / m)
 
 
 def scaled_initial(keys: Step, spec: ModelSpec, tree: Tree) -> Tree:

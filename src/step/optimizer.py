@@ -1,6 +1,7 @@
 """The optimizer, built inside the step from run-time values."""
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -25,10 +26,13 @@ def hparams_at(keys: Step, steps: int, step: int) -> HParams:
         "eps": keys.adam_eps,
         "weight_decay": keys.adam_weight_decay,
         "clip": keys.gradient_clipping_threshold,
-        **({"adam_clip": keys.adam_clip_threshold} if keys.adam_clip_threshold else {}),
-        **({"ema_decay": keys.ema_decay} if keys.ema_decay else {}),
-        **({"spike_factor": keys.skip_step_scaling_factor} if keys.skip_step_on_spikes else {}),
     }
+    optional = {
+        "adam_clip": keys.adam_clip_threshold,
+        "ema_decay": keys.ema_decay,
+        "spike_factor": keys.skip_step_on_spikes and keys.skip_step_scaling_factor,
+    }
+    values |= {name: value for name, value in optional.items() if value}
     return {name: np.float32(value) for name, value in values.items()}
 
 
@@ -41,19 +45,20 @@ def make_optimizer(
     each weight. `hparams` may be traced arrays; the state does not depend on them.
     """
     used = {rule.opt_type for rule in jax.tree.leaves(rules)}
-    used |= {"adamw"} if any(OPTIMIZERS[name].hidden_only for name in used) else set()
+    if any(OPTIMIZERS[name].hidden_only for name in used):
+        used.add("adamw")
     mu_dtype = keys.mu_dtype or (ADAPTER_DTYPE if keys.lora_rank else keys.weight_dtype)
     inputs = OptimizerInputs(matrices, shardings, hparams, mu_dtype, used == {"adamw"})
     scaling: list[optax.GradientTransformation] = []
 
-    def chosen(rule: Rule, matrix: Matrix, name: str) -> bool:
-        by_adamw = OPTIMIZERS[rule.opt_type].hidden_only and not matrix.hidden
-        return name == ("adamw" if by_adamw else rule.opt_type)
+    def name_of(rule: Rule, matrix: Matrix) -> str:
+        return "adamw" if OPTIMIZERS[rule.opt_type].hidden_only and not matrix.hidden else rule.opt_type
 
+    names = jax.tree.map(name_of, rules, matrices)
     for name in reversed(OPTIMIZERS):  # the order of their states, so adamw comes last
         if name in used and OPTIMIZERS[name].scaling:
-            weights = jax.tree.map(functools.partial(chosen, name=name), rules, matrices)
-            scaling += named(OPTIMIZERS[name].scaling)(weights, inputs)
+            chosen = jax.tree.map(functools.partial(operator.eq, name), names)
+            scaling += named(OPTIMIZERS[name].scaling)(chosen, inputs)
     if keys.adam_clip_threshold:
         from src.step.adafactor import clip_matrices
 

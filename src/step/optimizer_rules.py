@@ -36,10 +36,10 @@ class OptimizerInputs(NamedTuple):
     only_adamw: bool  # adamw updates every weight
 
 
-def assign_rules(keys: Step, trained: Tree, by_width: Mapping[Path, float] | None = None) -> Tree:
+def assign_rules(keys: Step, trained: Tree, by_width: Mapping[Path, float] = {}) -> Tree:
     """Assigns a `Rule` to each trained weight: the first of `optimizer_rules` whose pattern matches it.
 
-    `by_width` has factors on weights' updates (`mup.learning_rate_scales`); None: all 1. Raises UserError for a rule
+    `by_width` has factors on weights' updates (`mup.learning_rate_scales`), 1 by default. Raises UserError for a rule
     that applies to no weight.
     """
     rules = {path: Rule(keys.opt_type) for path in by_path(trained)}
@@ -52,7 +52,7 @@ def assign_rules(keys: Step, trained: Tree, by_width: Mapping[Path, float] | Non
                 "that matches a weight applies: move this rule before them, or remove it"
             )
         rules |= dict.fromkeys(taken, rule)
-    return nested({path: replace(rule, by_width=(by_width or {}).get(path, 1.0)) for path, rule in rules.items()})
+    return nested({path: replace(rule, by_width=by_width.get(path, 1.0)) for path, rule in rules.items()})
 
 
 def where(rules: Tree, field: str, value: Any) -> Tree:

@@ -23,6 +23,7 @@ from src.parallel.mesh import Layout, add_mesh_axes, replica_axes, weight_shardi
 from src.step import optimizer_rules
 from src.step.matrices import matrices
 from src.step.optimizer import HParams, make_optimizer
+from src.system.user_code import load_function
 
 EvalMetrics = Callable[[jax.Array, Batch], dict[str, tuple[jax.Array, jax.Array]]]
 
@@ -127,7 +128,7 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
     updates, trained = trainable, Weights.split(shapes, roles).trainable
     if step.shard_optimizer_over_data:
         updates = jax.tree.map(lambda at, shape: add_mesh_axes(at, shape.shape, replicas), trainable, trained)
-    micro_batches, scales = step.gradient_accumulation_steps, dict.fromkeys(params.by_path(axes), 1.0)
+    scales = {}
     if step.mup_base_emb_dim:
         from src.step import mup
 
@@ -151,15 +152,9 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
         packed=batch.packing,
         ramped=batch.enable_rampup_batch_size,
         fields=added_fields(batch, spec.vocab_size),
-        eval_metrics=_load_eval_metrics(eval_metrics),
-        accumulation=Accumulation(layout, micro_batches, replicas, schedule is not None, trainable, updates),
+        eval_metrics=load_function(eval_metrics, "eval_metrics") if eval_metrics else None,
+        accumulation=Accumulation(
+            layout, step.gradient_accumulation_steps, replicas, schedule is not None, trainable, updates
+        ),
         rules=optimizer_rules.assign_rules(step, trained, scales),
     )
-
-
-def _load_eval_metrics(place: str) -> EvalMetrics | None:
-    if not place:
-        return None
-    from src.system.user_code import load_function
-
-    return load_function(place, "eval_metrics")

@@ -8,8 +8,8 @@ from src.model.params import Tree
 
 def empty_window(interval: int) -> Tree:
     """Makes an empty window for the losses and gradient norms of `interval` steps, with a count of skipped updates."""
-    values = {name: jnp.zeros(interval) for name in ("loss", "grad_norm")}
-    return {**values, "count": jnp.zeros((), jnp.int32), "skipped": jnp.zeros((), jnp.int32)}
+    values = {"loss": jnp.zeros(interval), "grad_norm": jnp.zeros(interval)}
+    return values | {"count": jnp.zeros((), jnp.int32), "skipped": jnp.zeros((), jnp.int32)}
 
 
 def skip_spikes(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -56,7 +56,7 @@ def init_state(plan: StepPlan, weights: Weights | None = None) -> TrainState:
     """State before the first step, with these weights; None: the initial ones."""
     weights = weights or plan.init_weights()
     opt = plan.optimizer(hparams_at(plan.step, 1, 0)).init(weights.trainable)  # the values do not affect it
-    spikes: Tree = {}
+    spikes = {}
     if plan.step.skip_step_on_spikes:
         from src.step.spikes import empty_window
 
@@ -106,35 +106,23 @@ def state_shardings(opt: Any, shapes: Any, shardings: Any, copy: NamedSharding) 
     """Sharding of each array of an optimizer's state, of shapes `opt`; `copy` for arrays that belong to no weight.
 
     An array belongs to the weight whose path its own path contains. `shapes` and `shardings` describe the weights'
-    updates.
+    updates. An array of the weight's rank has the weight's dims, or their means (size 1); for another rank, dims are
+    matched by size, in order: Shampoo's [L, D, D] for a weight [L, D, F] has its L, the first D, and no third.
     """
-    sizes, placed = by_path(shapes), by_path(shardings)
+    sizes, sharding_of = by_path(shapes), by_path(shardings)
 
-    def place(path: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def shard(path: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         keys = tuple(entry.key for entry in path if isinstance(entry, DictKey))
-        ends = [(start, end) for start in range(len(keys)) for end in range(len(keys), start, -1)]
-        weight = next((keys[start:end] for start, end in ends if keys[start:end] in placed), None)
+        parts = (keys[start:end] for start in range(len(keys)) for end in range(len(keys), start, -1))
+        weight = next((part for part in parts if part in sharding_of), None)
         if weight is None:
             return copy
-        dims = _dims_of(leaf.shape, sizes[weight].shape)
-        at = placed[weight]
-        return at.update(spec=PartitionSpec(*(None if dim is None else at.spec[dim] for dim in dims)))
+        shape, at, spec, first = sizes[weight].shape, sharding_of[weight], [], 0
+        for number, size in enumerate(leaf.shape):
+            candidates = [number] if leaf.ndim == len(shape) else range(first, len(shape))
+            dim = next((dim for dim in candidates if shape[dim] == size), None)
+            spec.append(None if dim is None else at.spec[dim])
+            first = first if dim is None else dim + 1
+        return at.update(spec=PartitionSpec(*spec))
 
-    return jax.tree.map_with_path(place, opt)
-
-
-def _dims_of(shape: Sequence[int], weight: Sequence[int]) -> list[int | None]:
-    """Maps each dim of an array to a dim of its weight; None if there is none, so the dim is not sharded.
-
-    An array of the weight's rank has the weight's dims, or their means (size 1); for another rank, dims are matched by
-    size, in order: Shampoo's [L, D, D] for a weight [L, D, F] has its L, the first D, and no third.
-    """
-    if len(shape) == len(weight):
-        return [dim if size == weight[dim] else None for dim, size in enumerate(shape)]
-    dims: list[int | None] = []
-    first = 0
-    for size in shape:
-        dim = next((dim for dim in range(first, len(weight)) if weight[dim] == size), None)
-        dims.append(dim)
-        first = first if dim is None else dim + 1
-    return dims
+    return jax.tree.map_with_path(shard, opt)

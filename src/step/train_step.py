@@ -99,11 +99,11 @@ def experts_update(stats: Tree, buffers: Tree, counts: TokenCounts, plan: StepPl
 
 def loss_metrics(losses: Metrics, counts: TokenCounts) -> Metrics:
     """Completes the reported losses, and averages a user's own metrics."""
+    losses = dict(losses)
     if "user_metrics" in losses:
-        means = {name: total / count for name, (total, count) in losses["user_metrics"].items()}
-        losses = {**losses, "user_metrics": means}
+        losses["user_metrics"] = {name: total / count for name, (total, count) in losses["user_metrics"].items()}
     if "mtp_loss" in losses:  # a mean over the layers, valid only if each has tokens
-        losses = {**losses, "mtp_loss": jnp.where(jnp.all(counts.mtp != 0), losses["mtp_loss"], jnp.nan)}
+        losses["mtp_loss"] = jnp.where(jnp.all(counts.mtp != 0), losses["mtp_loss"], jnp.nan)
     return losses
 
 
@@ -146,14 +146,10 @@ def cast_matrices(trainable: Tree, plan: StepPlan) -> Tree:
     """
     if plan.quantization.kind or plan.execution.schedule or not plan.execution.early_gradients:
         return trainable
-    matrices, groups = by_path(plan.matrices), plan.spec.layer_groups
-
-    def is_cast(path: tuple) -> bool:
-        in_layer = path[0] == "segments" and not groups[int(path[1])].shared
-        return in_layer and matrices[path].hidden and path[-1] != "router"
-
-    flat = by_path(trainable)
-    return nested({path: w.astype(jnp.dtype(plan.spec.dtype)) if is_cast(path) else w for path, w in flat.items()})
+    flat, matrices, groups = by_path(trainable), by_path(plan.matrices), plan.spec.layer_groups
+    in_layers = [path for path in flat if path[0] == "segments" and not groups[int(path[1])].shared]
+    cast = [path for path in in_layers if matrices[path].hidden and path[-1] != "router"]
+    return nested(flat | {path: flat[path].astype(plan.spec.dtype) for path in cast})
 
 
 @jax.named_scope("optimizer")
@@ -169,39 +165,33 @@ def apply_update(
         weights = jax.lax.with_sharding_constraint(weights, plan.accumulation.updates)
     of_gradients = norms(grads, plan)
     as_before = weights, state.opt, jax.tree.map(jnp.zeros_like, of_gradients)
-    updated = functools.partial(update, grads, grad_norm=grad_norm, hparams=hparams, plan=plan)
+    offloaded = plan.step.optimizer_memory_host_offload
+
+    def updated(weights: Tree, opt: Any, _: Metrics) -> tuple[Tree, Any, Metrics]:
+        """Weights, optimizer state (in its own memory) and norms of the updates by clipped gradients."""
+        on_device = jax.device_put(opt, jax.memory.Space.Device) if offloaded else opt
+        updates, new = plan.optimizer(hparams).update(clip(grads, grad_norm, hparams["clip"]), on_device, weights)
+        if offloaded:
+            new = jax.tree.map(lambda new, old: jax.device_put(new, jax.typeof(old).memory_space), new, opt)
+        return optax.apply_updates(weights, updates), new, norms(updates, plan)
+
     if plan.execution.update_in_branch:
-        after = jax.lax.cond(keep_if, lambda weights, opt, _: updated(weights, opt), lambda *kept: kept, *as_before)
+        after = jax.lax.cond(keep_if, updated, lambda *kept: kept, *as_before)
     else:
-        after = _where(keep_if, updated(weights, state.opt), as_before)
+        after = _where(keep_if, updated(*as_before), as_before)
     trainable, opt, of_updates = after
     kinds = {"weight": norms(trainable, plan), "gradient": of_gradients, "update": of_updates}
     return trainable, opt, {f"{kind}_norm/{name}": x for kind, of in kinds.items() for name, x in of.items()}
 
 
-def update(
-    grads: Tree, weights: Tree, opt: Any, grad_norm: jax.Array, hparams: HParams, plan: StepPlan
-) -> tuple[Tree, Any, Tree]:
-    """Updates weights and optimizer state (in its own memory) by clipped gradients; also returns the updates' norms."""
-    offloaded = plan.step.optimizer_memory_host_offload
-    on_device = jax.device_put(opt, jax.memory.Space.Device) if offloaded else opt
-    updates, new = plan.optimizer(hparams).update(clip(grads, grad_norm, hparams["clip"]), on_device, weights)
-    weights = optax.apply_updates(weights, updates)
-    if offloaded:
-        new = jax.tree.map(lambda new, old: jax.device_put(new, jax.typeof(old).memory_space), new, opt)
-    return weights, new, norms(updates, plan)
-
-
 def norms(tree: Tree, plan: StepPlan) -> dict[str, jax.Array]:
     """Norms of weights, gradients or updates by dotted name, with `log_internals`: [R] for R stacked layers, or [1]."""
-    axes_of = by_path(plan.axes)
-
-    def norm(axes: tuple[str | None, ...], x: jax.Array) -> jax.Array:
-        stacked = int(bool(axes) and axes[0] in STACKED[:2])
-        return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=range(stacked, x.ndim))).reshape(-1)
-
-    flat = by_path(tree) if plan.step.log_internals else {}
-    return {dotted(path): norm(axes_of[path], x) for path, x in flat.items()}
+    found, axes_of = {}, by_path(plan.axes)
+    for path, x in by_path(tree).items() if plan.step.log_internals else ():
+        stacked = len({*axes_of[path][:1]}.intersection(STACKED[:2]))  # 1 if its first dim is one of layers
+        squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=range(stacked, x.ndim))
+        found[dotted(path)] = jnp.sqrt(squares).reshape(-1)
+    return found
 
 
 def activation_rms(reports: Tree, tokens: jax.Array, width: int) -> jax.Array:

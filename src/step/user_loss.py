@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from src.model.decoder import Decoder
-from src.step.loss import LossFunction, LossSums, next_token_loss
+from src.step.loss import LossFunction, LossSums
 from src.step.plan import Batch, StepPlan
 from src.system.errors import UserError
 from src.system.user_code import call, check_metrics, class_name, load_function
@@ -14,7 +14,7 @@ from src.system.user_code import call, check_metrics, class_name, load_function
 
 def loss_function(name: str) -> LossFunction:
     """Loads the function that the key `loss` names; raises UserError if there is none."""
-    return functools.partial(_checked, load_function(name, "loss")) if name else next_token_loss
+    return functools.partial(_checked, load_function(name, "loss"))
 
 
 def _checked(function: LossFunction, model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
@@ -31,8 +31,9 @@ def _checked(function: LossFunction, model: Decoder, batch: Batch, plan: StepPla
     }
     for field, (shape, kind, meaning) in expected.items():
         value = getattr(sums, field)
-        returned = f"{value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else class_name(value)
-        if not isinstance(value, jax.Array) or value.shape != shape or not jnp.issubdtype(value.dtype, kind):
+        is_array = isinstance(value, jax.Array)
+        if not is_array or value.shape != shape or not jnp.issubdtype(value.dtype, kind):
+            returned = f"{value.dtype}{list(value.shape)}" if is_array else class_name(value)
             raise UserError(
                 f"loss={plan.step.loss} returned LossSums with {field} of {returned}: expected {kind.__name__}"
                 f"{list(shape)}, {meaning}"

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from src.step.narrow_weights import NarrowWeights
+from src.run.narrow_weights import NarrowWeights
 from tests import runs
 from tests.tiny import Trainer
 

@@ -10,11 +10,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from src.model.params import by_path
-from src.step.adafactor import clip_matrices, scale_by_adafactor
+from src.step.adafactor import adafactor, clip_matrices
 from src.step.matrices import Matrix
-from src.step.muon import orthogonal_updates, orthogonalise
+from src.step.muon import muon, orthogonalise
 from src.step.optimizer import clip, hparams_at, learning_rate, make_optimizer
-from src.step.optimizer_rules import assign_rules, describe_rules
+from src.step.optimizer_rules import OptimizerInputs, assign_rules, describe_rules
 from src.step.state import state_shardings
 from src.system.errors import UserError
 from tests.tiny import VOCAB, assert_close, load, make
@@ -293,11 +293,12 @@ def test_rules_give_each_weight_its_own_optimizer_and_rates():
     config = load(**SETTINGS, **ADAM, optimizer_rules=RULES)
     ours, state = our_updates("adamw", weights, decays, gradients, matrices, optimizer_rules=RULES)
     adam = optax.scale_by_adam(config.adam_b1, config.adam_b2, config.adam_eps)
-    orthogonal = orthogonal_updates({"w": matrices["kernel"]}, {"w": True}, {"w": NamedSharding(MESH, P(None, None))})
+    of_kernel = ({"w": matrices["kernel"]}, {"w": NamedSharding(MESH, P(None, None))}, {"muon_beta": 0.0})
+    _, orthogonal = muon({"w": True}, OptimizerInputs(*of_kernel, "float32", False))
     kinds = {  # scaling, decay, rate over the others'
         "bias": ([], 0.2, 0.1),
         "table": ([adam], 0.0, 1.0),
-        "scale": ([scale_by_adafactor({"w": matrices["scale"]}, {"w": True})], 0.0, 1.0),
+        "scale": (adafactor({"w": True}, OptimizerInputs({"w": matrices["scale"]}, None, {}, "", False)), 0.0, 1.0),
         "kernel": ([optax.trace(config.muon_beta, nesterov=True), orthogonal], 0.3, 3.0),
         "other": ([adam], 0.3, 1.0),
     }

@@ -44,8 +44,10 @@ def muon(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransformat
         back = sorted(range(x.ndim), key=order.__getitem__)
         return x_SIO.reshape(*stacks, *inputs, *outputs).transpose(back).astype(x.dtype)
 
-    trees = (inputs.matrices, chosen, inputs.shardings)
-    return [optax.masked(trace, chosen), optax.stateless(lambda updates, _: jax.tree.map(update, *trees, updates))]
+    orthogonal = optax.stateless(
+        lambda updates, _: jax.tree.map(update, inputs.matrices, chosen, inputs.shardings, updates)
+    )
+    return [optax.masked(trace, chosen), orthogonal]
 
 
 def _on_whole_matrices(

@@ -9,8 +9,7 @@ model has no factor that an exported folder would need.
 import math
 
 from src.config.schema import Step
-from src.model import params
-from src.model.params import Tree, by_path, nested
+from src.model.params import Tree, by_path, dotted, field, nested
 from src.model.selection import Path, multiplied
 from src.model.spec import ModelSpec
 from src.system.errors import UserError
@@ -27,12 +26,12 @@ def learning_rate_scales(keys: Step, spec: ModelSpec, declarations: Tree) -> dic
     Raises UserError for a matrix whose scaling with the width is not known.
     """
     m = spec.emb_dim / keys.mup_base_emb_dim
-    axes, fan_ins = (by_path(params.field(declarations, name)) for name in ("out_sharding", "fan_in"))
+    axes, fan_ins = (by_path(field(declarations, name)) for name in ("out_sharding", "fan_in"))
     for path in multiplied(declarations):
         written = {axis for dim, axis in enumerate(axes[path]) if dim not in fan_ins[path]}
         if path[-1] not in READOUTS and not written & WIDTHS:
             raise UserError(
-                f"mup_base_emb_dim: {params.dotted(path)} writes to dims that do not scale with the model's width, and "
+                f"mup_base_emb_dim: {dotted(path)} writes to dims that do not scale with the model's width, and "
                 "no learning rate by width is known for it: leave mup_base_emb_dim out"
             )
     return dict.fromkeys(multiplied(declarations), 1 / m)

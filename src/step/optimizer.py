@@ -1,7 +1,5 @@
 """The optimizer, built inside the step from run-time values."""
 
-import functools
-import operator
 from typing import Any
 
 import jax
@@ -57,7 +55,7 @@ def make_optimizer(
     names = jax.tree.map(name_of, rules, matrices)
     for name in reversed(OPTIMIZERS):  # the order of their states, so adamw comes last
         if name in used and OPTIMIZERS[name].scaling:
-            chosen = jax.tree.map(functools.partial(operator.eq, name), names)
+            chosen = jax.tree.map(name.__eq__, names)
             scaling += named(OPTIMIZERS[name].scaling)(chosen, inputs)
     if keys.adam_clip_threshold:
         from src.step.adafactor import clip_matrices

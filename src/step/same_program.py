@@ -19,8 +19,8 @@ def check_same_program(built: TracedStep, steps: int) -> None:
     if jax.process_count() == 1:
         return
     # A step's run-time inputs must not differ either: compare the hyper-parameters at both ends and in the middle.
-    hparams = [hparams_at(built.plan.step, steps, step) for step in (0, 1, steps // 2, steps - 1)]
-    texts = {"the traced step": program_text(built.traced), "its hyper-parameters": str(hparams)}
+    hparams = str([hparams_at(built.plan.step, steps, step) for step in (0, 1, steps // 2, steps - 1)])
+    texts = {"the traced step": program_text(built.traced), "its hyper-parameters": hparams}
     mine = np.array([list(hashlib.sha256(text.encode()).digest()) for text in texts.values()], np.uint8)
     everyones = np.asarray(multihost_utils.process_allgather(mine))  # [processes, texts, bytes]
     differ = (everyones != everyones[0]).any(axis=2)

@@ -39,8 +39,9 @@ def _checked(function: LossFunction, model: Decoder, batch: Batch, plan: StepPla
                 f"{list(shape)}, {meaning}"
             )
     check_metrics(f"loss={plan.step.loss}, its metrics,", sums.metrics)
-    needed = plan.spec.has_experts or plan.step.log_internals
-    if not isinstance(sums.router, dict) or (needed and "segments" not in sums.router):
+    if not isinstance(sums.router, dict) or (
+        (plan.spec.has_experts or plan.step.log_internals) and "segments" not in sums.router
+    ):
         raise UserError(
             f"loss={plan.step.loss} returned LossSums with router={sums.router}: expected the layers' reports, "
             "the third result of hidden_states"

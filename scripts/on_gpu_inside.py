@@ -146,7 +146,7 @@ def differs(kernel: Callable, plain: Callable, *shapes: tuple[int, ...]) -> floa
 
 
 def decoding(keys: Sequence[str]) -> dict[str, Any]:
-    """Times greedy decoding with random weights, for one prompt and for eight."""
+    """Times greedy decoding with random weights, for one prompt, two and eight."""
     import jax
     import numpy as np
 
@@ -163,7 +163,7 @@ def decoding(keys: Sequence[str]) -> dict[str, Any]:
     weights = jax.jit(plan.init_weights, out_shardings=plan.split(plan.shardings))()
     plan, weights = unrolled(plan, weights)
     rates = {}
-    for rows in (1, 8):
+    for rows in (1, 2, 8):
         generator = Generator(
             plan, weights, sampling(config.decoding), seed=0, length=prompt + new, prefill_length=prompt
         )

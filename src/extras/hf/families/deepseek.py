@@ -18,7 +18,6 @@ from src.extras.hf.family import (
     require,
     write_fields,
 )
-from src.extras.hf.tensor_map import TensorMap
 
 # transformers always uses this for the latent norms, ignoring rms_norm_eps.
 LATENT_EPSILON = 1e-6
@@ -80,36 +79,43 @@ def _write_head_dim(layers: Layers) -> Json:
     return {"head_dim": layers[0].qk_rope_head_dim}
 
 
-ATTENTION = tensors.LAYER + "self_attn."
-SHARED = tensors.LAYER + "mlp.shared_experts."
 V2_TENSORS = (
-    *tensors.OUTER,
-    *tensors.NORMS_BEFORE,
-    TensorMap("layer.attention.query", ATTENTION + "q_b_proj.weight", "(N H) Q -> Q N H", requires="query_down"),
-    TensorMap("layer.attention.query", ATTENTION + "q_proj.weight", "(N H) D -> D N H"),
-    TensorMap("layer.attention.query_down", ATTENTION + "q_a_proj.weight", "Q D -> D Q"),
-    TensorMap("layer.attention.query_down_norm.scale", ATTENTION + "q_a_layernorm.weight", "Q -> Q"),
-    TensorMap("layer.attention.kv_down", ATTENTION + "kv_a_proj_with_mqa.weight", "R D -> D R"),
-    TensorMap("layer.attention.kv_down_norm.scale", ATTENTION + "kv_a_layernorm.weight", "R -> R"),
-    TensorMap("layer.attention.kv_up", ATTENTION + "kv_b_proj.weight", "(N H) R -> R N H"),
-    TensorMap("layer.attention.out", ATTENTION + "o_proj.weight", "D (N H) -> N H D"),
-    *tensors.FEED_FORWARD,
-    *tensors.EXPERTS,
-    TensorMap("layer.feed_forward.shared.wi", SHARED + "{A:gate_proj,up_proj}.weight", "F D -> D A F"),
-    TensorMap("layer.feed_forward.shared.wo", SHARED + "down_proj.weight", "D F -> F D"),
+    *(*tensors.OUTER, *tensors.NORMS_BEFORE, *tensors.FEED_FORWARD, *tensors.EXPERTS),
+    *tensors.rows(
+        """
+        attention.query                  self_attn.q_b_proj.weight                        (N H) Q -> Q N H if query_down
+        attention.query                  self_attn.q_proj.weight                          (N H) D -> D N H
+        attention.query_down             self_attn.q_a_proj.weight                        Q D -> D Q
+        attention.query_down_norm.scale  self_attn.q_a_layernorm.weight                   Q -> Q
+        attention.kv_down                self_attn.kv_a_proj_with_mqa.weight              R D -> D R
+        attention.kv_down_norm.scale     self_attn.kv_a_layernorm.weight                  R -> R
+        attention.kv_up                  self_attn.kv_b_proj.weight                       (N H) R -> R N H
+        attention.out                    self_attn.o_proj.weight                          D (N H) -> N H D
+        feed_forward.shared.wi           mlp.shared_experts.{A:gate_proj,up_proj}.weight  F D -> D A F
+        feed_forward.shared.wo           mlp.shared_experts.down_proj.weight              D F -> F D
+        """
+    ),
 )
 V3_TENSORS = (
     *V2_TENSORS,
-    TensorMap("layer.feed_forward.correction_bias", tensors.LAYER + "mlp.gate.e_score_correction_bias", "E -> E"),
-    TensorMap("mtp.embedding_norm.scale", tensors.LAYER + "enorm.weight", "D -> D"),
-    TensorMap("mtp.hidden_norm.scale", tensors.LAYER + "hnorm.weight", "D -> D"),
-    TensorMap("mtp.projection", tensors.LAYER + "eh_proj.weight", "D P -> P D"),
-    TensorMap("mtp.final_norm.scale", tensors.LAYER + "shared_head.norm.weight", "D -> D"),
+    *tensors.rows("feed_forward.correction_bias  mlp.gate.e_score_correction_bias  E -> E"),
+    *tensors.rows(
+        """
+        embedding_norm.scale  enorm.weight             D -> D
+        hidden_norm.scale     hnorm.weight             D -> D
+        projection            eh_proj.weight           D P -> P D
+        final_norm.scale      shared_head.norm.weight  D -> D
+        """,
+        weight="mtp.",
+    ),
 )
 # Each extra prediction layer has copies of the embedding and the output projection.
-V3_COPIES = (
-    TensorMap("embedding", tensors.LAYER + "embed_tokens.weight", "V D -> V D"),
-    TensorMap("output", tensors.LAYER + "shared_head.head.weight", "V D -> D V"),
+V3_COPIES = tensors.rows(
+    """
+    embedding  embed_tokens.weight      V D -> V D
+    output     shared_head.head.weight  V D -> D V
+    """,
+    weight="",
 )
 ONLY = {"attention_bias": False, "moe_layer_freq": 1}
 DEFAULTS = {"rms_norm_eps": 1e-6, "q_lora_rank": 1536}

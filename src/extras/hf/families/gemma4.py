@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from src.extras.hf import common_fields as fields
-from src.extras.hf.common_tensors import LAYER
+from src.extras.hf import common_tensors as tensors
 from src.extras.hf.families.gemma import CONSTANTS, GEMMA3, LATER
 from src.extras.hf.family import (
     Family,
@@ -21,7 +21,6 @@ from src.extras.hf.family import (
     require,
     require_known,
 )
-from src.extras.hf.tensor_map import TensorMap
 from src.system.errors import UserError
 
 SIZES = {"head_dim": "head_dim", "num_key_value_heads": "base_num_kv_heads"}  # entries that may differ by layer
@@ -89,7 +88,7 @@ def _write_layers(layers: Layers) -> Json:
 GEMMA4 = Family(
     model_type="gemma4_text",
     fields=(*LATER, FieldGroup(LAYER_ENTRIES, _read_layers, _write_layers)),
-    tensors=(*GEMMA3.tensors, TensorMap("layer.layer_scalar", LAYER + "layer_scalar", "X -> X")),
+    tensors=(*GEMMA3.tensors, *tensors.rows("layer_scalar  layer_scalar  X -> X")),
     defaults={
         **{**GEMMA3.defaults, "vocab_size": 262_144, "num_hidden_layers": 30, "sliding_window": 512},
         "hidden_size_per_layer_input": 256,

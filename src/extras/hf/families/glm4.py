@@ -6,7 +6,6 @@ from src.extras.hf import common_fields as fields
 from src.extras.hf import common_tensors as tensors
 from src.extras.hf.families import deepseek
 from src.extras.hf.family import Family, Field, FieldGroup, require
-from src.extras.hf.tensor_map import TensorMap
 
 FIELDS = (
     *(*fields.DECODER, fields.rope(partial=0.5), fields.ATTENTION_BIAS),
@@ -25,8 +24,12 @@ GLM4 = replace(
     model_type="glm4",
     tensors=(
         *GLM.tensors,
-        TensorMap("layer.attention_out_norm.scale", tensors.LAYER + "post_self_attn_layernorm.weight", "D -> D"),
-        TensorMap("layer.feed_forward_out_norm.scale", tensors.LAYER + "post_mlp_layernorm.weight", "D -> D"),
+        *tensors.rows(
+            """
+            attention_out_norm.scale     post_self_attn_layernorm.weight  D -> D
+            feed_forward_out_norm.scale  post_mlp_layernorm.weight        D -> D
+            """
+        ),
     ),
     keys={**GLM.keys, "normalization_placement": "both"},
 )

@@ -7,7 +7,6 @@ from typing import Any
 from src.extras.hf import common_fields as fields
 from src.extras.hf import common_tensors as tensors
 from src.extras.hf.family import Family, Field, FieldGroup, Json, Keys, Layers, entry
-from src.extras.hf.tensor_map import TensorMap
 from src.system.errors import UserError
 
 LLAMA = Family(
@@ -67,7 +66,6 @@ SMOLLM3 = replace(
     whole_heads=False,
 )
 
-QKV = tensors.LAYER + "self_attn.qkv_proj.weight"
 PHI3 = Family(  # Phi 3 and 4, whose files fuse queries, keys and values; Phi 4 mini rotates only part of each head
     model_type="phi3",
     fields=(
@@ -78,9 +76,13 @@ PHI3 = Family(  # Phi 3 and 4, whose files fuse queries, keys and values; Phi 4 
     ),
     tensors=(
         *(*tensors.OUTER, *tensors.NORMS_BEFORE, *tensors.FUSED_MLP, tensors.ATTENTION[3]),
-        TensorMap("layer.attention.query", QKV, "(N*|K|K H) D -> D N H"),
-        TensorMap("layer.attention.key", QKV, "(N|K*|K H) D -> D K H"),
-        TensorMap("layer.attention.value", QKV, "(N|K|K* H) D -> D K H"),
+        *tensors.rows(
+            """
+            attention.query  self_attn.qkv_proj.weight  (N*|K|K H) D -> D N H
+            attention.key    self_attn.qkv_proj.weight  (N|K*|K H) D -> D K H
+            attention.value  self_attn.qkv_proj.weight  (N|K|K* H) D -> D K H
+            """
+        ),
     ),
     defaults={"rms_norm_eps": 1e-5, fields.ORIGINAL: 4096},
     inert=("resid_pdrop", "embd_pdrop", "full_attn_mod", "interpolate_factor"),

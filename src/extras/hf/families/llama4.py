@@ -6,7 +6,6 @@ from typing import Any
 from src.extras.hf import common_fields as fields
 from src.extras.hf import common_tensors as tensors
 from src.extras.hf.family import UNSET, Family, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with
-from src.extras.hf.tensor_map import TensorMap
 
 CHUNKED = "chunked_attention"
 # For layers without positions.
@@ -18,8 +17,6 @@ LAYER_ENTRIES = (
     *("interleave_moe_layer_step", "moe_layers", "no_rope_layer_interval", "no_rope_layers", "layer_types"),
     *("use_qk_norm", "attn_temperature_tuning", "attn_scale", "floor_scale"),
 )
-FEED_FORWARD = tensors.LAYER + "feed_forward."
-PROJECTIONS = "{A:gate_proj,up_proj}.weight"
 
 
 def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
@@ -73,13 +70,17 @@ LLAMA4 = Family(
     ),
     tensors=(
         *tensors.DECODER,
-        TensorMap("layer.feed_forward.wi", FEED_FORWARD + PROJECTIONS, "F D -> D A F"),
-        TensorMap("layer.feed_forward.wo", FEED_FORWARD + "down_proj.weight", "D F -> F D"),
-        TensorMap("layer.feed_forward.router", FEED_FORWARD + "router.weight", "E D -> D E"),
-        TensorMap("layer.feed_forward.wi", FEED_FORWARD + "experts.gate_up_proj", "E D (A F) -> E D A F"),
-        TensorMap("layer.feed_forward.wo", FEED_FORWARD + "experts.down_proj", "E F D -> E F D"),
-        TensorMap("layer.feed_forward.shared.wi", FEED_FORWARD + "shared_expert." + PROJECTIONS, "F D -> D A F"),
-        TensorMap("layer.feed_forward.shared.wo", FEED_FORWARD + "shared_expert.down_proj.weight", "D F -> F D"),
+        *tensors.rows(
+            """
+            feed_forward.wi         feed_forward.{A:gate_proj,up_proj}.weight                F D -> D A F
+            feed_forward.wo         feed_forward.down_proj.weight                            D F -> F D
+            feed_forward.router     feed_forward.router.weight                               E D -> D E
+            feed_forward.wi         feed_forward.experts.gate_up_proj                        E D (A F) -> E D A F
+            feed_forward.wo         feed_forward.experts.down_proj                           E F D -> E F D
+            feed_forward.shared.wi  feed_forward.shared_expert.{A:gate_proj,up_proj}.weight  F D -> D A F
+            feed_forward.shared.wo  feed_forward.shared_expert.down_proj.weight              D F -> F D
+            """
+        ),
     ),
     defaults={
         **{"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "num_experts_per_tok": 1},

@@ -6,9 +6,6 @@ from typing import Any
 from src.extras.hf import common_fields as fields
 from src.extras.hf import common_tensors as tensors
 from src.extras.hf.family import Family, FieldGroup, Keys
-from src.extras.hf.tensor_map import TensorMap
-
-EXPERTS = tensors.LAYER + "block_sparse_moe."
 
 
 def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
@@ -42,9 +39,13 @@ MIXTRAL = Family(
     ),
     tensors=(
         *(*tensors.OUTER, *tensors.NORMS_BEFORE, *tensors.ATTENTION),
-        TensorMap("layer.feed_forward.router", EXPERTS + "gate.weight", "E D -> D E"),
-        TensorMap("layer.feed_forward.wi", EXPERTS + "experts.{E}.{A:w1,w3}.weight", "F D -> E D A F"),
-        TensorMap("layer.feed_forward.wo", EXPERTS + "experts.{E}.w2.weight", "D F -> E F D"),
+        *tensors.rows(
+            """
+            feed_forward.router  block_sparse_moe.gate.weight                   E D -> D E
+            feed_forward.wi      block_sparse_moe.experts.{E}.{A:w1,w3}.weight  F D -> E D A F
+            feed_forward.wo      block_sparse_moe.experts.{E}.w2.weight         D F -> E F D
+            """
+        ),
     ),
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2},
     keys={"norm_topk_prob": True},

@@ -5,19 +5,20 @@ from dataclasses import replace
 from src.extras.hf import common_fields as fields
 from src.extras.hf import common_tensors as tensors
 from src.extras.hf.family import Family, Field, FieldGroup, Json, Layers, entry
-from src.extras.hf.tensor_map import TensorMap
-
-LAYER = tensors.LAYER
 
 OLMO2 = Family(
     model_type="olmo2",
     fields=(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS),
     tensors=(
         *(*tensors.OUTER, *tensors.ATTENTION, *tensors.ATTENTION_BIASES, *tensors.FEED_FORWARD),
-        TensorMap("layer.attention.query_norm.scale", LAYER + "self_attn.q_norm.weight", "(N H) -> N H"),
-        TensorMap("layer.attention.key_norm.scale", LAYER + "self_attn.k_norm.weight", "(K H) -> K H"),
-        TensorMap("layer.attention_out_norm.scale", LAYER + "post_attention_layernorm.weight", "D -> D"),
-        TensorMap("layer.feed_forward_out_norm.scale", LAYER + "post_feedforward_layernorm.weight", "D -> D"),
+        *tensors.rows(
+            """
+            attention.query_norm.scale   self_attn.q_norm.weight            (N H) -> N H
+            attention.key_norm.scale     self_attn.k_norm.weight            (K H) -> K H
+            attention_out_norm.scale     post_attention_layernorm.weight    D -> D
+            feed_forward_out_norm.scale  post_feedforward_layernorm.weight  D -> D
+            """
+        ),
     ),
     defaults={"rms_norm_eps": 1e-5},
     keys={"qk_norm": "all_heads", "normalization_placement": "after"},

@@ -7,7 +7,6 @@ from typing import Any
 from src.extras.hf import common_fields as fields
 from src.extras.hf import common_tensors as tensors
 from src.extras.hf.family import Family, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with, require
-from src.extras.hf.tensor_map import TensorMap
 from src.system.errors import UserError
 
 LINEAR, SHARED_SIZE = "linear_attention", "shared_expert_intermediate_size"
@@ -94,10 +93,8 @@ QWEN3_MOE = Family(
     aliases={"num_local_experts": "num_experts"},  # transformers 5 writes this name
 )
 
-ATTENTION, DELTA = tensors.LAYER + "self_attn.", tensors.LAYER + "linear_attn."
 DELTA_SIZES = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
 DELTA_SIZES |= {"conv_kernel_dim": 4}
-QUERY_AND_GATE, SHARED = ATTENTION + "q_proj.weight", tensors.LAYER + "mlp.shared_expert."
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     fields=(
@@ -111,21 +108,25 @@ QWEN3_NEXT = Family(
         ),
     ),
     tensors=(
-        TensorMap("layer.attention.qkv", DELTA + "in_proj_qkvz.weight", "(K X*|Z) D -> D K X"),
-        TensorMap("layer.attention.gate", DELTA + "in_proj_qkvz.weight", "(K X|Z*) D -> D K Z", requires="qkv"),
-        TensorMap("layer.attention.write_gate", DELTA + "in_proj_ba.weight", "(K B*|A) D -> D K B"),
-        TensorMap("layer.attention.decay_gate", DELTA + "in_proj_ba.weight", "(K B|A*) D -> D K A"),
-        TensorMap("layer.attention.conv", DELTA + "conv1d.weight", "Y I C -> Y I C"),
-        TensorMap("layer.attention.log_rate", DELTA + "A_log", "(K A) -> K A"),
-        TensorMap("layer.attention.decay_bias", DELTA + "dt_bias", "(K A) -> K A"),
-        TensorMap("layer.attention.out_norm", DELTA + "norm.weight", "H -> H"),
-        TensorMap("layer.attention.out", DELTA + "out_proj.weight", "D (K Z) -> K Z D", requires="qkv"),
-        TensorMap("layer.attention.query", QUERY_AND_GATE, "(N H*|G) D -> D N H"),
-        TensorMap("layer.attention.gate", QUERY_AND_GATE, "(N H|G*) D -> D N G"),
+        *tensors.rows(
+            """
+            attention.qkv             linear_attn.in_proj_qkvz.weight                 (K X*|Z) D -> D K X
+            attention.gate            linear_attn.in_proj_qkvz.weight                 (K X|Z*) D -> D K Z if qkv
+            attention.write_gate      linear_attn.in_proj_ba.weight                   (K B*|A) D -> D K B
+            attention.decay_gate      linear_attn.in_proj_ba.weight                   (K B|A*) D -> D K A
+            attention.conv            linear_attn.conv1d.weight                       Y I C -> Y I C
+            attention.log_rate        linear_attn.A_log                               (K A) -> K A
+            attention.decay_bias      linear_attn.dt_bias                             (K A) -> K A
+            attention.out_norm        linear_attn.norm.weight                         H -> H
+            attention.out             linear_attn.out_proj.weight                     D (K Z) -> K Z D if qkv
+            attention.query           self_attn.q_proj.weight                         (N H*|G) D -> D N H
+            attention.gate            self_attn.q_proj.weight                         (N H|G*) D -> D N G
+            feed_forward.shared.wi    mlp.shared_expert.{A:gate_proj,up_proj}.weight  F D -> D A F
+            feed_forward.shared.wo    mlp.shared_expert.down_proj.weight              D F -> F D
+            feed_forward.shared_gate  mlp.shared_expert_gate.weight                   O D -> D O
+            """
+        ),
         *(*tensors.DECODER, *tensors.HEAD_NORMS, *tensors.FEED_FORWARD, *tensors.EXPERTS),
-        TensorMap("layer.feed_forward.shared.wi", SHARED + "{A:gate_proj,up_proj}.weight", "F D -> D A F"),
-        TensorMap("layer.feed_forward.shared.wo", SHARED + "down_proj.weight", "D F -> F D"),
-        TensorMap("layer.feed_forward.shared_gate", tensors.LAYER + "mlp.shared_expert_gate.weight", "O D -> D O"),
     ),
     defaults={
         **{"num_key_value_heads": 2, "head_dim": 256, "rms_norm_eps": 1e-6, "norm_topk_prob": True},

@@ -125,7 +125,7 @@ DEEPSEEK2 = Family(
     fields=(
         *FIELDS,
         FieldGroup(("topk_method", "n_group", "topk_group"), _read_v2_groups, _write_v2_groups),
-        FieldGroup(("head_dim",), write=lambda layers: {"head_dim": layers[0].qk_rope_head_dim}),
+        FieldGroup(("head_dim",), write=_write_head_dim),
     ),
     tensors=V2_TENSORS,
     defaults={**DEFAULTS, "n_shared_experts": 2, "first_k_dense_replace": 0, "topk_method": "greedy"},

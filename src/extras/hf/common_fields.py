@@ -1,7 +1,7 @@
 """Field-table rows that many families share."""
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -47,7 +47,7 @@ def layer_pattern(layers: Sequence[Keys]) -> Keys:
     return {"decoder_segments": [{"repeats": 1, "pattern": [keys]} for keys in layers]} if any(layers) else {}
 
 
-def read_window(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def read_window(hf: Json, keys: Keys) -> Keys:
     """Reads the attention type of a family whose layers either all have a sliding window or all have none."""
     window = Field("sliding_window", "sliding_window_size", UNSET).read(hf, keys)
     return {"attention_type": "local_sliding", **window} if window else {}
@@ -59,7 +59,7 @@ def write_window(layers: Layers) -> Json:
     return {"sliding_window": layers[0].sliding_window_size if windowed else None}
 
 
-def read_layer_types(hf: Mapping[str, Any], default: Sequence[str], *known: str) -> list[str]:
+def read_layer_types(hf: Json, default: Sequence[str], *known: str) -> list[str]:
     """Reads layer_types, or `default`; raises UserError unless each layer has one type, and it is `known`."""
     kinds = entry(hf, "layer_types", list(default))
     if unknown := sorted({str(kind) for kind in kinds if kind not in known}):
@@ -69,7 +69,7 @@ def read_layer_types(hf: Mapping[str, Any], default: Sequence[str], *known: str)
     return kinds
 
 
-def read_windowed_layers(hf: Mapping[str, Any], keys: Keys, global_every: int, **windowed: Any) -> Keys:
+def read_windowed_layers(hf: Json, keys: Keys, global_every: int, **windowed: Any) -> Keys:
     """Reads the layer pattern of a model in which some layers have windows; these also get the keys `windowed`."""
     # If config.json does not list layer types, one layer in `global_every` has no window.
     default = [WINDOWED if (i + 1) % global_every else GLOBAL for i in range(keys["base_num_decoder_layers"])]
@@ -77,7 +77,7 @@ def read_windowed_layers(hf: Mapping[str, Any], keys: Keys, global_every: int, *
     return layer_pattern([of_kind[kind] for kind in read_layer_types(hf, default, WINDOWED, GLOBAL)])
 
 
-def read_kinds(hf: Mapping[str, Any], keys: Keys, global_every: int, theta: float, local_theta: float) -> Keys:
+def read_kinds(hf: Json, keys: Keys, global_every: int, theta: float, local_theta: float) -> Keys:
     """Reads the layer pattern of a model with and without windows, in which each kind has its own rotary positions."""
     by_kind = entry(hf, "rope_parameters", {})
     family.require_known(by_kind, (WINDOWED, GLOBAL))
@@ -93,7 +93,7 @@ def read_kinds(hf: Mapping[str, Any], keys: Keys, global_every: int, theta: floa
     }
 
 
-def read_rotated_layers(hf: Mapping[str, Any], keys: Keys) -> list[Any]:
+def read_rotated_layers(hf: Json, keys: Keys) -> list[Any]:
     """Reads no_rope_layers: despite its name, true for layers with rotary positions."""
     count, every = keys["base_num_decoder_layers"], count_entry(hf, "no_rope_layer_interval", 4)
     rotated = entry(hf, "no_rope_layers", []) or [(i + 1) % every for i in range(count)]
@@ -102,7 +102,7 @@ def read_rotated_layers(hf: Mapping[str, Any], keys: Keys) -> list[Any]:
     return rotated[:count]
 
 
-def check_no_windows(hf: Mapping[str, Any], layers: Sequence[Any]) -> None:
+def check_no_windows(hf: Json, layers: Sequence[Any]) -> None:
     """Raises UserError if a layer has a window; use_sliding_window gives one to layers that are true in `layers`."""
     used = entry(hf, "use_sliding_window", False) and hf.get("sliding_window") is not None
     read_layer_types(hf, [WINDOWED if used and windowed else GLOBAL for windowed in layers], GLOBAL)
@@ -151,7 +151,7 @@ def rope(theta: float = 1e4, partial: float = 0.0, kinds: Collection[str] = ROPE
 
 
 def read_rope(
-    hf: Mapping[str, Any], keys: Keys, theta: float = 1e4, partial: float = 0.0, kinds: Collection[str] = ROPE_TYPES
+    hf: Json, keys: Keys, theta: float = 1e4, partial: float = 0.0, kinds: Collection[str] = ROPE_TYPES
 ) -> Keys:
     """Reads the keys of rotary positions: from rope_parameters (transformers 5) or rope_scaling (older folders).
 

@@ -19,7 +19,7 @@ from src.extras.hf.tensor_map import TensorMap
 from src.system.errors import UserError
 
 Keys = dict[str, Any]
-Json = dict[str, Any]
+Json = Mapping[str, Any]
 Layers = Sequence[Model]  # the settings of each layer, first to last
 
 REQUIRED, UNSET = object(), object()  # values of `Field.absent`
@@ -44,7 +44,7 @@ class Field:
     absent: Any = REQUIRED
     # config.json's values -> the key's, if they differ. An export writes the first entry with the key's value, or
     # else the very first one.
-    values: Mapping[str, Any] | None = None
+    values: Json | None = None
     written: Callable[[Model], Any] | None = None  # computes the entry from a layer, if reversing `read` is not enough
 
     @property
@@ -52,7 +52,7 @@ class Field:
         """Lists the entries that this row covers."""
         return (self.name,)
 
-    def read(self, hf: Mapping[str, Any], keys: Keys) -> Keys:
+    def read(self, hf: Json, keys: Keys) -> Keys:
         """Reads the key, if set, given `keys` of the rows above; raises UserError for an invalid value."""
         default = KEYS[self.key].default
         if hf.get(self.name) is None:
@@ -91,7 +91,7 @@ class FieldGroup:
 
     names: tuple[str, ...]
     # Maps config.json and the keys above to further keys; raises UserError for unsupported values.
-    read: Callable[[Mapping[str, Any], Keys], Keys | None] = lambda hf, keys: None
+    read: Callable[[Json, Keys], Keys | None] = lambda hf, keys: None
     write: Callable[[Layers], Json] = lambda layers: {}
 
 
@@ -109,7 +109,7 @@ def required_entries(table: Table) -> list[str]:
     return list(dict.fromkeys(row.name for row in table if isinstance(row, Field) and row.absent is REQUIRED))
 
 
-def read_fields(table: Table, hf: Mapping[str, Any]) -> Keys:
+def read_fields(table: Table, hf: Json) -> Keys:
     """Reads a table's keys from config.json; raises UserError if an entry is missing or not supported."""
     if missing := [name for name in required_entries(table) if hf.get(name) is None]:
         raise UserError(f"config.json lacks {', '.join(missing)}")
@@ -124,7 +124,7 @@ def write_fields(table: Table, layers: Layers) -> Json:
     return {name: value for row in table for name, value in row.write(layers).items()}
 
 
-def entry(hf: Mapping[str, Any], name: str, default: Any) -> Any:
+def entry(hf: Json, name: str, default: Any) -> Any:
     """Returns an entry, or `default` if absent or null (null booleans are false); raises UserError for another type."""
     value = hf.get(name)
     if value is None:
@@ -137,14 +137,14 @@ def entry(hf: Mapping[str, Any], name: str, default: Any) -> Any:
     return value
 
 
-def count_entry(hf: Mapping[str, Any], name: str, default: int) -> int:
+def count_entry(hf: Json, name: str, default: int) -> int:
     """Returns an entry as `entry` does, but raises UserError unless it is an integer of at least 1."""
     if (value := entry(hf, name, default)) < 1:
         raise UserError(f"config.json has {name} {value}: expected 1 or more")
     return value
 
 
-def require(hf: Mapping[str, Any], **values: Any) -> None:
+def require(hf: Json, **values: Any) -> None:
     """Raises UserError if an entry has another value; absent entries pass, and so does null for false."""
     for name, value in values.items():
         actual = hf.get(name, value)
@@ -152,12 +152,12 @@ def require(hf: Mapping[str, Any], **values: Any) -> None:
             raise UserError(f"config.json has {name} {actual!r}, which is not supported: expected {value!r}")
 
 
-def unknown_entries(hf: Mapping[str, Any], known: Collection[str]) -> list[str]:
+def unknown_entries(hf: Json, known: Collection[str]) -> list[str]:
     """Names the entries beyond `known` that are neither null, false, 0 nor empty."""
     return [name for name, value in hf.items() if name not in known and value not in (None, False, [], {}, "")]
 
 
-def require_known(hf: Mapping[str, Any], known: Collection[str]) -> None:
+def require_known(hf: Json, known: Collection[str]) -> None:
     """Raises UserError for an entry of config.json that `unknown_entries` finds."""
     if unknown := unknown_entries(hf, known):
         listed = ", ".join(f"{name} {json.dumps(hf[name])}" for name in unknown)
@@ -204,11 +204,11 @@ class Family:
     tensors: tuple[TensorMap, ...]
     other_model_types: tuple[str, ...] = ()  # of models that differ only in this name
     class_name: str = ""  # transformers' class, if it does not follow from model_type
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # values that transformers uses for absent entries
+    defaults: Json = field(default_factory=dict)  # values that transformers uses for absent entries
     # Keys that all of its models share without an entry, besides RMS norms and rotary positions.
-    keys: Mapping[str, Any] = field(default_factory=dict)
-    constants: Mapping[str, Any] = field(default_factory=dict)  # entries that are always written
-    only: Mapping[str, Any] = field(default_factory=dict)  # entries with only one supported value, besides ONLY
+    keys: Json = field(default_factory=dict)
+    constants: Json = field(default_factory=dict)  # entries that are always written
+    only: Json = field(default_factory=dict)  # entries with only one supported value, besides ONLY
     # Entries that change no logits in transformers, besides INERT. Any other entry is refused.
     inert: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)  # transformers' other names of entries -> the names above
@@ -225,7 +225,7 @@ class Family:
         words = self.model_type.removesuffix("_text").split("_")
         return self.class_name or f"{''.join(map(str.capitalize, words))}ForCausalLM"
 
-    def read_config(self, hf: Mapping[str, Any]) -> Keys:
+    def read_config(self, hf: Json) -> Keys:
         """Converts config.json to keys, with a segment per layer if layers differ; raises UserError if unsupported."""
         require(hf, **{**ONLY, **self.only})
         require_known(hf, self.known)
@@ -241,7 +241,7 @@ class Family:
         length = {} if longest in self.aliases else {longest: max_target_length}
         return {**length, **write_fields(self.fields, layers), **self.constants}
 
-    def differences(self, hf: Mapping[str, Any]) -> list[str]:
+    def differences(self, hf: Json) -> list[str]:
         """Lists entries of another type's config.json that this family does not know, and entries it would need."""
         given = {*self.defaults, *(self.aliases.get(name, name) for name in hf)}
         lacking = [f"{name} (missing)" for name in required_entries(self.fields) if name not in given]

@@ -1,8 +1,6 @@
 """DeepSeek V2 and V3: multi-head latent attention, shared and routed experts; V3 adds multi-token prediction layers."""
 
-from collections.abc import Mapping
 from operator import attrgetter, itemgetter
-from typing import Any
 
 from src.extras.hf import common_fields as fields
 from src.extras.hf import common_tensors as tensors
@@ -23,13 +21,13 @@ from src.extras.hf.family import (
 LATENT_EPSILON = 1e-6
 
 
-def _check_attention(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _check_attention(hf: Json, keys: Keys) -> Keys:
     require({"num_key_value_heads": keys["base_num_kv_heads"]}, num_key_value_heads=keys["base_num_query_heads"])
     is_default = keys["normalization_layer_epsilon"] == LATENT_EPSILON
     return {} if is_default else {"latent_norm_epsilon": LATENT_EPSILON}
 
 
-def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_layers(hf: Json, keys: Keys) -> Keys:
     dense, layers = entry(hf, "first_k_dense_replace", 0), range(keys["base_num_decoder_layers"])
     return fields.layer_pattern([{"num_experts": 1} if layer < dense else {} for layer in layers])
 
@@ -64,7 +62,7 @@ V3_EXPERT_FIELDS = (
 V3_EXPERT_KEYS = {"routed_score_func": "sigmoid", "routing_group_score": "top2", "routed_bias": True}
 
 
-def _read_v2_groups(hf: Mapping[str, Any], keys: Keys) -> Keys | None:
+def _read_v2_groups(hf: Json, keys: Keys) -> Keys | None:
     if hf["topk_method"] == "group_limited_greedy":
         return read_fields(GROUPS, hf)
     return require(hf, topk_method="greedy")

@@ -4,9 +4,6 @@ Gemma 2 has windows in every other layer, norms before and after, and both soft 
 windowed layers per global one, each kind with its own positions, and norms of each head.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from src.extras.hf import common_fields as fields
 from src.extras.hf import common_tensors as tensors
 from src.extras.hf.family import UNSET, Family, Field, FieldGroup, Json, Keys, Layers, count_entry, entry
@@ -63,7 +60,7 @@ GEMMA2 = Family(
 )
 
 
-def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_layers(hf: Json, keys: Keys) -> Keys:
     theta, local_theta = entry(hf, "rope_theta", 1e6), entry(hf, "rope_local_base_freq", 1e4)
     return fields.read_kinds(hf, keys, count_entry(hf, "sliding_window_pattern", 6), theta, local_theta)
 

@@ -3,8 +3,7 @@
 In a folder for images only the text model is read; its text attention is causal there too.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from src.extras.hf import common_fields as fields
 from src.extras.hf import common_tensors as tensors
@@ -34,7 +33,7 @@ LAYER_ENTRIES = (
 )
 
 
-def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_layers(hf: Json, keys: Keys) -> Keys:
     require(hf, hidden_size_per_layer_input=0)  # transformers defaults to another value
     if hf.get("use_bidirectional_attention") != "vision":
         require(hf, use_bidirectional_attention=None)
@@ -55,7 +54,7 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
     return fields.layer_pattern([{**kind_keys[kind], **each} for kind, each in zip(kinds, sizes, strict=True)])
 
 
-def _sizes(hf: Mapping[str, Any], kinds: Sequence[str]) -> list[Keys]:
+def _sizes(hf: Json, kinds: Sequence[str]) -> list[Keys]:
     full = {"head_dim": count_entry(hf, "global_head_dim", 512)}
     if entry(hf, "attention_k_eq_v", False) and hf.get("num_global_key_value_heads") is not None:
         full["num_key_value_heads"] = count_entry(hf, "num_global_key_value_heads", 1)

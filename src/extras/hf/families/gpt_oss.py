@@ -1,8 +1,5 @@
 """gpt-oss: biases everywhere, attention sinks, windows in every other layer, a clipped activation, experts."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from src.extras.hf import common_fields as fields
 from src.extras.hf import common_tensors as tensors
 from src.extras.hf.family import Family, Field, FieldGroup, Json, Keys, Layers
@@ -14,7 +11,7 @@ YARN = {
 }
 
 
-def _read_rope(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_rope(hf: Json, keys: Keys) -> Keys:
     if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
         hf = {**hf, "rope_parameters": YARN}
     return fields.read_rope(hf, keys, theta=150_000.0)

@@ -1,8 +1,6 @@
 """Llama 1 to 3, whose names most families reuse, and Granite, SmolLM3 and Phi 3, which differ slightly."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from src.extras.hf import common_fields as fields
 from src.extras.hf import common_tensors as tensors
@@ -19,7 +17,7 @@ LLAMA = Family(
 )
 
 
-def _read_multiplier(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_multiplier(hf: Json, keys: Keys) -> Keys:
     if (multiplier := entry(hf, "attention_multiplier", 1.0)) <= 0:
         raise UserError(f"config.json has attention_multiplier {multiplier}: expected a positive number")
     # Rounded so that 0.1 becomes 100 and converts back to 0.1.
@@ -42,7 +40,7 @@ GRANITE = replace(  # Granite 3's dense models
 )
 
 
-def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_layers(hf: Json, keys: Keys) -> Keys:
     rotated = fields.read_rotated_layers(hf, keys)
     fields.check_no_windows(hf, [not rotates for rotates in rotated])
     return fields.layer_pattern([{} if rotates else {"position_type": "none"} for rotates in rotated])

@@ -1,8 +1,5 @@
 """Llama 4's text models: chunked attention, but global attention without positions in every fourth layer; experts."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from src.extras.hf import common_fields as fields
 from src.extras.hf import common_tensors as tensors
 from src.extras.hf.family import UNSET, Family, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with
@@ -19,7 +16,7 @@ LAYER_ENTRIES = (
 )
 
 
-def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_layers(hf: Json, keys: Keys) -> Keys:
     count = keys["base_num_decoder_layers"]
     step = count_entry(hf, "interleave_moe_layer_step", 1)
     sparse = entry(hf, "moe_layers", list(range(step - 1, count, step)))

@@ -1,14 +1,11 @@
 """Mistral, a Llama with a sliding window in version 1, and Mixtral, with experts in every layer."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from src.extras.hf import common_fields as fields
 from src.extras.hf import common_tensors as tensors
-from src.extras.hf.family import Family, FieldGroup, Keys
+from src.extras.hf.family import Family, FieldGroup, Json, Keys
 
 
-def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_layers(hf: Json, keys: Keys) -> Keys:
     window = fields.read_window(hf, keys)
     if "layer_types" not in hf:
         return window

@@ -1,8 +1,6 @@
 """Qwen 2 and 2.5, a Llama with biases on queries, keys and values; Qwen 3, with norms of each head; experts; 3-Next."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from src.extras.hf import common_fields as fields
 from src.extras.hf import common_tensors as tensors
@@ -13,7 +11,7 @@ LINEAR, SHARED_SIZE = "linear_attention", "shared_expert_intermediate_size"
 WINDOWS = ("use_sliding_window", "sliding_window")
 
 
-def _check_windows(hf: Mapping[str, Any], keys: Keys) -> None:
+def _check_windows(hf: Json, keys: Keys) -> None:
     first = entry(hf, "max_window_layers", 28)
     fields.check_no_windows(hf, [i >= first for i in range(keys["base_num_decoder_layers"])])
 
@@ -35,14 +33,14 @@ QWEN2 = replace(
 )
 
 
-def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_layers(hf: Json, keys: Keys) -> Keys:
     require(hf, head_dim=keys["head_dim"])  # transformers has no default for null
     dense, step = entry(hf, "mlp_only_layers", []), count_entry(hf, "decoder_sparse_step", 1)
     layers = range(keys["base_num_decoder_layers"])
     return fields.layer_pattern([{"num_experts": 1} if i in dense or (i + 1) % step else {} for i in layers])
 
 
-def _read_next_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_next_layers(hf: Json, keys: Keys) -> Keys:
     every, count = count_entry(hf, "full_attention_interval", 4), keys["base_num_decoder_layers"]
     default = [LINEAR if (i + 1) % every else fields.GLOBAL for i in range(count)]
     mixers = [
@@ -53,7 +51,7 @@ def _read_next_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
     return fields.layer_pattern([mixer | entry["pattern"][0] for mixer, entry in zip(mixers, segments, strict=True)])
 
 
-def _read_shared_expert(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_shared_expert(hf: Json, keys: Keys) -> Keys:
     size, expert = count_entry(hf, SHARED_SIZE, 512), keys["base_moe_mlp_dim"]
     if size % expert:
         raise UserError(f"config.json has {SHARED_SIZE} {size}: expected a multiple of moe_intermediate_size {expert}")

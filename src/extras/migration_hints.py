@@ -16,13 +16,8 @@ from src.config.yaml import CONFIGS, NOTHING, Plain, dump, literal, parse, parse
 from src.system.errors import UserError, did_you_mean, from_here
 
 TABLE = Path(__file__).with_suffix(".yml")
-# Other programs' words for mesh axes in their size keys.
-MESH_WORDS = {
-    **{"dp": "data", "replica": "data", "stage": "pipeline", "pp": "pipeline", "cp": "context", "sp": "context"},
-    **{"ep": "expert", "model": "tensor", "mdl": "tensor", "tp": "tensor"},
-}
 NOTHING_TO_TYPE = "nothing to type"
-RETIRED_FLAGS = "Retired XLA flags"
+MESH_AXES, RETIRED_FLAGS = "Mesh axes", "Retired XLA flags"
 LEFT_OPEN = re.compile(r"=(NAME|FOLDER|FILE|TEXT)\b")  # in the table: values that only the user knows
 
 
@@ -71,7 +66,7 @@ class Explained(NamedTuple):
 
 @functools.cache
 def read_table() -> dict[str, dict[str, Any]]:
-    """Reads migration_hints.yml, which describes its tables: one for each program, and one of retired XLA flags."""
+    """Reads migration_hints.yml, which describes its tables, by program; two more are of mesh axes and XLA flags."""
     return read_file(TABLE)
 
 
@@ -97,8 +92,9 @@ def migration_hint(key: str, value: Any) -> Hint | None:
 
 def meant(key: str) -> str:
     """Suggests similar keys, ` Did you mean ...?`, knowing other trainers' words for mesh axes; else ""."""
-    match = re.fullmatch(rf"(ici|dcn)_({'|'.join(MESH_WORDS)})(_parallelism)?", key)
-    return did_you_mean(f"{match[1]}_{MESH_WORDS[match[2]]}_parallelism" if match else key, KEYS)
+    axes = read_table()[MESH_AXES]
+    match = re.fullmatch(rf"(ici|dcn)_({'|'.join(axes)})(_parallelism)?", key)
+    return did_you_mean(f"{match[1]}_{axes[match[2]]}_parallelism" if match else key, KEYS)
 
 
 def value_hint(key: str, value: Any) -> str:

@@ -4,8 +4,7 @@ Gemma 2 has windows in every other layer, norms before and after, and both soft 
 windowed layers per global one, each kind with its own positions, and norms of each head.
 """
 
-from src.extras.hf import common_fields as fields
-from src.extras.hf import common_tensors as tensors
+from src.extras.hf import fields, tensors
 from src.extras.hf.family import UNSET, Family, Field, FieldGroup, Json, Keys, Layers, count_entry, entry
 
 DEFAULTS = {"head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}

@@ -5,8 +5,7 @@ In a folder for images only the text model is read; its text attention is causal
 
 from collections.abc import Sequence
 
-from src.extras.hf import common_fields as fields
-from src.extras.hf import common_tensors as tensors
+from src.extras.hf import fields, tensors
 from src.extras.hf.families.gemma import CONSTANTS, GEMMA3, LATER
 from src.extras.hf.family import (
     Family,

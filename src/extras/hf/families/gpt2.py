@@ -1,8 +1,8 @@
 """GPT-2, which has the same architecture as GPT-3's dense models."""
 
-from src.extras.hf import common_fields as fields
-from src.extras.hf.common_tensors import rows
+from src.extras.hf import fields
 from src.extras.hf.family import Family, Field, FieldGroup
+from src.extras.hf.tensors import rows
 
 ACTIVATIONS = {name: (fields.ACTIVATIONS[name],) for name in ("gelu_new", *fields.ACTIVATIONS)}
 

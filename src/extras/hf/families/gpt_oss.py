@@ -1,7 +1,6 @@
 """gpt-oss: biases everywhere, attention sinks, windows in every other layer, a clipped activation, experts."""
 
-from src.extras.hf import common_fields as fields
-from src.extras.hf import common_tensors as tensors
+from src.extras.hf import fields, tensors
 from src.extras.hf.family import Family, Field, FieldGroup, Json, Keys, Layers
 
 # transformers' default, for a missing entry or null.

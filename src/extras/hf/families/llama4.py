@@ -1,7 +1,6 @@
 """Llama 4's text models: chunked attention, but global attention without positions in every fourth layer; experts."""
 
-from src.extras.hf import common_fields as fields
-from src.extras.hf import common_tensors as tensors
+from src.extras.hf import fields, tensors
 from src.extras.hf.family import UNSET, Family, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with
 
 CHUNKED = "chunked_attention"

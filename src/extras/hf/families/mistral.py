@@ -1,7 +1,6 @@
 """Mistral, a Llama with a sliding window in version 1, and Mixtral, with experts in every layer."""
 
-from src.extras.hf import common_fields as fields
-from src.extras.hf import common_tensors as tensors
+from src.extras.hf import fields, tensors
 from src.extras.hf.family import Family, FieldGroup, Json, Keys
 
 

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from src.extras.hf import common_fields as fields
-from src.extras.hf import common_tensors as tensors
+from src.extras.hf import fields, tensors
 from src.extras.hf.family import Family, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with, require
 from src.system.errors import UserError
 

@@ -9,14 +9,22 @@ from src.extras.hf import family
 from src.extras.hf.family import UNSET, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with, require
 from src.system.errors import UserError
 
-SIZES = (
-    Field("vocab_size", "vocab_size"),
-    Field("hidden_size", "base_emb_dim"),
-    Field("intermediate_size", "base_mlp_dim"),
-    Field("num_hidden_layers", "base_num_decoder_layers"),
-    Field("num_attention_heads", "base_num_query_heads"),
-    Field("rms_norm_eps", "normalization_layer_epsilon"),
-    Field("tie_word_embeddings", "logits_via_embedding"),
+
+def rows(text: str) -> tuple[Field, ...]:
+    """Parses lines of `entry key`, or of one word if both have the same name."""
+    return tuple(Field(names[0], names[-1]) for names in map(str.split, text.strip().splitlines()))
+
+
+SIZES = rows(
+    """
+    vocab_size
+    hidden_size          base_emb_dim
+    intermediate_size    base_mlp_dim
+    num_hidden_layers    base_num_decoder_layers
+    num_attention_heads  base_num_query_heads
+    rms_norm_eps         normalization_layer_epsilon
+    tie_word_embeddings  logits_via_embedding
+    """
 )
 HEADS = (
     Field("num_key_value_heads", "base_num_kv_heads", absent=lambda keys: keys["base_num_query_heads"]),
@@ -33,8 +41,12 @@ HIDDEN_ACT = Field("hidden_act", "mlp_activations", absent=GATED["silu"], values
 DECODER = (*SIZES, *HEADS, HIDDEN_ACT)
 LOCAL_EXPERTS = (
     Field("intermediate_size", "base_mlp_dim", written=attrgetter("base_moe_mlp_dim")),
-    Field("num_local_experts", "num_experts"),
-    Field("num_experts_per_tok", "num_experts_per_tok"),
+    *rows(
+        """
+        num_local_experts    num_experts
+        num_experts_per_tok
+        """
+    ),
 )
 
 # ---- Layers that differ

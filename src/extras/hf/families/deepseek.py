@@ -37,9 +37,14 @@ def _write_layers(layers: Layers) -> Json:
 
 EXPERT_FIELDS = (
     Field("n_shared_experts", "shared_experts", absent=0),
-    Field("n_routed_experts", "num_experts"),
-    Field("moe_intermediate_size", "base_moe_mlp_dim"),
-    *(Field(name, name) for name in ("num_experts_per_tok", "routed_scaling_factor")),
+    *fields.rows(
+        """
+        n_routed_experts       num_experts
+        moe_intermediate_size  base_moe_mlp_dim
+        num_experts_per_tok
+        routed_scaling_factor
+        """
+    ),
     FieldGroup(("first_k_dense_replace",), _read_layers, _write_layers),
 )
 _HEADS = "base_num_query_heads"
@@ -50,10 +55,22 @@ FIELDS = (
     fields.rope(),
     fields.HIDDEN_ACT,
     Field("q_lora_rank", "q_lora_rank", absent=0, written=lambda layer: layer.q_lora_rank or None),
-    *(Field(name, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+    *fields.rows(
+        """
+        kv_lora_rank
+        qk_nope_head_dim
+        qk_rope_head_dim
+        v_head_dim
+        """
+    ),
     *EXPERT_FIELDS,
 )
-GROUPS = (Field("n_group", "n_routing_groups"), Field("topk_group", "topk_routing_group"))
+GROUPS = fields.rows(
+    """
+    n_group     n_routing_groups
+    topk_group  topk_routing_group
+    """
+)
 V3_EXPERT_FIELDS = (
     *(*GROUPS, Field("norm_topk_prob", "norm_topk_prob", absent=False)),
     Field("num_nextn_predict_layers", "mtp_num_layers", absent=1),

@@ -10,14 +10,18 @@ GPT2 = Family(
     model_type="gpt2",
     class_name="GPT2LMHeadModel",
     fields=(
-        Field("vocab_size", "vocab_size"),
-        Field("n_embd", "base_emb_dim"),
-        Field("n_layer", "base_num_decoder_layers"),
-        Field("n_head", "base_num_query_heads"),
+        *fields.rows(
+            """
+            vocab_size
+            n_embd               base_emb_dim
+            n_layer              base_num_decoder_layers
+            n_head               base_num_query_heads
+            n_positions          trainable_position_size
+            layer_norm_epsilon   normalization_layer_epsilon
+            tie_word_embeddings  logits_via_embedding
+            """
+        ),
         Field("n_inner", "base_mlp_dim", absent=lambda keys: 4 * keys["base_emb_dim"]),
-        Field("n_positions", "trainable_position_size"),
-        Field("layer_norm_epsilon", "normalization_layer_epsilon"),
-        Field("tie_word_embeddings", "logits_via_embedding"),
         Field("activation_function", "mlp_activations", ACTIVATIONS["gelu_new"], ACTIVATIONS),
         FieldGroup((), lambda hf, keys: {row.key: row.absent(keys) for row in fields.HEADS}),
     ),

@@ -1,7 +1,7 @@
 """gpt-oss: biases everywhere, attention sinks, windows in every other layer, a clipped activation, experts."""
 
 from src.extras.hf import fields, tensors
-from src.extras.hf.family import Family, Field, FieldGroup, Json, Keys, Layers
+from src.extras.hf.family import Family, FieldGroup, Json, Keys, Layers
 
 # transformers' default, for a missing entry or null.
 YARN = {
@@ -26,9 +26,13 @@ GPT_OSS = Family(
     fields=(
         *(*fields.SIZES, *fields.HEADS, fields.ALTERNATING_WINDOWS, *fields.LOCAL_EXPERTS),
         FieldGroup(fields.ROPE_ENTRIES, _read_rope, _write_rope),
-        Field("swiglu_limit", "mlp_activations_limit"),
-        Field("attention_bias", "attention_bias"),
-        Field("sliding_window", "sliding_window_size"),
+        *fields.rows(
+            """
+            swiglu_limit    mlp_activations_limit
+            attention_bias
+            sliding_window  sliding_window_size
+            """
+        ),
     ),
     tensors=(
         *tensors.DECODER,

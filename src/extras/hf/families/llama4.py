@@ -56,8 +56,12 @@ LLAMA4 = Family(
     model_type="llama4_text",
     fields=(
         *(*fields.DECODER, fields.rope(theta=500_000.0), fields.ATTENTION_BIAS),
-        Field("intermediate_size", "base_moe_mlp_dim"),
-        Field("intermediate_size_mlp", "base_mlp_dim"),
+        *fields.rows(
+            """
+            intermediate_size      base_moe_mlp_dim
+            intermediate_size_mlp  base_mlp_dim
+            """
+        ),
         *fields.LOCAL_EXPERTS[1:],
         Field(
             "attention_chunk_size", "chunk_attn_window_size", written=lambda layer: layer.chunk_attn_window_size or 8192

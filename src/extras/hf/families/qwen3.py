@@ -68,9 +68,13 @@ def _write_layers(layers: Layers) -> Json:
 
 
 EXPERTS = (
-    Field("num_experts_per_tok", "num_experts_per_tok"),
-    Field("moe_intermediate_size", "base_moe_mlp_dim"),
-    Field("num_experts", "num_experts"),
+    *fields.rows(
+        """
+        num_experts_per_tok
+        moe_intermediate_size  base_moe_mlp_dim
+        num_experts
+        """
+    ),
     Field("norm_topk_prob", "norm_topk_prob", absent=False),
 )
 QWEN3_MOE = Family(

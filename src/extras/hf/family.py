@@ -47,11 +47,6 @@ class Field:
     values: Json | None = None
     written: Callable[[Model], Any] | None = None  # computes the entry from a layer, if reversing `read` is not enough
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Lists the entries that this row covers."""
-        return (self.name,)
-
     def read(self, hf: Json, keys: Keys) -> Keys:
         """Reads the key, if set, given `keys` of the rows above; raises UserError for an invalid value."""
         default = KEYS[self.key].default
@@ -89,7 +84,7 @@ class Field:
 class FieldGroup:
     """Entries of config.json that only make sense together."""
 
-    names: tuple[str, ...]
+    name: str  # of each entry, separated by spaces
     # Maps config.json and the keys above to further keys; raises UserError for unsupported values.
     read: Callable[[Json, Keys], Keys | None] = lambda hf, keys: None
     write: Callable[[Layers], Json] = lambda layers: {}
@@ -167,23 +162,21 @@ def require_known(hf: Json, known: Collection[str]) -> None:
 
 
 # Entries that change no logits in any family: names, dtypes, special tokens, settings for training or generation only.
-# fmt: off
-INERT = frozenset((
-    "_name_or_path", "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map",
-    "quantization_config", "attention_dropout", "initializer_range", "use_cache", "cache_implementation",
-    "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
-    "use_return_dict", "torchscript", "problem_type", "id2label", "label2id", "num_labels", "finetuning_task",
-    "task_specific_params", "tokenizer_class", "prefix", "name_or_path", "attn_implementation",
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
-    "max_position_embeddings", "max_sequence_length", "pretraining_tp", "gradient_checkpointing",
-    "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux", "ep_size", "max_length", "min_length",
-    "do_sample", "early_stopping", "num_beams", "num_beam_groups", "num_return_sequences", "temperature", "top_k",
-    "top_p", "typical_p", "repetition_penalty", "length_penalty", "diversity_penalty", "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
-    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "output_scores",
-    "return_dict_in_generate", "unsloth_fixed", "unsloth_version",
-))
-# fmt: on
+INERT = """
+    _name_or_path architectures model_type transformers_version torch_dtype dtype auto_map
+    quantization_config attention_dropout initializer_range use_cache cache_implementation
+    chunk_size_feed_forward output_attentions output_hidden_states output_router_logits return_dict
+    use_return_dict torchscript problem_type id2label label2id num_labels finetuning_task
+    task_specific_params tokenizer_class prefix name_or_path attn_implementation
+    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id
+    max_position_embeddings max_sequence_length pretraining_tp gradient_checkpointing
+    router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux ep_size max_length min_length
+    do_sample early_stopping num_beams num_beam_groups num_return_sequences temperature top_k
+    top_p typical_p repetition_penalty length_penalty diversity_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens forced_bos_token_id
+    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty output_scores
+    return_dict_in_generate unsloth_fixed unsloth_version
+"""
 # Entries for which transformers' class assumes one value, in any family.
 ONLY = {"is_causal": True, "is_encoder_decoder": False}
 
@@ -210,7 +203,7 @@ class Family:
     constants: Json = field(default_factory=dict)  # entries that are always written
     only: Json = field(default_factory=dict)  # entries with only one supported value, besides ONLY
     # Entries that change no logits in transformers, besides INERT. Any other entry is refused.
-    inert: tuple[str, ...] = ()
+    inert: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)  # transformers' other names of entries -> the names above
     # Prefix of all tensors except the output projection; a folder of a bare model omits it.
     prefix: str = "model."
@@ -250,8 +243,8 @@ class Family:
     @property
     def known(self) -> set[str]:
         """The entries of config.json that this family understands or can ignore."""
-        names = {name for row in self.fields for name in row.names}
-        return names | {*INERT, *ONLY, *self.only, *self.inert, *self.aliases}
+        names = " ".join([INERT, self.inert, *(row.name for row in self.fields)])
+        return {*names.split(), *ONLY, *self.only, *self.aliases}
 
     def file_name(self, weight: str) -> str:
         """Returns the table's name of the tensor that contains a weight."""

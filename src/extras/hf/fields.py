@@ -126,7 +126,7 @@ def write_layer_types(layers: Layers, kind: str = "local_sliding", name: str = W
 
 
 _read_every_other = functools.partial(read_windowed_layers, global_every=2)
-ALTERNATING_WINDOWS = FieldGroup(("layer_types",), _read_every_other, write_layer_types)
+ALTERNATING_WINDOWS = FieldGroup("layer_types", _read_every_other, write_layer_types)
 
 # ---- Rotary positions
 
@@ -153,7 +153,7 @@ ROPE_PARAMETERS: dict[str, tuple[Field, ...]] = {
 _ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}.union(
     row.name for rows in ROPE_PARAMETERS.values() for row in rows
 )
-ROPE_ENTRIES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", ORIGINAL)
+ROPE_ENTRIES = f"rope_parameters rope_scaling rope_theta partial_rotary_factor {ORIGINAL}"
 
 
 def rope(theta: float = 1e4, partial: float = 0.0, kinds: Collection[str] = ROPE_TYPES) -> FieldGroup:

@@ -45,13 +45,13 @@ EXPERT_FIELDS = (
         routed_scaling_factor
         """
     ),
-    FieldGroup(("first_k_dense_replace",), _read_layers, _write_layers),
+    FieldGroup("first_k_dense_replace", _read_layers, _write_layers),
 )
 _HEADS = "base_num_query_heads"
 FIELDS = (
     *fields.SIZES,
     Field("num_key_value_heads", "base_num_kv_heads", absent=itemgetter(_HEADS), written=attrgetter(_HEADS)),
-    FieldGroup((), _check_attention),
+    FieldGroup("", _check_attention),
     fields.rope(),
     fields.HIDDEN_ACT,
     Field("q_lora_rank", "q_lora_rank", absent=0, written=lambda layer: layer.q_lora_rank or None),
@@ -138,8 +138,8 @@ DEEPSEEK2 = Family(
     model_type="deepseek_v2",
     fields=(
         *FIELDS,
-        FieldGroup(("topk_method", "n_group", "topk_group"), _read_v2_groups, _write_v2_groups),
-        FieldGroup(("head_dim",), write=_write_head_dim),
+        FieldGroup("topk_method n_group topk_group", _read_v2_groups, _write_v2_groups),
+        FieldGroup("head_dim", write=_write_head_dim),
     ),
     tensors=V2_TENSORS,
     defaults={**DEFAULTS, "n_shared_experts": 2, "first_k_dense_replace": 0, "topk_method": "greedy"},
@@ -148,7 +148,7 @@ DEEPSEEK2 = Family(
     only={"scoring_func": "softmax", "mlp_bias": False, **ONLY},
     # DeepSeek's code normalizes the chosen scores if norm_topk_prob is set; transformers doesn't. transformers always
     # rotates neighboring dims.
-    inert=("norm_topk_prob", "rope_interleave", "qk_head_dim"),
+    inert="norm_topk_prob rope_interleave qk_head_dim",
     aliases={"num_experts": "n_routed_experts"},
     skipped=(tensors.ROTARY_TABLES,),
     whole_heads=True,
@@ -160,7 +160,7 @@ DEEPSEEK3 = Family(
         *FIELDS,
         *V3_EXPERT_FIELDS,
         # transformers rotates this many dims.
-        FieldGroup(("head_dim",), lambda hf, keys: require(hf, head_dim=keys["qk_rope_head_dim"]), _write_head_dim),
+        FieldGroup("head_dim", lambda hf, keys: require(hf, head_dim=keys["qk_rope_head_dim"]), _write_head_dim),
         Field("rope_interleave", "rope_interleave", absent=False),
     ),
     tensors=V3_TENSORS,
@@ -172,7 +172,7 @@ DEEPSEEK3 = Family(
     keys={"attention_type": "mla", **V3_EXPERT_KEYS},
     constants={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", **ONLY},
-    inert=("qk_head_dim",),
+    inert="qk_head_dim",
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     skipped=(tensors.ROTARY_TABLES, r"\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$"),
     copied=V3_COPIES,

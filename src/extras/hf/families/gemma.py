@@ -23,7 +23,7 @@ GEMMA = Family(
     keys={"normalization_scale_offset": 1.0, "scale_embedding": True},
     constants={"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"},
     only={"use_bidirectional_attention": False},
-    inert=("hidden_activation",),  # transformers uses hidden_act, ignoring this
+    inert="hidden_activation",  # transformers uses hidden_act, ignoring this
     skipped=(tensors.ROTARY_TABLES,),
 )
 
@@ -54,7 +54,7 @@ GEMMA2 = Family(
     keys=KEYS,
     constants=CONSTANTS,
     only={"use_bidirectional_attention": False},
-    inert=("hidden_act",),  # transformers uses hidden_activation
+    inert="hidden_act",  # transformers uses hidden_activation
     whole_heads=True,
 )
 
@@ -69,10 +69,7 @@ def _write_layers(layers: Layers) -> Json:
     return {**entries, "rope_local_base_freq": local_theta}
 
 
-LAYER_ENTRIES = (
-    *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"),
-    *("layer_types", "sliding_window_pattern"),
-)
+LAYER_ENTRIES = "rope_parameters rope_scaling rope_theta rope_local_base_freq layer_types sliding_window_pattern"
 GEMMA3 = Family(
     model_type="gemma3_text",
     fields=(*FIELDS, FieldGroup(LAYER_ENTRIES, _read_layers, _write_layers)),
@@ -87,6 +84,6 @@ GEMMA3 = Family(
     constants={**CONSTANTS, "attn_logit_softcapping": None},
     # transformers reads the soft cap of the scores but does not apply it.
     only={"attn_logit_softcapping": None, "use_bidirectional_attention": False, "partial_rotary_factor": 1.0},
-    inert=("hidden_act", "_sliding_window_pattern"),  # transformers uses hidden_activation, and the name without _
+    inert="hidden_act _sliding_window_pattern",  # transformers uses hidden_activation, and the name without _
     whole_heads=True,
 )

@@ -26,10 +26,10 @@ ROPE = {
     fields.WINDOWED: {"rope_type": "default", "rope_theta": 1e4},
     fields.GLOBAL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
-LAYER_ENTRIES = (
-    *("layer_types", "rope_parameters", "attention_k_eq_v", "global_head_dim", "num_global_key_value_heads"),
-    *("per_layer_config", "hidden_size_per_layer_input", "use_bidirectional_attention"),
-)
+LAYER_ENTRIES = """
+    layer_types rope_parameters attention_k_eq_v global_head_dim num_global_key_value_heads
+    per_layer_config hidden_size_per_layer_input use_bidirectional_attention
+"""
 
 
 def _read_layers(hf: Json, keys: Keys) -> Keys:
@@ -97,8 +97,6 @@ GEMMA4 = Family(
     },
     constants=CONSTANTS,
     only={"num_kv_shared_layers": 0, "enable_moe_block": False},
-    inert=(  # for layers that `only` refuses
-        *("use_double_wide_mlp", "num_experts", "top_k_experts", "moe_intermediate_size"),
-        "vocab_size_per_layer_input",
-    ),
+    # For layers that `only` refuses.
+    inert="use_double_wide_mlp num_experts top_k_experts moe_intermediate_size vocab_size_per_layer_input",
 )

@@ -8,7 +8,7 @@ from src.extras.hf.family import Family, Field, FieldGroup, require
 
 FIELDS = (
     *(*fields.DECODER, fields.rope(partial=0.5), fields.ATTENTION_BIAS),
-    FieldGroup((), lambda hf, keys: require(hf, head_dim=keys["head_dim"])),  # transformers has no default for null
+    FieldGroup("", lambda hf, keys: require(hf, head_dim=keys["head_dim"])),  # transformers has no default for null
 )
 
 GLM = Family(

@@ -23,7 +23,7 @@ GPT2 = Family(
         ),
         Field("n_inner", "base_mlp_dim", absent=lambda keys: 4 * keys["base_emb_dim"]),
         Field("activation_function", "mlp_activations", ACTIVATIONS["gelu_new"], ACTIVATIONS),
-        FieldGroup((), lambda hf, keys: {row.key: row.absent(keys) for row in fields.HEADS}),
+        FieldGroup("", lambda hf, keys: {row.key: row.absent(keys) for row in fields.HEADS}),
     ),
     tensors=(
         *rows(
@@ -62,10 +62,10 @@ GPT2 = Family(
     defaults={"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
     keys={"mlp_bias": True, "attention_bias": True, "normalization": "layer", "position_type": "learned"},
     only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-    inert=(
-        *("n_ctx", "reorder_and_upcast_attn", "attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_activation"),
-        *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
-    ),
+    inert="""
+        n_ctx reorder_and_upcast_attn attn_pdrop embd_pdrop resid_pdrop
+        summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    """,
     aliases={
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",

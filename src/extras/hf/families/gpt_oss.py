@@ -58,6 +58,6 @@ GPT_OSS = Family(
     },
     constants={"swiglu_alpha": 1.702},
     only={"swiglu_alpha": 1.702, "hidden_act": "silu"},
-    inert=("initial_context_length", "experts_per_token"),  # duplicate entries in the published files
+    inert="initial_context_length experts_per_token",  # duplicate entries in the published files
     aliases={"num_experts": "num_local_experts"},
 )

@@ -30,7 +30,7 @@ GRANITE = replace(  # Granite 3's dense models
         *LLAMA.fields,
         *(Field(name, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
         FieldGroup(
-            ("attention_multiplier",),
+            "attention_multiplier",
             _read_multiplier,
             lambda layers: {"attention_multiplier": (layers[0].query_pre_attn_scalar or layers[0].head_dim) ** -0.5},
         ),
@@ -49,7 +49,7 @@ def _write_layers(layers: Layers) -> Json:
     return {"no_rope_layers": [int(layer.position_type == "rope") for layer in layers]}
 
 
-LAYER_ENTRIES = ("no_rope_layers", "no_rope_layer_interval", "layer_types", "use_sliding_window", "sliding_window")
+LAYER_ENTRIES = "no_rope_layers no_rope_layer_interval layer_types use_sliding_window sliding_window"
 SMOLLM3 = replace(
     LLAMA,
     model_type="smollm3",
@@ -59,7 +59,7 @@ SMOLLM3 = replace(
         FieldGroup(LAYER_ENTRIES, _read_layers, _write_layers),
     ),
     defaults={"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
-    inert=("max_window_layers",),
+    inert="max_window_layers",
     whole_heads=False,
 )
 
@@ -69,7 +69,7 @@ PHI3 = Family(  # Phi 3 and 4, whose files fuse queries, keys and values; Phi 4 
         *fields.DECODER,
         # transformers treats other types as longrope, or fails.
         fields.rope(partial=1.0, kinds=("default", "longrope")),
-        FieldGroup(("sliding_window",), fields.read_window, fields.write_window),
+        FieldGroup("sliding_window", fields.read_window, fields.write_window),
     ),
     tensors=(
         *(*tensors.OUTER, *tensors.NORMS_BEFORE, *tensors.FUSED_MLP, tensors.ATTENTION[3]),
@@ -82,5 +82,5 @@ PHI3 = Family(  # Phi 3 and 4, whose files fuse queries, keys and values; Phi 4 
         ),
     ),
     defaults={"rms_norm_eps": 1e-5, fields.ORIGINAL: 4096},
-    inert=("resid_pdrop", "embd_pdrop", "full_attn_mod", "interpolate_factor"),
+    inert="resid_pdrop embd_pdrop full_attn_mod interpolate_factor",
 )

@@ -9,10 +9,10 @@ TEMPERATURE = (
     Field("attn_scale", "attn_temperature_scale", UNSET),
     Field("floor_scale", "attn_temperature_floor", UNSET),
 )
-LAYER_ENTRIES = (
-    *("interleave_moe_layer_step", "moe_layers", "no_rope_layer_interval", "no_rope_layers", "layer_types"),
-    *("use_qk_norm", "attn_temperature_tuning", "attn_scale", "floor_scale"),
-)
+LAYER_ENTRIES = """
+    interleave_moe_layer_step moe_layers no_rope_layer_interval no_rope_layers layer_types
+    use_qk_norm attn_temperature_tuning attn_scale floor_scale
+"""
 
 
 def _read_layers(hf: Json, keys: Keys) -> Keys:

@@ -19,7 +19,7 @@ MISTRAL = Family(
     fields=(
         *fields.DECODER,
         fields.rope(),
-        FieldGroup(("sliding_window", "layer_types"), _read_layers, fields.write_window),
+        FieldGroup("sliding_window layer_types", _read_layers, fields.write_window),
     ),
     tensors=(*tensors.OUTER, *tensors.NORMS_BEFORE, *tensors.ATTENTION, *tensors.FEED_FORWARD),
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-6, "sliding_window": 4096},
@@ -30,7 +30,7 @@ MIXTRAL = Family(
     fields=(
         *fields.DECODER,
         fields.rope(theta=1e6),
-        FieldGroup(("sliding_window",), fields.read_window, fields.write_window),
+        FieldGroup("sliding_window", fields.read_window, fields.write_window),
         *fields.LOCAL_EXPERTS,
     ),
     tensors=(

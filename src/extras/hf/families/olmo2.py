@@ -37,7 +37,7 @@ OLMO3 = replace(
     fields=(
         *(*fields.DECODER, fields.ATTENTION_BIAS, Field("sliding_window", "sliding_window_size")),
         FieldGroup(
-            ("rope_parameters", "rope_scaling", "rope_theta", "layer_types"),
+            "rope_parameters rope_scaling rope_theta layer_types",
             lambda hf, keys: fields.read_kinds(
                 hf, keys, 4, entry(hf, "rope_theta", 5e5), 5e5
             ),  # theta of full attention

@@ -7,7 +7,7 @@ from src.extras.hf.family import Family, Field, FieldGroup, Json, Keys, Layers, 
 from src.system.errors import UserError
 
 LINEAR, SHARED_SIZE = "linear_attention", "shared_expert_intermediate_size"
-WINDOWS = ("use_sliding_window", "sliding_window")
+WINDOWS = "use_sliding_window sliding_window"
 
 
 def _check_windows(hf: Json, keys: Keys) -> None:
@@ -15,7 +15,7 @@ def _check_windows(hf: Json, keys: Keys) -> None:
     fields.check_no_windows(hf, [i >= first for i in range(keys["base_num_decoder_layers"])])
 
 
-NO_WINDOWS = FieldGroup((*WINDOWS, "max_window_layers", "layer_types"), _check_windows)
+NO_WINDOWS = FieldGroup(f"{WINDOWS} max_window_layers layer_types", _check_windows)
 QWEN3 = Family(
     model_type="qwen3",
     fields=(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS, NO_WINDOWS),
@@ -82,7 +82,7 @@ QWEN3_MOE = Family(
     fields=(
         *(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS, *EXPERTS),
         FieldGroup(WINDOWS, lambda hf, keys: fields.check_no_windows(hf, [True] * keys["base_num_decoder_layers"])),
-        FieldGroup(("decoder_sparse_step", "mlp_only_layers"), _read_layers, _write_layers),
+        FieldGroup("decoder_sparse_step mlp_only_layers", _read_layers, _write_layers),
     ),
     tensors=(*QWEN3.tensors, *tensors.EXPERTS),
     defaults={
@@ -90,7 +90,7 @@ QWEN3_MOE = Family(
         **{"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_experts": 128},
     },
     keys=QWEN3.keys,
-    inert=("max_window_layers",),  # with windows, every layer would have one
+    inert="max_window_layers",  # with windows, every layer would have one
     aliases={"num_local_experts": "num_experts"},  # transformers 5 writes this name
 )
 
@@ -101,9 +101,9 @@ QWEN3_NEXT = Family(
     fields=(
         *(*fields.DECODER, fields.rope(partial=0.25), *EXPERTS),
         *(Field(f"linear_{name}", f"gdn_{name}") for name in DELTA_SIZES),
-        FieldGroup((SHARED_SIZE,), _read_shared_expert, _write_shared_expert),
+        FieldGroup(SHARED_SIZE, _read_shared_expert, _write_shared_expert),
         FieldGroup(
-            ("decoder_sparse_step", "mlp_only_layers", "layer_types", "full_attention_interval"),
+            "decoder_sparse_step mlp_only_layers layer_types full_attention_interval",
             _read_next_layers,
             lambda layers: {**_write_layers(layers), **fields.write_layer_types(layers, "gated_delta", LINEAR)},
         ),

@@ -213,8 +213,9 @@ class TextBytes:
     def document(self, text: str) -> Document:
         """Returns the text's ids with their `text_bytes`, which add up to those of the whole text.
 
-        Of a character in several tokens the first one has the bytes, and what the tokenizer leaves out belongs to the
-        token after it, or to the last one. A text of which it leaves nothing (SentencePiece, of spaces) has no bytes.
+        If several tokens make up a character, the first one has its bytes. Text that the tokenizer leaves out belongs
+        to the token after it, or to the last one. A text that it leaves out entirely (SentencePiece: spaces) has no
+        bytes.
         """
         ids, ends = self._tokenizer.encode(text), np.maximum.accumulate(self._tokenizer.byte_ends(text))
         begin = 1 if len(ends) == len(ids) - 2 else len(self._tokenizer.encode_prompt(text)) - len(ends)
@@ -227,9 +228,9 @@ class TextBytes:
         return Document(ids, text_bytes=np.concatenate(parts).astype(np.int32))
 
     def notes(self) -> list[str]:
-        """Returns a line for the user where the tokenizer changes texts: their bytes are then not what it costs.
+        """Returns a line for the user if the tokenizer changes texts, so that their bytes are not all predicted.
 
-        It is of the texts of all processes, each of which calls this.
+        Every process calls this: the line covers the texts of all.
         """
         text, decoded = self._example, self._tokenizer.decode_spelled(self._tokenizer.encode_text(self._example))
         at = len(os.path.commonprefix([text, decoded]))  # noqa: RUF071  # characters are to be compared

@@ -189,9 +189,9 @@ def _open_files_allowed() -> int:
 def read_record(record: bytes, record_format: str, column: str) -> Content | None:
     """Reads the document in a stored record; None if its field is null.
 
-    `record_format` is example (a tf.train.Example), json (an object) or text (UTF-8), as `array_record_format` has it;
-    `column` is the field that has the document. Raises ValueError, which continues a sentence that begins with the
-    record's name, where there is none.
+    `record_format` is a value of `array_record_format`: example (a tf.train.Example), json (an object) or text (UTF-8);
+    `column` is the field that has the document. Raises ValueError if there is no document; its message continues a
+    sentence that begins with the record's name.
     """
     if record_format == "text":
         return _text(record)

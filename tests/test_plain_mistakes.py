@@ -17,7 +17,7 @@ from src.data.open import open_source
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
 from src.extras.hf import hub
-from src.extras.pages import page
+from src.extras.pages import comparison
 from src.run.resolve_config import load
 from src.system import storage_errors
 from src.system.errors import TransientError, UserError
@@ -49,7 +49,7 @@ def test_paths_that_are_no_keys_value_are_refused_where_they_are_opened():
     with pytest.raises(UserError, match="foo:// is not a supported protocol; gs:// and s3:// are"):
         load_weights("foo://a/b", {})
     with pytest.raises(UserError, match="foo:// is not a supported protocol"):
-        page.main(["foo://a/b"])
+        comparison.main(["foo://a/b"])
     for argv in (["foo://a/b"], [runs.BASE, "model_name=foo://a/b"]):
         with pytest.raises(UserError, match="cannot look into foo://a/b: foo:// is not read"):
             load(argv)

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from src.extras.aot.flops import layer_share, product_widths
 from src.extras.aot.hlo import Collective
-from src.extras.aot.roofline import Work, predict, step_work, work_of
+from src.extras.aot.roofline import Work, layer_share, predict, product_widths, step_work, work_of
 from src.model.execution import Execution
 from src.model.flops import FlopsPerToken, flops_per_token
 from src.run import resolve_config

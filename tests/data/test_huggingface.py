@@ -14,7 +14,7 @@ from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec
 from src.extras.datasets.train_tokenizer import train
-from src.extras.evaluation.text_bytes import TextBytes
+from src.extras.evaluation.scoring import TextBytes
 from src.extras.hf import untrusted
 from src.system.errors import UserError
 

@@ -6,7 +6,7 @@ import transformers
 
 from src.config.schema import Config, defaults, section_of
 from src.config.yaml import CONFIGS
-from src.extras.hf import common_fields
+from src.extras.hf import fields
 from src.extras.hf.families import FAMILIES
 from src.extras.hf.model_keys import find_family, read_model_keys
 from src.run import resolve_config
@@ -203,7 +203,7 @@ def test_windows_are_taken_where_no_layer_of_transformers_has_one(kind, window, 
 
 def test_a_layer_of_an_unknown_kind_is_refused():
     with pytest.raises(UserError, match="layer_types linear_attention"):
-        common_fields.read_windowed_layers(
+        fields.read_windowed_layers(
             {"layer_types": ["linear_attention"]}, {"base_num_decoder_layers": 1}, global_every=2
         )
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from src.extras.aot.flops import recomputed_flops
+from src.extras.aot.roofline import recomputed_flops
 from src.model.attention import Attention
 from src.model.execution import Execution
 from src.model.flops import FlopsPerToken, count_params, flops_per_token

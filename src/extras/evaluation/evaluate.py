@@ -22,8 +22,7 @@ from src.data.open import open_eval_sets
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, missing_template
 from src.extras.evaluation.answers import Answers
-from src.extras.evaluation.scoring import score_texts, write_logits
-from src.extras.evaluation.text_bytes import TextBytes
+from src.extras.evaluation.scoring import TextBytes, score_texts, write_logits
 from src.extras.generation.loaded_model import load_model
 from src.run.evaluator import Evaluator, means
 from src.run.metrics import eval_key

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,7 +215,7 @@ def declared_weights(spec: ModelSpec) -> tuple[params.Tree, params.Tree]:
     return tree, params.roles(declarations)
 
 
-def _model_sections(keys: Mapping[str, Any]) -> tuple[Model, Step, int]:
+def _model_sections(keys: Json) -> tuple[Model, Step, int]:
     """Returns the parts of a model's spec: its layer settings, how it is computed, and the sequence length."""
     batch: BatchKeys = section_of("batch", keys)
     return section_of("model", keys), section_of("step", keys), batch.max_target_length

@@ -1,7 +1,6 @@
 """Converts the models of Hugging Face folders to keys of base.yml, and such keys to a family and config.json."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -131,6 +130,6 @@ def _spec(model: Model, max_target_length: int) -> ModelSpec:
     return model_spec(model, Numerics(), max_target_length)
 
 
-def model_yaml(keys: Mapping[str, Any]) -> str:
+def model_yaml(keys: Json) -> str:
     """Formats as YAML the keys that differ from base.yml."""
     return "".join(f"{key}: {dump(value)}\n" for key, value in keys.items() if frozen(value) != KEYS[key].default)

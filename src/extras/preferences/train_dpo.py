@@ -71,7 +71,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     # ---- Devices, model and step
     run = Run(config, exits, pair_fields(config.max_target_length))
     plan, built = run.plan, run.built
-    if any(layer.dropout_rate or layer.capacity_factor != -1 for layer in (plan.spec, *plan.spec.layers)):
+    spec = plan.spec
+    if spec.embedding_dropout or spec.has_capacity or any(layer.dropout_rate for layer in spec.layers):
         raise UserError(
             "dropout_rate and capacity_factor would make a reward random, or dependent on the pair's other answer: set "
             "dropout_rate=0 and capacity_factor=-1"

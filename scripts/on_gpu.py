@@ -181,6 +181,16 @@ def prediction(machine: Machine) -> dict:
     }
 
 
+def kernel_times(machine: Machine) -> dict:
+    """Profiles the plain run's step, and sums its kernels' times by kind and by name."""
+    steps = 2
+    machine.train(
+        "profiled", "profiler=xplane", f"skip_first_n_steps_for_profiler={WARM_UP}", f"profiler_steps={steps}"
+    )
+    path = str(machine.folder / "profiled")
+    return json.loads(machine.python("-m", "scripts.kernel_times", path, str(steps)).splitlines()[-1])
+
+
 def unpacked(machine: Machine) -> dict:
     """Compares unpacked rows of one document with packed ones, whose attention is masked."""
     return machine.beside_plain("unpacked", "packing=false")
@@ -246,6 +256,7 @@ CHECKS = {
         Check(decoding, 2, shares=()),
         Check(saved_step, 1, shares=("plain", "ahead")),
         Check(prediction, 0, shares=("plain", "ahead")),
+        Check(kernel_times, 1, shares=()),
         Check(unpacked, 1),
         Check(experts, 1.5),
         Check(window, 1),

@@ -3,7 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
+
+T = TypeVar("T")
 
 DTYPES = ("bfloat16", "float32")
 
@@ -85,16 +87,12 @@ def choice(default: str, comment: str, table: Mapping[str, Any], **more: Any) ->
     return key(default, "one of the above", tuple(table), above="\n".join([f"{comment}:", *lines]), **more)
 
 
-def fact(default: Any, comment: str, *limits: Any, **more: Any) -> Any:
-    """Declares a key of the model that may differ from layer to layer."""
-    return key(default, comment, *limits, per_layer=True, **more)
-
-
 def path(default: str, comment: str, **more: Any) -> Any:
     """Declares a key whose value is a path."""
     return key(default, comment, is_path=True, **more)
 
 
-def group(cls: type) -> type:
+@dataclass_transform(frozen_default=True)
+def group(cls: type[T]) -> type[T]:
     """Makes a class of declared keys a frozen dataclass; its docstring is their title in base.yml."""
     return dataclasses.dataclass(frozen=True)(cls)

@@ -78,7 +78,7 @@ def reading(table: Mapping[str, Any], key: str) -> list[str]:
 # fmt: off
 @group
 class OptimizerKeys:
-    """Keys of optimizers and schedules; the group `Optimizer` of base.yml begins with them."""
+    """Optimizer"""
     opt_type: str = choice("adamw", "Optimizers", OPTIMIZERS, resume_invariant=True)
     learning_rate: float = key(3e-4, "peak learning rate", POSITIVE, 2**120)
     lr_schedule_type: str = choice("cosine", "The learning rate after its warm-up", SCHEDULES)
@@ -125,10 +125,11 @@ def learning_rate(keys: OptimizerKeys, steps: int, step: int) -> float:
 
 def check_schedule(config: Any) -> Iterator[str]:
     """Checks the keys of the learning rate against each other; yields problems."""
-    if config.steps == -1 and config.learning_rate_schedule_steps == -1:
+    step = config.step
+    if config.run.steps == -1 and step.learning_rate_schedule_steps == -1:
         yield "steps=-1 takes its value from learning_rate_schedule_steps, which is -1 too: set one of them"
-    if config.lr_schedule_type == "exponential" and config.learning_rate_final_fraction == 0:
+    if step.lr_schedule_type == "exponential" and step.learning_rate_final_fraction == 0:
         yield "lr_schedule_type=exponential never reaches 0: set learning_rate_final_fraction above 0, such as 0.1"
-    warmup, decay = config.warmup_steps_fraction, config.wsd_decay_steps_fraction
-    if config.lr_schedule_type in reading(SCHEDULES, DECAY) and warmup + decay > 1:
+    warmup, decay = step.warmup_steps_fraction, step.wsd_decay_steps_fraction
+    if step.lr_schedule_type in reading(SCHEDULES, DECAY) and warmup + decay > 1:
         yield f"warmup_steps_fraction={warmup} and wsd_decay_steps_fraction={decay} leave no room: their sum exceeds 1"

@@ -56,7 +56,7 @@ def _of_group(start: str, *without: str) -> tuple[str, ...]:
 _OF_TYPES = {key for declared in ATTENTION_TYPES.values() for key in keys_of_type(declared)}
 # Settings of attention, of which an attention type has all, or those that it lists.
 OF_SCORES = tuple(key for key in _of_group("Model: attention", "attention_type") if key not in _OF_TYPES)
-_OF_ROPE = _of_group("Model: positions", "position_type", "trainable_position_size")
+_OF_ROPE = _of_group("Model: positions", "position_type")
 
 
 def _of_type(key: str) -> Requires:
@@ -83,7 +83,7 @@ LAYER_REQUIREMENTS = (
     Requires("rope_short_factor rope_long_factor", rope_type="longrope"),
     Requires("rope_low_freq_factor rope_high_freq_factor", rope_type="llama3.1"),
     Requires("beta_fast beta_slow rope_truncate mscale mscale_all_dim", rope_type="yarn"),
-    Requires(_of_group("Model: feed-forward", "mlp_"), num_experts=FROM_2),
+    Requires(["base_moe_mlp_dim", *_of_group("Model: feed-forward", "mlp_")], num_experts=FROM_2),
     Requires("shared_expert_gate", shared_experts=FROM_1),
     Requires("topk_routing_group routing_group_score", n_routing_groups=FROM_2),
     Requires("base_mlp_dim", num_experts=1, base_moe_mlp_dim=0),

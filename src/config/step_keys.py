@@ -64,8 +64,8 @@ class Compilation:
 
 
 @group
-class Optimizer(OptimizerKeys):
-    """Optimizer"""
+class Objective:
+    """Loss, gradients and safeguards"""
     shard_optimizer_over_data: bool = key(False, "shard the optimizer state over replicas of the weights too (ZeRO-1)")
     optimizer_memory_host_offload: bool = key(False, "keep the optimizer state in host memory except during the update")
     gradient_clipping_threshold: float = key(1.0,
@@ -111,5 +111,5 @@ class Trainable:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step(Numerics, Quantization, Compilation, Optimizer, Trainable, Preferences):
+class Step(Numerics, Quantization, Compilation, OptimizerKeys, Objective, Trainable, Preferences):
     """How a step computes, what it saves, what it minimises, with which optimizer, and for which weights."""

@@ -18,7 +18,6 @@ from src.parallel.sequence import from_zigzag
 from src.step.loss import LogitsOf, batch_cross_entropy, hidden_states, in_tiles, in_zigzag, of_logits
 from src.step.plan import Batch, StepPlan
 from src.step.state import batch_sharding
-from src.system.user_code import call, check_metrics
 
 # Compiler options of every step, including evaluation, in addition to `compile_xla_flags`. XLA's own matmul kernels
 # (Triton) are tuned by running them on a device: a program compiled without a device would use them untuned.
@@ -59,6 +58,8 @@ def eval_step(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
         hidden_BTD = plan.layout.constrain(hidden_BTD, "batch", None, None)
         hidden_BTD = from_zigzag(hidden_BTD, plan.layout.shards("length"))
         logits_BTV = logits_of(hidden_BTD)[..., : plan.spec.vocab_size]
+        from src.system.user_code import call, check_metrics
+
         metrics = call("eval_metrics", plan.eval_metrics, logits_BTV, batch)
         taken = ("loss", "perplexity", "bits_per_byte", "ema_loss")
         sums["user_metrics"] = check_metrics("eval_metrics", metrics, taken)

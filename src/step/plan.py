@@ -23,7 +23,6 @@ from src.parallel.mesh import Layout, add_mesh_axes, replica_axes, weight_shardi
 from src.step import optimizer_rules
 from src.step.matrices import matrices
 from src.step.optimizer import HParams, make_optimizer
-from src.system.user_code import load_function
 
 EvalMetrics = Callable[[jax.Array, Batch], dict[str, tuple[jax.Array, jax.Array]]]
 
@@ -133,6 +132,11 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
         from src.step import mup
 
         scales = mup.learning_rate_scales(step, spec, declarations)
+    metrics = None
+    if eval_metrics:
+        from src.system.user_code import load_function
+
+        metrics = load_function(eval_metrics, "eval_metrics")
     kernel, why_not_fused = kernel_for(step.attention, spec, batch.max_target_length, layout)
     return StepPlan(
         step=step,
@@ -152,7 +156,7 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
         packed=batch.packing,
         ramped=batch.enable_rampup_batch_size,
         fields=added_fields(batch, spec.vocab_size),
-        eval_metrics=load_function(eval_metrics, "eval_metrics") if eval_metrics else None,
+        eval_metrics=metrics,
         accumulation=Accumulation(
             layout, step.gradient_accumulation_steps, replicas, schedule is not None, trainable, updates
         ),

@@ -188,7 +188,7 @@ def test_no_file_is_long():
 
 
 def test_scripts_import_what_is_there():
-    for script in sorted((ROOT / "scripts").glob("*.py")):
+    for script in sorted((ROOT / "scripts").rglob("*.py")):
         for node in ast.walk(ast.parse(script.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "src":
                 module = importlib.import_module(node.module)

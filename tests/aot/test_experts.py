@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
-from scripts.program_stats import copies, instructions, kernels
+from scripts.evidence.program_stats import copies, instructions, kernels
 from src.extras.aot import eight_bits, hlo
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.hlo import collectives

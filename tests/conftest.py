@@ -1,16 +1,18 @@
 """Runs every test on 8 virtual CPU devices, and starts the longest files first."""
 
-import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
-
+import contextlib
 import gc
 import os
 import tempfile
+from pathlib import Path
 
+with contextlib.suppress(ModuleNotFoundError):  # if src/extras/ was deleted
+    import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
 import hypothesis
 import jax
 import pytest
 
-from tests import quick_compilation
+from tests import core_tests, quick_compilation
 
 # A busy machine must not fail a test.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -33,6 +35,8 @@ LONGEST = (
     "forking",
 )
 
+TESTS = Path(__file__).parent
+
 # One folder of compiled programs for all workers and the processes that they start, which inherit this variable.
 if "MINTEXT_TEST_PROGRAMS" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="mintext-test-programs-")
@@ -43,7 +47,20 @@ def pytest_configure(config):
     config.option.loadscopereorder = False  # pytest-xdist would start with the files that have the most tests
 
 
+def is_core(path):
+    return path.is_relative_to(TESTS) and path.relative_to(TESTS).as_posix() in core_tests.FILES
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out the other files with `-m core`: importing them takes longer than some of the tests."""
+    is_other = collection_path.suffix == ".py" and not is_core(collection_path)
+    return True if config.option.markexpr == "core" and is_other else None
+
+
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if is_core(item.path) and not item.get_closest_marker("long"):
+            item.add_marker("core")
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)
 
 

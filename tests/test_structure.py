@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import core_tests
+
 ROOT = Path(__file__).parents[1]
 COMMANDS = {path.stem for path in (ROOT / "src").glob("[a-z]*.py")}
 MAX_LEVELS = 10
@@ -228,3 +230,15 @@ def test_few_files_take_the_whole_config():
         f"{', '.join(names)}. Take the sections of it that a file reads, such as config.step; in a fork, raise "
         "MAX_FILES_OF_THE_WHOLE_CONFIG in tests/test_structure.py."
     )
+
+
+def test_the_fast_loop_has_tests_of_each_core_folder(request):
+    folders = {
+        path.name for path in (ROOT / "src").iterdir() if (path / "__init__.py").exists() or any(path.glob("*.py"))
+    }
+    assert set(core_tests.FOLDERS) == folders - {"extras"}
+    for folder, names in core_tests.FOLDERS.items():
+        for name in names:
+            source = (ROOT / "tests" / name).read_text()
+            assert f"from src.{folder}" in source or f"from src import {folder}" in source, (folder, name)
+    assert request.node.get_closest_marker("core")  # as this file is one of them

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -36,6 +37,11 @@ LONGEST = (
 )
 
 TESTS = Path(__file__).parent
+
+# Modules that are imported while tests are collected are the project's: write their bytecode even if the environment
+# forbids it (PYTHONDONTWRITEBYTECODE), so that workers, later runs and the processes of tests need not compile them.
+WRITES_NO_BYTECODE = sys.dont_write_bytecode
+sys.dont_write_bytecode = False
 
 # One folder of compiled programs for all workers and the processes that they start, which inherit this variable.
 if "MINTEXT_TEST_PROGRAMS" not in os.environ:
@@ -71,6 +77,7 @@ def freeze_what_was_in_use(phase, info):
 
 
 def pytest_collection_finish():
+    sys.dont_write_bytecode = WRITES_NO_BYTECODE  # tests write modules, and change them within a second
     gc.freeze()  # imported objects, which every collection would otherwise search
     gc.callbacks.append(freeze_what_was_in_use)
 

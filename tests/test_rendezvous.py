@@ -142,7 +142,7 @@ def test_processes_that_say_nothing_but_that_they_are_there_go_on():
         kill(job, peers)
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_process_that_has_finished_waits_for_the_others_as_long_as_it_takes(first):
     connections = results(runs.free_address(), (0, 2, {}), (1, 2, {}), silence=1)
     ends = queue.SimpleQueue()

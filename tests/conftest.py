@@ -97,6 +97,5 @@ def write(tmp_path):
 def steps_built_once():
     from tests import runs  # imported here because it sets the folder of compiled programs
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs.src_run, "build", runs.build_once)
+    with runs.built_once():
         yield

@@ -186,12 +186,13 @@ def test_an_offer_that_is_compiled_is_what_the_command_says_of_it(monkeypatch, s
     assert main([*arguments, *words(first)])["memory"]["needed"] == first["compiled"]
 
 
+@pytest.mark.long  # what is offered: tests/aot/test_memory.py
 @pytest.mark.parametrize(
     ("setting", "part", "key"),
     [
         ("attention=dot_product", 2 / 3, "attention"),
-        pytest.param("attention=autoselected", 2 / 3, "num_vocab_tiling", marks=pytest.mark.long),
-        pytest.param("num_vocab_tiling=64", 2 / 3, "ici_context_parallelism", marks=pytest.mark.long),
+        ("attention=autoselected", 2 / 3, "num_vocab_tiling"),
+        ("num_vocab_tiling=64", 2 / 3, "ici_context_parallelism"),
     ],
 )
 def test_rows_that_are_too_long(setting, part, key, monkeypatch, settings):

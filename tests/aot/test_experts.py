@@ -112,6 +112,7 @@ def test_experts_cost_what_their_rows_do(layer):
 
 
 @needs_libtpu
+@pytest.mark.long
 @pytest.mark.usefixtures("little_effort")
 def test_nothing_of_experts_is_laid_out_anew():
     """Neither the rows' factors nor the gathered weights are copied, whose kernels take them as they lie."""

@@ -43,6 +43,7 @@ def test_eight_devices_update_as_one_does(opt_type, mesh):
     np.testing.assert_allclose(losses(opt_type, 8, **mesh), expected, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_so_they_do_by_rules():
     rules = """[{match: "*norm.scale", opt_type: sgd}, {match: "attention.*", opt_type: muon, learning_rate_scale: 2},
         {match: embedding, opt_type: adafactor, weight_decay: 0}]"""

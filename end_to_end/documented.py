@@ -35,7 +35,7 @@ ELSEWHERE = {  # the first expression that a command has says why it is not run
     r"^\w+\.\w+=": "a key, not a command",
     r"^(pip|mintext) ": "tests/test_package.py installs and starts the package",
     r"hf download|hf://": "needs huggingface.co: tests/test_hub.py has a server in its place",
-    r"scripts/results": "hours, by the commit that each result names: tests/test_results.py has its settings",
+    r"evidence/results": "hours, by the commit that each result names: tests/test_results.py has its settings",
     r"report_to=": "trackers.sh",
     r" tasks=": "evaluation.sh",
     "maxtext|my_program|my_versions": "needs an environment of MaxText's, and Python 3.12",

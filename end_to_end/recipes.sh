@@ -23,5 +23,5 @@ for name in "$@"; do
     echo "$name: fits"
   fi
 done
-"$python" scripts/recipes.py "$out"
+"$python" scripts/evidence/recipes.py "$out"
 exit $failed

@@ -1,16 +1,19 @@
 """Runs every test on 8 virtual CPU devices, and starts the longest files first."""
 
-import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
-
+import contextlib
 import gc
 import os
+import sys
 import tempfile
+from pathlib import Path
 
+with contextlib.suppress(ModuleNotFoundError):  # if src/extras/ was deleted
+    import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
 import hypothesis
 import jax
 import pytest
 
-from tests import quick_compilation
+from tests import core_tests, quick_compilation
 
 # A busy machine must not fail a test.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -33,6 +36,13 @@ LONGEST = (
     "forking",
 )
 
+TESTS = Path(__file__).parent
+
+# Modules that are imported while tests are collected are the project's: write their bytecode even if the environment
+# forbids it (PYTHONDONTWRITEBYTECODE), so that workers, later runs and the processes of tests need not compile them.
+WRITES_NO_BYTECODE = sys.dont_write_bytecode
+sys.dont_write_bytecode = False
+
 # One folder of compiled programs for all workers and the processes that they start, which inherit this variable.
 if "MINTEXT_TEST_PROGRAMS" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="mintext-test-programs-")
@@ -43,7 +53,20 @@ def pytest_configure(config):
     config.option.loadscopereorder = False  # pytest-xdist would start with the files that have the most tests
 
 
+def is_core(path):
+    return path.is_relative_to(TESTS) and path.relative_to(TESTS).as_posix() in core_tests.FILES
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out the other files with `-m core`: importing them takes longer than some of the tests."""
+    is_other = collection_path.suffix == ".py" and not is_core(collection_path)
+    return True if config.option.markexpr == "core" and is_other else None
+
+
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if is_core(item.path) and not item.get_closest_marker("long"):
+            item.add_marker("core")
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)
 
 
@@ -54,6 +77,7 @@ def freeze_what_was_in_use(phase, info):
 
 
 def pytest_collection_finish():
+    sys.dont_write_bytecode = WRITES_NO_BYTECODE  # tests write modules, and change them within a second
     gc.freeze()  # imported objects, which every collection would otherwise search
     gc.callbacks.append(freeze_what_was_in_use)
 
@@ -73,6 +97,5 @@ def write(tmp_path):
 def steps_built_once():
     from tests import runs  # imported here because it sets the folder of compiled programs
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs.src_run, "build", runs.build_once)
+    with runs.built_once():
         yield

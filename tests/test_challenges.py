@@ -205,7 +205,7 @@ def test_ctrl_c_saves_reports_and_the_same_command_goes_on(tmp_path, corpus, mon
 
     monkeypatch.setattr(train, "hparams_at", interrupted_in_step_2)
     command = runs.arguments(base_output_directory=tmp_path, dataset_path=corpus, steps=4)
-    assert train.main(command).exit_code == 130
+    assert runs.main(command).exit_code == 130
     intact = (
         f"the checkpoint of step 2 in {tmp_path / 'run'} is intact; run the same command with run_name=run to resume"
     )
@@ -213,7 +213,7 @@ def test_ctrl_c_saves_reports_and_the_same_command_goes_on(tmp_path, corpus, mon
     assert runs.steps_saved(tmp_path / "run") == [2]
     assert (tmp_path / "run" / "report.html").exists()
     monkeypatch.undo()
-    assert train.main(command).exit_code == 0
+    assert runs.main(command).exit_code == 0
     assert [step for step, _ in runs.losses(tmp_path / "run")] == [1, 2, 3, 4]
 
 

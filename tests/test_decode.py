@@ -120,6 +120,7 @@ def continuation(model, prompt_ids, tokenizer=BYTES, new=None):
     return tokenizer.decode(ids)[len(tokenizer.decode(prompt_ids)) :], count
 
 
+@pytest.mark.long  # weights in 8 bits generate texts in tests/model/test_low_precision.py
 def test_weights_kept_in_8_bits_answer_as_rounded_ones_do(llama, tmp_path, capsys):
     """Those of transformers' model, rounded to 127 steps of each output's largest magnitude but for the logits'."""
     folder, model = llama

@@ -177,7 +177,10 @@ def test_a_new_run_on_data_that_no_rule_alters_has_the_same_batches(old_run, cas
     assert batches[make.STOP :] == EXPECTED[case]["batches"]
 
 
-@pytest.mark.parametrize(("case", "count"), [("few", 3), ("unpacked", 3), ("custom", 2)])
+@pytest.mark.parametrize(
+    ("case", "count"),
+    [("few", 3), *(pytest.param(*each, marks=pytest.mark.long) for each in (("unpacked", 3), ("custom", 2)))],
+)
 def test_a_new_run_on_fewer_documents_than_rows_has_others(old_run, case, count, capsys):
     old_run(case)
     with make.recording() as (batches, _):

@@ -171,11 +171,24 @@ def test_the_small_model_is_as_small_as_the_readme_says():
     assert f"{count / 1e6:.1f}" == said[1]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+RULES = ROOT / "AGENTS.md"
+FOR_EDITORS = (RULES, ROOT / "CONTRIBUTING.md", ROOT / "scripts" / "README.md")
+
+
+@pytest.mark.parametrize("page", [*PAGES, *FOR_EDITORS], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_page_of_rules_names_files_that_are_there():
+    words = [word for span in re.findall(r"`([^`]+)`", RULES.read_text()) for word in span.split()]
+    paths = [word for word in words if re.fullmatch(r"(src|tests|configs|docs|scripts|end_to_end)/[\w/.]*", word)]
+    assert len(paths) > 30
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    letters = re.search(r"^B batch, .* L layers", (ROOT / "docs" / "architecture.md").read_text(), re.M | re.S)[0]
+    assert " ".join(letters.split()) in " ".join(RULES.read_text().split())
 
 
 def test_what_the_promises_name_is_there():

@@ -7,7 +7,7 @@ from functools import cache
 import jax
 import pytest
 
-from scripts.recipes import FOLDER, read
+from scripts.evidence.recipes import FOLDER, read
 from src.extras.aot.devices import abstract_devices
 from src.model.flops import count_params, flops_per_token
 from src.parallel.mesh import global_batch_size, make_layout

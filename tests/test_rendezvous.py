@@ -75,7 +75,7 @@ def test_a_process_that_dies_is_named_to_all_others(three, dying):
         assert "\n" not in message
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_what_ended_a_process_is_told_to_all_others(three, failing):
     jobs, ends, connections, _ = three
     jobs[failing].tell(2, "error: data.jsonl, line 8: not JSON")
@@ -111,7 +111,7 @@ def test_processes_agree_that_all_failed_at_the_same_place(places, agree, three,
     assert ends[0].get(timeout=60) == (2, "process 1 of this job ended: error: then it ends")
 
 
-@pytest.mark.parametrize("stopped", [0, 2])
+@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_process_that_is_stopped_is_named_to_all_with_it_once_it_goes_on(stopped):
     connections = results(runs.free_address(), *((process, 3, {}) for process in range(3)), silence=1)
     ends = [queue.SimpleQueue() for _ in connections]
@@ -142,7 +142,7 @@ def test_processes_that_say_nothing_but_that_they_are_there_go_on():
         kill(job, peers)
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_process_that_has_finished_waits_for_the_others_as_long_as_it_takes(first):
     connections = results(runs.free_address(), (0, 2, {}), (1, 2, {}), silence=1)
     ends = queue.SimpleQueue()

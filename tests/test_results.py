@@ -1,4 +1,4 @@
-"""What scripts/results.py makes of runs, and that docs/results says what it made."""
+"""What scripts/evidence/results.py makes of runs, and that docs/results says what it made."""
 
 import json
 import math
@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts import get_text, results
+from scripts import get_text
+from scripts.evidence import results
 from src.run import resolve_config
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results"
@@ -118,7 +119,7 @@ def test_the_page_says_what_was_recorded():
         found = json.loads(path.read_text())
         missing = [line for line in found["table"] if " ".join(line.split()) not in page]
         assert not missing, path.name
-        assert f"scripts/results.py {path.stem}" in page
+        assert f"scripts/evidence/results.py {path.stem}" in page
         for run in found.get("runs", []):
             assert run["version"].partition("(")[2][:7] in page
     for picture in FOLDER.glob("*.svg"):

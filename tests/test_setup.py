@@ -10,6 +10,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -93,6 +94,21 @@ def test_every_line_of_jax_has_a_lane_in_ci_and_the_main_one_is_what_setup_takes
     run = set(re.findall(r"^lane (\S+)/bin/python \w+$", CI, re.MULTILINE))
     pinned = {str(each.specifier).removeprefix("==") for each in requirements("base") if each.name == "jax"}
     assert {jax[lanes[environment][0]] for environment in run} == pinned
+
+
+def test_pre_commit_runs_the_checks_of_ci():
+    """All but the tests as a whole, by programs that setup.sh installed."""
+    (repository,) = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"  # nothing is downloaded
+    entries = {hook["entry"] for hook in repository["hooks"]}
+    whole = re.search(r"^whole\(\) {\n(.*?)^}", CI, re.MULTILINE | re.DOTALL)[1]
+    checks = {command.strip().removesuffix(" --check") for command in whole.replace("\\\n", " ").split("&&")}
+    (tests,) = {command for command in checks if " pytest " in command}
+    assert len(checks) > 2
+    assert checks - {tests} <= entries
+    files = {word for entry in entries for word in entry.split() if word.startswith("tests/")}
+    assert files >= {"tests/test_prose.py", "tests/test_structure.py", "tests/test_border.py"}
+    assert all((REPOSITORY / file).is_file() for file in files)
 
 
 def test_what_installs_a_python_installs_the_one_that_the_tests_run_on():

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import core_tests
+
 ROOT = Path(__file__).parents[1]
 COMMANDS = {path.stem for path in (ROOT / "src").glob("[a-z]*.py")}
+FOLDERS = sorted({path.parent.name for path in (ROOT / "src").glob("*/*.py")})
 MAX_LEVELS = 10
 MAX_LINES = 400
 MAX_CORE_LINES = 4_360
@@ -100,7 +103,7 @@ def test_the_config_knows_only_the_system():
     assert rooms()["system"] == set()
 
 
-@pytest.mark.parametrize("name", sorted(set(rooms()) - COMMANDS))
+@pytest.mark.parametrize("name", [*FOLDERS, "__init__", "__main__"])
 def test_what_is_built_upon_knows_no_command(name):
     assert not rooms()[name] & COMMANDS
 
@@ -188,7 +191,7 @@ def test_no_file_is_long():
 
 
 def test_scripts_import_what_is_there():
-    for script in sorted((ROOT / "scripts").glob("*.py")):
+    for script in sorted((ROOT / "scripts").rglob("*.py")):
         for node in ast.walk(ast.parse(script.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "src":
                 module = importlib.import_module(node.module)
@@ -228,3 +231,15 @@ def test_few_files_take_the_whole_config():
         f"{', '.join(names)}. Take the sections of it that a file reads, such as config.step; in a fork, raise "
         "MAX_FILES_OF_THE_WHOLE_CONFIG in tests/test_structure.py."
     )
+
+
+def test_the_fast_loop_has_tests_of_each_core_folder(request):
+    folders = {
+        path.name for path in (ROOT / "src").iterdir() if (path / "__init__.py").exists() or any(path.glob("*.py"))
+    }
+    assert set(core_tests.FOLDERS) == folders - {"extras"}
+    for folder, names in core_tests.FOLDERS.items():
+        for name in names:
+            source = (ROOT / "tests" / name).read_text()
+            assert f"from src.{folder}" in source or f"from src import {folder}" in source, (folder, name)
+    assert request.node.get_closest_marker("core")  # as this file is one of them

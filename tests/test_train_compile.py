@@ -60,7 +60,7 @@ def test_a_step_for_a_tpu_slice_fits(tmp_path):
     path = tmp_path / "report.json"
     said = train_compile(
         *("compile_topology=v5e-4", *SMALL, "base_num_decoder_layers=1", "per_device_batch_size=1"),
-        f"compile_report={path}",
+        *("compile_xla_flags=auto", f"compile_report={path}"),
     )
     report = json.loads(path.read_text())
     assert report["memory"]["fits"]
@@ -186,12 +186,13 @@ def test_an_offer_that_is_compiled_is_what_the_command_says_of_it(monkeypatch, s
     assert main([*arguments, *words(first)])["memory"]["needed"] == first["compiled"]
 
 
+@pytest.mark.long  # what is offered: tests/aot/test_memory.py
 @pytest.mark.parametrize(
     ("setting", "part", "key"),
     [
         ("attention=dot_product", 2 / 3, "attention"),
-        pytest.param("attention=autoselected", 2 / 3, "num_vocab_tiling", marks=pytest.mark.long),
-        pytest.param("num_vocab_tiling=64", 2 / 3, "ici_context_parallelism", marks=pytest.mark.long),
+        ("attention=autoselected", 2 / 3, "num_vocab_tiling"),
+        ("num_vocab_tiling=64", 2 / 3, "ici_context_parallelism"),
     ],
 )
 def test_rows_that_are_too_long(setting, part, key, monkeypatch, settings):
@@ -212,11 +213,9 @@ def test_what_takes_long_to_compile_is_tried_once(monkeypatch, settings, capsys)
     assert "no compiled change fits" in said
 
 
-GENERATIONS = ["v5p-8", *(pytest.param(name, marks=pytest.mark.long) for name in ("v4-8", "v5e-8", "v6e-8"))]
-
-
 @needs_libtpu
-@pytest.mark.parametrize("topology", GENERATIONS)
+@pytest.mark.long  # with the preset of one generation: test_a_step_for_a_tpu_slice_fits
+@pytest.mark.parametrize("topology", ["v4-8", "v5e-8", "v5p-8", "v6e-8"])
 def test_each_generation_compiles_its_preset_for_weights_that_are_gathered(topology, settings):
     report = main([BASE, f"compile_topology={topology}", "compile_xla_flags=auto", *SMALL, "max_target_length=128"])
     assert report["memory"]["fits"]

@@ -21,6 +21,8 @@ from src.system.errors import UserError
 from tests import runs
 from tests import trackers as stand_ins
 
+pytestmark = pytest.mark.usefixtures("steps_built_once")
+
 WORDS = ("red", "green", "blue", "black", "white", "gold", "pink", "grey", "cyan", "teal", "navy", "lime", "plum")
 
 

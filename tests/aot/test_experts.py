@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
-from scripts.program_stats import copies, instructions, kernels
+from scripts.evidence.program_stats import copies, instructions, kernels
 from src.extras.aot import eight_bits, hlo
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.hlo import collectives
@@ -112,6 +112,7 @@ def test_experts_cost_what_their_rows_do(layer):
 
 
 @needs_libtpu
+@pytest.mark.long
 @pytest.mark.usefixtures("little_effort")
 def test_nothing_of_experts_is_laid_out_anew():
     """Neither the rows' factors nor the gathered weights are copied, whose kernels take them as they lie."""
@@ -121,11 +122,10 @@ def test_nothing_of_experts_is_laid_out_anew():
 
 
 @needs_libtpu
+@pytest.mark.long  # of other matmuls: test_quantized_products.py
 @pytest.mark.usefixtures("little_effort")
-@pytest.mark.parametrize("settings", [{}, pytest.param({"capacity_factor": 1.25}, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "topology", ["v5e-4", *(pytest.param(name, marks=pytest.mark.long) for name in ("v6e-4", "v5p-8"))]
-)
+@pytest.mark.parametrize("settings", [{}, {"capacity_factor": 1.25}])
+@pytest.mark.parametrize("topology", ["v5e-4", "v6e-4", "v5p-8"])
 def test_a_tpu_makes_experts_products_of_int8(topology, settings):
     """Forward, to rows and to weights, of gate, up and down; weights are gathered as codes."""
     small = {**SMALL_MIXTRAL, "quantization": "int8", **settings}

@@ -74,8 +74,8 @@ KINDS = {
 }
 
 
-# One of cuDNN's, with a mask, and one in tiles; each of the others takes ten to twenty seconds.
-SHORT = ("packed", "soft cap")
+# One of cuDNN's, with a mask; each of the others takes ten to twenty seconds. In tiles: tests/model/test_blocked.py.
+SHORT = ("packed",)
 
 
 @pytest.mark.parametrize(

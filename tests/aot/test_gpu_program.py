@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from scripts.program_stats import statistics
+from scripts.evidence.program_stats import statistics
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.replay import replay
 from src.parallel.topology import parse_topology, peak_flops

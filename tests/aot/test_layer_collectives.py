@@ -151,6 +151,7 @@ def test_over_the_context_axis_a_device_gathers_those_key_heads_that_its_queries
 TILES = {"num_vocab_tiling": 4, "remat_policy": "none", "vocab_size": 2048}
 
 
+@pytest.mark.long
 def test_tiles_of_the_loss_gather_the_hidden_states_of_a_tile_alone_over_tensor():
     """Forward, and backward again; whole the stream is in the layers' gathers, and in the embedding's gradient's."""
     found, _ = moved(True, **MODELS["llama"], **SEQUENCE, **TILES)

@@ -64,6 +64,7 @@ def test_a_step_sends_its_gradients_between_slices_once_and_nothing_else(slices,
 
 
 @needs_libtpu
+@pytest.mark.long  # a lookup for TPUs: tests/model/test_lookup.py
 @pytest.mark.usefixtures("little_effort")
 def test_a_device_looks_up_the_tokens_and_positions_of_its_own_rows():
     """XLA by itself makes of a lookup within the map over slices one of all their rows, on every device."""

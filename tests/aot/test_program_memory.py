@@ -1,10 +1,10 @@
-"""What scripts/program_memory.py reads from the dump of a program whose temporaries are known."""
+"""What scripts/evidence/program_memory.py reads from the dump of a program whose temporaries are known."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from scripts.program_memory import main
+from scripts.evidence.program_memory import main
 from src.extras.aot.devices import abstract_devices
 from src.parallel.topology import parse_topology
 from src.system.errors import UserError

@@ -1,4 +1,4 @@
-"""What scripts/program_stats.py reads from programs whose products, collectives and copies are known."""
+"""What scripts/evidence/program_stats.py reads from programs whose products, collectives and copies are known."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from scripts.program_stats import dumped_bundles, instructions, kernels, main, numbered_mesh, statistics
+from scripts.evidence.program_stats import dumped_bundles, instructions, kernels, main, numbered_mesh, statistics
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.replay import replay
 from src.extras.aot.roofline import COMPUTE_REACHED, MEMORY_REACHED
@@ -184,8 +184,9 @@ def test_a_kernel_has_the_most_bundles_of_its_calls_as_they_were_compiled_last(t
 def test_the_bundles_of_attention_are_as_many_as_its_products_take_at_least(tmp_path):
     """A process of its own, as libtpu reads flags once. Of 128 x 128 units a v5e has four: 2 x 512^2 x 128 a tile."""
     keys = [*SMALL, "head_dim=128", "max_target_length=512", "remat_policy=none", "compile_topology=v5e-1"]
-    command = [sys.executable, "scripts/program_stats.py", "configs/base.yml", *keys, "per_device_batch_size=1"]
-    subprocess.run([*command, "--bundles", "--json", tmp_path / "j"], cwd=runs.ROOT, check=True, capture_output=True)
+    command = [sys.executable, "scripts/evidence/program_stats.py", "configs/base.yml", *keys]
+    command += ["per_device_batch_size=1", "--bundles"]
+    subprocess.run([*command, "--json", tmp_path / "j"], cwd=runs.ROOT, check=True, capture_output=True)
     found = json.loads((tmp_path / "j").read_text())["kernels"]
     (forward,) = (kernel["bundles"] for kernel in found if "mha_fwd" in kernel["kind"])
     least = 2 * 512 * 512 * 128 / (4 * 128 * 128)

@@ -127,6 +127,7 @@ def test_a_blackwell_gpu_makes_every_product_with_a_weight_in_blocks():
     assert sent(text, "reduce-scatter") == {"bf16"}
 
 
+@pytest.mark.long
 @needs_cuda
 def test_an_evaluation_on_a_gpu_multiplies_in_float8_too():
     keys = {**LLAMA, "quantization": "fp8", "vocab_size": 512}

@@ -78,8 +78,8 @@ def test_what_is_computed_again_moves_through_memory_again():
 
 @pytest.fixture(scope="module")
 def published():
-    """scripts/predict_published.py"""
-    path = Path(__file__).parents[2] / "scripts" / "predict_published.py"
+    """scripts/evidence/predict_published.py"""
+    path = Path(__file__).parents[2] / "scripts" / "evidence" / "predict_published.py"
     spec = importlib.util.spec_from_file_location("predict_published", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -302,7 +302,13 @@ def test_a_file_rewritten_so_that_it_cannot_be_read_has_the_state_not_saved_eith
     assert runs.steps_saved(tmp_path / "run")[-1] in (5, 10)
 
 
-@pytest.mark.parametrize("act", [lambda file: os.utime(file), lambda file: file.write_bytes(file.read_bytes())])
+@pytest.mark.parametrize(
+    "act",
+    [
+        pytest.param(lambda file: os.utime(file), marks=pytest.mark.long),
+        lambda file: file.write_bytes(file.read_bytes()),
+    ],
+)
 def test_a_file_that_is_touched_ends_nothing(act, while_it_runs, tmp_path, capsys):
     corpus = runs.write_corpus(tmp_path / "corpus")
     spied = while_it_runs(lambda: act(corpus / "007.txt"))

@@ -121,6 +121,7 @@ def test_killed_at_ten_random_moments(tmp_path, corpus, devices):
     assert_same_run(command.folder, command.whole, command.steps)
 
 
+@pytest.mark.long  # in one process: test_checkpoint_meshes.py
 def test_a_mesh_of_four_devices_gives_the_losses_of_eight(command, corpus, tmp_path):
     """Here, because other tests of meshes leave most of the compiler's optimisations out."""
     schedule = {"steps": 8, "learning_rate_schedule_steps": command.steps}
@@ -565,6 +566,7 @@ def test_averages_spikes_and_rules_go_on_where_they_were(tmp_path, corpus, monke
     assert "ema_decay: 0.9 -> 0.0" in refusal
 
 
+@pytest.mark.long
 def test_an_average_may_change_its_pace_or_end_but_not_begin(tmp_path, corpus, monkeypatch, capsys):
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "run_name": "run", "base_num_decoder_layers": 1}
     keys["learning_rate_schedule_steps"] = 4

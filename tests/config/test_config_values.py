@@ -15,16 +15,9 @@ from src.step.build import plan_step
 from src.system.errors import UserError
 from tests.tiny import BASE, TINY, spec_of
 
-VALUES = ("0", "1e30", "word", "[]")
-ALIKE = (
-    "-1",
-    "nan",
-    "2147483648",
-    "1e-300",
-    "inf",
-    "",
-    "{}",
-)  # what is too large or small, no number, no value of its kind
+VALUES = ("0", "word")
+# Too large or small, no number, no value of its kind.
+ALIKE = ("-1", "nan", "2147483648", "1e30", "1e-300", "inf", "", "[]", "{}")
 PLANNED = ("-1", "0")  # what is accepted of the others differs little, and planning takes most of the time
 ENTRIES = (
     *("remat_custom.context", "logical_axis_rules.mlp"),

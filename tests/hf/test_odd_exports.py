@@ -188,8 +188,7 @@ def variations(keys):
 
 # The others of these are variations of these.
 NAMES = [name for name in saved.CONFIGS if name not in ("llama", "deepseek_v2_lite")]
-# Windows, and GPT's; experts and latents are long. The first model has as many variations together as go.
-SHORT = {"gemma2": 1, "gpt2": None}
+SHORT = {"gpt2": None}  # windows, experts and latents are long
 
 
 @pytest.mark.parametrize(

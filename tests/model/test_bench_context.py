@@ -1,11 +1,11 @@
-"""The ring that scripts/bench_context.py compiles beside the gather of the model, against PyTorch's attention."""
+"""The ring that bench_context.py compiles beside the gather of the model, against PyTorch's attention."""
 
 import jax
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from scripts.bench_context import ring
+from scripts.evidence.bench_context import ring
 from src.parallel.mesh import make_layout
 from src.parallel.sequence import zigzag_order
 from tests.tiny import assert_close, load

@@ -233,7 +233,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=pytest.mark.long) if name == "stages" else name for name in MODELS]
+)
 def test_models_train_in_tiles_as_with_all_scores(model, monkeypatch):
     """Losses of some steps, in several tiles: within scans, rematerialisation and pipeline stages."""
     monkeypatch.setitem(module.TILE, "cpu", 6)

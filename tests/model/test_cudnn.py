@@ -4,6 +4,7 @@ The stand-ins return NaN where cuDNN's results are not documented: past the leng
 """
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -150,8 +151,14 @@ def hopper(monkeypatch):
     monkeypatch.setattr(module, "compute_capability", lambda device: 9.0)
 
 
-@pytest.mark.parametrize("length", [40, 128, 200, 346])
-@pytest.mark.parametrize(("kv_heads", "value_dim"), [(2, 16), (4, 8)])
+@pytest.mark.parametrize(
+    ("kv_heads", "value_dim", "length"),
+    [
+        *((2, 16, 40), (4, 8, 200), (2, 16, 346)),
+        *(pytest.param(2, 16, length, marks=pytest.mark.long) for length in (128, 200)),
+        *(pytest.param(4, 8, length, marks=pytest.mark.long) for length in (40, 128, 346)),
+    ],
+)
 def test_pieces_of_packed_rows_are_the_attention_of_whole_rows(length, kv_heads, value_dim):
     """Lengths of one piece with a mask, of halves, of blocks that divide by nothing, and values of another size."""
     arrays, segments = inputs(kv_heads, value_dim, length), segments_of(max(length, 70))[:, :length]
@@ -249,10 +256,18 @@ SEGMENTS = {  # of 128 tokens; the last class has segments of up to 8 tokens, an
 }
 
 
+# Every kind of row, window and heads once.
+SHORT = set(zip(SEGMENTS, (2, 4, 2, 4), (0, 5, 20, 0), strict=True))
+
+
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("window", [0, 5, 20])
-@pytest.mark.parametrize("kv_heads", [2, 4])
-@pytest.mark.parametrize("rows", SEGMENTS)
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "window"),
+    [
+        pytest.param(*case, marks=() if case in SHORT else pytest.mark.long)
+        for case in itertools.product(SEGMENTS, (2, 4), (0, 5, 20))
+    ],
+)
 def test_packed_rows_are_computed_by_their_segments(monkeypatch, rows, kv_heads, window):
     arrays, segments = inputs(kv_heads, length=128), ids_of(*SEGMENTS[rows])
     run = module._Pieces.run

@@ -99,8 +99,8 @@ def test_dot_product_is_causal_attention_within_each_segment(kv_heads):
     ("kv_heads", "overrides"),
     [
         (4, {}),
-        (1, {}),
-        (2, CUBE),
+        pytest.param(1, {}, marks=pytest.mark.long),
+        pytest.param(2, CUBE, marks=pytest.mark.long),
         (2, {**CUBE, "logical_axis_rules__kv_heads": "[]"}),  # a device has all of them, but some of q's
     ],
 )
@@ -182,7 +182,10 @@ SHARED_ROWS = [
     ({"ici_context_parallelism": 4, "ici_data_parallelism": 2}, {}, 1024),
 ]
 # Of dot_product, what a layer sees but chunks is in models on a mesh: test_context_axis.py.
-LONG_SHARED_ROWS = [("splash", SHARED_ROWS[7]), *(("dot_product", SHARED_ROWS[n]) for n in (1, 2, 3, 5, 6, 7))]
+LONG_SHARED_ROWS = [
+    *(("splash", SHARED_ROWS[n]) for n in (1, 3, 7)),
+    *(("dot_product", SHARED_ROWS[n]) for n in (1, 2, 3, 5, 6, 7)),
+]
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,9 @@ def test_gradients_of_a_frequent_token_are_added_up_in_float32(monkeypatch):
 
 
 @pytest.mark.usefixtures("narrow_blocks")
-@pytest.mark.parametrize("mesh", ["data, fsdp", "fsdp, tensor", "fsdp, context"])
+@pytest.mark.parametrize(
+    "mesh", ["data, fsdp", *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ("fsdp, tensor", "fsdp, context"))]
+)
 def test_steps_are_those_of_one_device(mesh, monkeypatch):
     """With micro-batches, so that over data the lookup is within another map."""
     losses = []

@@ -93,7 +93,7 @@ def one_device(model):
     [
         pytest.param("dense", keys_of(2), marks=pytest.mark.long),
         pytest.param("dense", keys_of(2, repeats=4, micro_batches=4), marks=pytest.mark.long),
-        ("dense", keys_of(4, micro_batches=8)),
+        pytest.param("dense", keys_of(4, micro_batches=8), marks=pytest.mark.long),
         pytest.param("dense", keys_of(4, repeats=2, micro_batches=8), marks=pytest.mark.long),
         pytest.param("dense", keys_of(2, repeats=2, fsdp=2, micro_batches=4), marks=pytest.mark.long),
         ("dense", keys_of(2, micro_batches=4, tensor=2, scan_layers="false")),

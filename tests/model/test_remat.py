@@ -137,7 +137,7 @@ def exact_of_eight_layers():
 
 
 # Nothing kept, and some here and some there; the rest are of these kinds, and test_pipeline.py computes nothing again.
-STAGED = [({"remat_policy": "full"}, "true"), (CUSTOM, "false")]
+STAGED = [(CUSTOM, "false")]
 FURTHER = [
     (overrides, scan_layers)
     for overrides in [*POLICIES, {"remat_policy": "none"}]

@@ -134,9 +134,17 @@ FACTS = {
 
 
 # Others have their kinds; and windows, sinks and chunks those of tests/model/test_context_axis.py, as has dropout over
-# rows; adapters those of test_lora.py there, and unrolled layers those of test_pipeline.py.
+# rows; adapters those of test_lora.py there, unrolled layers those of test_pipeline.py, and experts' biases and inputs
+# those of test_expert_axis.py and, on one device, of test_parity.py.
 LONG_FACTS = (
-    *("biases", "three query heads of six a device", "dropout", "sinks, windows and chunks", "dropout over rows"),
+    *(
+        "biases",
+        "biases, and inputs that are scaled",
+        "three query heads of six a device",
+        "dropout",
+        "sinks, windows and chunks",
+        "dropout over rows",
+    ),
     *("adapters", "unrolled", "dropout in stages", "dropout in micro-batches"),
 )
 

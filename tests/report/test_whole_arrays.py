@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scripts.recipes import FOLDER, read
+from scripts.evidence.recipes import FOLDER, read
 from src.config.yaml import CONFIGS
 from src.model import params
 from src.model.decoder import Decoder

@@ -92,8 +92,18 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize("head", HEADS, ids=str)
-@pytest.mark.parametrize("mesh", [{}, {"ici_tensor_parallelism": 2}, {"ici_context_parallelism": 2}], ids=str)
+TENSOR, CONTEXT = {"ici_tensor_parallelism": 2}, {"ici_context_parallelism": 2}
+FURTHER = [(HEADS[1], {}), (HEADS[1], TENSOR), (HEADS[0], CONTEXT)]
+
+
+@pytest.mark.parametrize(
+    ("head", "mesh"),
+    [
+        *((HEADS[0], {}), (HEADS[0], TENSOR), (HEADS[1], CONTEXT)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in FURTHER),
+    ],
+    ids=str,
+)
 def test_loss_and_gradients_are_those_of_one_tile(head, mesh):
     """Tiles are of the vocabulary, its padding among them, or of the sequence where devices share the vocabulary."""
     batch, found = packed_rows(0), []

@@ -1,4 +1,4 @@
-"""Compares training-step times on CPUs with PyTorch and another commit: `python scripts/bench_peers.py [case ...]`.
+"""Compares step times on CPUs with PyTorch and another commit: `python scripts/evidence/bench_peers.py [case ...]`.
 
 The sides take turns of a few steps, each in its own process, so that other load on the machine slows all equally;
 ratios are medians over neighboring turns. `--against FOLDER` adds a checkout of another commit (`git worktree add`).
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Case(NamedTuple):

@@ -1,4 +1,4 @@
-"""Compares two ways to attend along sequences that devices share, compiled for TPUs: `python scripts/bench_context.py`.
+"""Compares two ways to attend along sequences that devices share, compiled for TPUs.
 
 `gather` is MinText's way: each device gathers the keys and values of its sequences (`repeat_kv` of
 src/model/attention.py). `ring` exists only here: devices pass keys and values around, and attend to their current block
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
 import jax
@@ -38,7 +38,7 @@ from src.step.compiler_flags import compiler_options
 from src.system.exit_codes import run_command
 
 NEVER = -1e30  # log-sum-exp over no keys
-BASE = Path(__file__).resolve().parents[1] / "configs" / "base.yml"
+BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yml"
 
 
 def ring(

@@ -1,4 +1,4 @@
-"""Lists published runs (configs/recipes) as a Markdown table: `python scripts/recipes.py [FOLDER]`.
+"""Lists published runs (configs/recipes) as a Markdown table: `python scripts/evidence/recipes.py [FOLDER]`.
 
 A recipe begins with a YAML comment on the published run; `Recipe` describes its fields. FOLDER has reports of
 src.train_compile, RECIPE.json, for the columns on the compiled step.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import yaml
 from ml_collections import FrozenConfigDict
@@ -24,7 +24,7 @@ from src.run import resolve_config
 from src.run.metrics import duration
 from src.system.exit_codes import run_command
 
-FOLDER = Path(__file__).resolve().parents[1] / "configs" / "recipes"
+FOLDER = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 GIB = 2**30
 
 

@@ -1,7 +1,7 @@
 """Lists a compiled step's temporaries at peak TPU memory, from the compiler's dump.
 
-    XLA_FLAGS=--xla_dump_to=FOLDER python scripts/program_stats.py configs/base.yml key=value ...
-    python scripts/program_memory.py FOLDER
+    XLA_FLAGS=--xla_dump_to=FOLDER python scripts/evidence/program_stats.py configs/base.yml key=value ...
+    python scripts/evidence/program_memory.py FOLDER
 
 The dump is complete when the compiler has assigned all buffers, long before it is done. Bytes shared by several values,
 such as loop carries, count once: the total is the buffer assignment itself, to the byte, and less than the temporaries
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from src.system.errors import UserError
 from src.system.exit_codes import run_command

@@ -1,8 +1,7 @@
-"""Compiles MaxText's step for absent TPUs: `PYTHON scripts/maxtext_program.py CASE FILE [--without-flags]`.
+"""Compiles MaxText's step for absent TPUs: `PYTHON scripts/evidence/maxtext_program.py CASE FILE [--without-flags]`.
 
 PYTHON is from an environment with MaxText 0.2.4 and MinText's versions of JAX and libtpu (docs/performance.md shows how
-to create one). It writes the program's text to FILE, for scripts/program_stats.py, and prints the compiler's memory
-figures.
+to create one). It writes the program's text to FILE, for program_stats.py, and prints the compiler's memory figures.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Summarizes a compiled step from its program: `python scripts/program_stats.py configs/base.yml key=value ...`.
+"""Summarizes a compiled step from its program: `scripts/evidence/program_stats.py configs/base.yml key=value ...`.
 
-Keys are as for `src.train_compile`. A saved program is read with `scripts/program_stats.py FILE --topology v5p-128`.
+Keys are as for `src.train_compile`. A saved program is read with `program_stats.py FILE --topology v5p-128`.
 Seconds are the TPU compiler's own estimates per instruction, times the iterations of their loops; it has no estimates
 for kernels (Pallas) or for waiting on the network. They serve to rank programs, and are not step times. With
 `--bundles`, kernels get their number of instruction bundles, of which a TPU issues at most one per cycle.
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
 import jax

@@ -1,4 +1,4 @@
-"""Reproduces the results in docs/results: `python scripts/results.py EXPERIMENT TEXT_FOLDER`.
+"""Reproduces the results in docs/results: `python scripts/evidence/results.py EXPERIMENT TEXT_FOLDER`.
 
 `scripts/get_text.py TEXT_FOLDER` downloads the text; every hundredth block of 64 paragraphs is held out. The experiment
 `quickstart` needs no text. Runs are trained one after the other; finished ones are not repeated, so the script may be
@@ -27,9 +27,9 @@ from typing import Any
 
 import zstandard
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from scripts import results_plots as plots  # noqa: E402 (the path is set above)
+from scripts.evidence import results_plots as plots  # noqa: E402 (the path is set above)
 
 MODEL = ROOT / "docs" / "results" / "model.yml"
 BLOCK, HELD_OUT_EVERY = 64, 100  # paragraphs per block; one block in HELD_OUT_EVERY is held out

@@ -1,4 +1,4 @@
-"""Compares predicted with published speeds, as a Markdown table: `python scripts/predict_published.py`.
+"""Compares predicted with published speeds, as a Markdown table: `python scripts/evidence/predict_published.py`.
 
 The collectives of these runs are counted in closed form, because compiling each run takes minutes to hours; tests check
 that form against compiled programs. Nothing is fitted to a run: aot/roofline.py has the only constants.
@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jax.numpy as jnp
 
-from scripts.recipes import recipes
+from scripts.evidence.recipes import recipes
 from src.extras.aot.hlo import RING_SHARE, Collective
 from src.extras.aot.roofline import Prediction, predict, step_work
 from src.model.execution import Execution

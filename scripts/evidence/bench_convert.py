@@ -1,4 +1,4 @@
-"""Measures peak memory of converting a model from and to Hugging Face: `python scripts/bench_convert.py`.
+"""Measures peak memory of converting a model from and to Hugging Face: `python scripts/evidence/bench_convert.py`.
 
 Needs torch and transformers. The model is a Llama with 12 layers of width 1,024 and 443 MB of bfloat16 weights in files
 of 100 MB. Each command runs in its own process, and the memory in use before it starts is not counted.
@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jax
 

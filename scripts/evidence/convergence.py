@@ -1,4 +1,4 @@
-"""Trains a small model with 8-bit and with wider matmuls: `python scripts/convergence.py TEXT_FOLDER`.
+"""Trains a small model with 8-bit and with wider matmuls: `python scripts/evidence/convergence.py TEXT_FOLDER`.
 
 `scripts/get_text.py` downloads a text. For each seed, which determines data order and initial weights, it runs each
 type of matmul in turn. Finished runs are not repeated, so the script may be stopped and restarted. It writes
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 KINDS = {  # matmul dtype -> keys
     "": ["dtype=float32"],
     "bfloat16": ["dtype=bfloat16"],

@@ -1,4 +1,4 @@
-"""Compares reading TFDS and ArrayRecord data from gs:// and from local disk: `scripts/bench_store.py`.
+"""Compares reading TFDS and ArrayRecord data from gs:// and from local disk: `scripts/evidence/bench_store.py`.
 
 It measures small datasets, which are copied to this machine, and large ones, which take a request per document.
 
@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-BASE = str(Path(__file__).resolve().parents[1] / "configs" / "base.yml")
+BASE = str(Path(__file__).resolve().parents[2] / "configs" / "base.yml")
 SHARDS, PIECE_BYTES, B, T = 4, 16 * 1024, 16, 2048
 
 

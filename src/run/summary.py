@@ -68,7 +68,7 @@ def run_header(
 
         capacity = None
         if plan.layout.platform != "cpu":
-            from src.parallel.topology import memory_of
+            from src.parallel.chips import memory_of
 
             capacity = memory_of(mesh.devices.flat[0].device_kind)
         whole = whole_lines(plan, built.state, capacity)

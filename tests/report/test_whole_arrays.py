@@ -14,9 +14,9 @@ from src.config.yaml import CONFIGS
 from src.model import params
 from src.model.decoder import Decoder
 from src.model.latent_attention import place_latents
+from src.parallel.chips import memory_of
 from src.parallel.mesh import make_layout, weight_shardings
 from src.parallel.slices import mesh_sizes
-from src.parallel.topology import memory_of
 from src.run import resolve_config
 from src.run.whole_arrays import SHARE, whole_arrays, whole_lines
 from src.step.state import abstract_state

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import jax
 from jax.experimental import topologies
 
-from src.parallel.topology import Topology
+from src.extras.aot.topology import Topology
 from src.system.errors import UserError
 
 # libtpu's names for TPU generations.

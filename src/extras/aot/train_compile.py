@@ -20,7 +20,7 @@ from src.config.usage import Usage
 from src.extras.aot import eight_bits, pgle, program, report
 from src.extras.aot.advice import changes
 from src.extras.aot.devices import abstract_devices
-from src.parallel.topology import Topology, parse_topology
+from src.extras.aot.topology import Topology, parse_topology
 from src.run.run_setup import configured
 from src.run.summary import print_header
 from src.step.build import TracedStep, build

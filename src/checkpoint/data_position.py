@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from src.checkpoint.format import DataPosition
 from src.config.dataset_spec import SETTINGS, all_specs, train_specs, train_weights
 from src.config.schema import Data
 from src.data.batch_schedule import RAMP_KEYS
@@ -14,6 +13,7 @@ from src.data.best_fit import documents_consumed, remap_position
 from src.data.fingerprint import EVALUATION, TOKENIZER_KEYS
 from src.data.order import Mixture
 from src.data.rules import RULES_FACT, describe_rules, rules_of
+from src.data.types import DataPosition
 from src.system.errors import UserError, changed_keys, first_few
 
 # Keys that change each entry of the data's fingerprint: naming one of them in `accept_changes` accepts the change. The

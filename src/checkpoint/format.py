@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from etils import epath
 
 from src.system.json_text import parse_json
@@ -29,15 +28,6 @@ class HostArray:
 
     sharding: jax.sharding.Sharding  # a copy on every device
     shape: tuple[int, ...] = ()
-
-
-class DataPosition(NamedTuple):
-    """Holds the point in the data from which a run continues."""
-
-    streams: np.ndarray | None = None  # int32 [B, S, 2], per packing stream and source; None: at the start
-    rows_taken: int = 0  # see `data_position.rows_consumed`
-    rows_before: Mapping[str, int] = {}
-    saved: Mapping[str, Any] = {}  # this process's state of each `StreamSource`, by name
 
 
 def read_evaluations(checkpoints: epath.Path) -> dict[str, Any]:

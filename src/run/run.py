@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.contents import compare_configs
+from src.checkpoint.contents import compare_configs, saved_meta
 from src.checkpoint.resume import starting_state
 from src.checkpoint.run_folder import RunFolder, dated_name, in_run_folder
 from src.config import load as configuration
@@ -102,16 +102,7 @@ class Run:
         self._exits.callback(self._checkpointer.close)
         changes = compare_configs(config, folder)
         accepted = (*config.accept_changes, *[EVALUATION] * (not config.target_eval_loss))
-        start = starting_state(
-            config.checkpoint,
-            config.data,
-            accepted,
-            self.plan,
-            self.built.state,
-            self._checkpointer,
-            self._fingerprint,
-            inputs.tokenizer,
-        )
+        start = starting_state(inputs, accepted, self.plan, self.built.state, self._checkpointer, self._fingerprint)
         self.start, self.state, self.done = start, start.state, int(start.state.step)
         if self.done > config.steps or (self.done == config.steps and not start.resumed):
             begun = "the run" if start.resumed else "the checkpoint of load_full_state_path"
@@ -130,18 +121,9 @@ class Run:
 
     def _open_batches(self) -> None:
         self._streams, position = self.schedule.streams()[self.rows], self.start.position
-        self._rows_taken = position.rows_taken
+        self._rows_taken, schedule = position.rows_taken, self.schedule
         self._batches = train_batches(
-            self.inputs,
-            self.data,
-            self._streams,
-            self.built.rows,
-            rows_taken=position.rows_taken,
-            position=None if position.streams is None else position.streams[self._streams],
-            rows_before=position.rows_before,
-            saved=position.saved,
-            schedule=self.schedule,
-            first_step=self.done,
+            self.inputs, self.data, self._streams, schedule.rows, position, schedule, self.done
         )
         self._exits.callback(self._batches.close)  # not before the report: it waits for rows that are being prepared
 
@@ -189,20 +171,11 @@ class Run:
         if self.eval_sets and not self.evaluators:
             raise ValueError("this run has evaluation sets: call evaluate_by before its steps")
         self.recorder = self._open_log()
-        self._saver = Saver(
-            config.checkpoint,
-            config.evaluation,
-            self.folder,
-            built,
-            self.rows,
-            self._checkpointer,
-            start,
-            self.recorder,
-            self._fingerprint,
-            self.inputs.tokenizer,
-            self.data,
-            eval_sources=[each.source for each in self.evaluators],
-        )
+        meta = saved_meta(self.plan, self.inputs, self.data, start.position, self._fingerprint)
+        eval_sources = [each.source for each in self.eval_sets]
+        sources = [*self.data.sources, *eval_sources * bool(config.target_eval_loss)], eval_sources
+        settings = start, self.recorder, meta, sources, config.enable_checkpointing
+        self._saver = Saver(self.folder, built, self.rows, self._checkpointer, *settings)
         self._narrow = None
         if any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(self.state.weights.trainable)):
             from src.step.narrow_weights import NarrowWeights

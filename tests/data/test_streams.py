@@ -17,7 +17,7 @@ from src.data.batch_schedule import BatchSchedule
 from src.data.open import open_source
 from src.data.streams import StreamReader, StreamSource
 from src.data.tokenizer import ByteTokenizer
-from src.data.types import InputSpec
+from src.data.types import DataPosition, InputSpec
 from src.extras.readers.hf import _check_inside
 from src.run.summary import describe_data
 from src.system.errors import UserError
@@ -149,7 +149,7 @@ def open_data(tmp_path, monkeypatch, config):
 def batches_of(opened, count, saved=None):
     made, _, source = opened
     inputs = InputSpec.of(made, TOKENIZER)
-    return take(loader.train_batches(inputs, alone(source), range(B), B, saved=saved), count)
+    return take(loader.train_batches(inputs, alone(source), range(B), B, DataPosition(saved=saved or {})), count)
 
 
 def targets_of(batches):
@@ -218,7 +218,7 @@ def test_a_ramp_reads_a_stream_in_its_order(open_data):
     expected = np.concatenate([batch.arrays["tokens"] for batch in batches_of(open_data("stream"), 4)])
     np.testing.assert_array_equal([rows[n] for n in range(28)], expected[:28])
     saved = batches[3].saved
-    more = take(loader.train_batches(*place, 12, saved=saved, schedule=schedule, first_step=4), 2)
+    more = take(loader.train_batches(*place, DataPosition(rows_taken=12, saved=saved), schedule, 4), 2)
     for batch, again in zip(batches[4:], more, strict=True):
         np.testing.assert_array_equal(batch.arrays["tokens"], again.arrays["tokens"])
 

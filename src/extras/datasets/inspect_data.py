@@ -19,7 +19,7 @@ from src.data.open import open_sources
 from src.data.order import Mixture
 from src.data.streams import StreamSource
 from src.data.tokenizer import make_tokenizer
-from src.data.types import InputSpec, RowArrays, RowSource, Tokenizer, TrainData
+from src.data.types import DataPosition, InputSpec, RowArrays, RowSource, Tokenizer, TrainData
 from src.extras.sft_summary import describe_conversations
 from src.run.run_setup import configured
 from src.run.summary import describe_data, describe_tokenizer, few_documents, print_header
@@ -83,8 +83,8 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     first = config.inspect_first_step
     computed = not is_stream and all(rows_per_epoch(inputs, source) is not None for source in data.sources)
     skipped, begin = (0, first) if computed else (first, 0)
-    taken = schedule.rows_before(begin)
-    batches = train_batches(inputs, data, rows, global_batch, taken, schedule=schedule, first_step=begin)
+    position = DataPosition(rows_taken=schedule.rows_before(begin))
+    batches = train_batches(inputs, data, rows, global_batch, position, schedule, begin)
     shown = list(itertools.islice(batches, skipped, skipped + config.inspect_num_steps))
     mixture = Mixture(data.weights)
     for step, batch in enumerate(shown, start=first):

@@ -14,7 +14,7 @@ AnySource = Source | RowSource
 READERS = {  # dataset_type -> the module whose `open_source(spec, inputs)` opens it
     "text": "src.data.readers.text",
     "synthetic": "src.data.readers.synthetic",
-    "custom": "src.data.readers.custom",
+    "custom": "src.extras.readers.custom",
     "tfds": "src.extras.readers.tfds",
     "array_record": "src.extras.readers.array_record",
     "parquet": "src.extras.readers.parquet",

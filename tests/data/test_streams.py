@@ -15,10 +15,10 @@ from src.config.dataset_spec import train_specs
 from src.data import loader
 from src.data.batch_schedule import BatchSchedule
 from src.data.open import open_source
-from src.data.streams import StreamReader, StreamSource
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import DataPosition, InputSpec
 from src.extras.readers.hf import _check_inside
+from src.extras.readers.streams import StreamReader, StreamSource
 from src.run.summary import describe_data
 from src.system.errors import UserError
 from tests import runs
@@ -239,7 +239,7 @@ def test_hosts_have_other_files_of_another_length_in_each_epoch(open_data, monke
     for n, count in enumerate(counts):
         (folder / f"train-{n}.jsonl").write_text("".join(f'{{"text": "{n} {k} word"}}\n' for k in range(count)))
     monkeypatch.setattr("jax.process_count", lambda: 2)
-    monkeypatch.setattr("src.data.streams.gather_json", lambda value: [value])
+    monkeypatch.setattr("src.extras.readers.streams.gather_json", lambda value: [value])
     texts, lengths = [[], [], []], set()
     for host in range(2):
         monkeypatch.setattr("jax.process_index", lambda host=host: host)
@@ -362,7 +362,7 @@ def test_a_state_keeps_the_numbers_of_numpy():
 
 
 def test_two_hosts_that_read_the_same_are_refused(open_data, monkeypatch):
-    monkeypatch.setattr("src.data.streams.gather_json", lambda value: [value, value])
+    monkeypatch.setattr("src.extras.readers.streams.gather_json", lambda value: [value, value])
     with pytest.raises(UserError, match="streams of two processes begin with the same documents"):
         open_data("stream")
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from src.checkpoint.format import Restored
-from src.checkpoint.restore import checkpoint_identity, restore_any, restore_weights
+from src.checkpoint.restore import checkpoint_identity, restore_weights
 from src.config.run_configs import HUB, has_tokenizer, is_hf_folder
 from src.data.fingerprint import TOKENIZER_KEYS
 from src.data.host_arrays import check_same
@@ -34,14 +33,14 @@ def load_weights(path: str, tree: Tree, ema: bool = False, keep_dtypes: bool = F
     or a Hugging Face folder's `vocab_size` and `tokenizer`; messages for the user. Raises UserError if weights are
     missing, damaged, or from another model.
     """
-    if _is_hf_folder(path):
+    if folder := _hf_folder(path):
         if ema:
             raise UserError(f"load_ema: {path} is a Hugging Face folder, which has no average of its weights")
         check_same({"their identity": identity(path)}, f"weights in {path}", "the same files")
-        return _load_hf_weights(path, tree)
+        return _load_hf_weights(path, folder, tree)
 
     arrays, meta, messages = restore_weights(path, functools.partial(_wanted, tree, keep_dtypes), ema)
-    restored = nested({_undotted(name): array for name, array in arrays.items()})
+    restored = nested({undotted(name): array for name, array in arrays.items()})
     if "lora" not in meta:
         return Restored(restored, meta, messages)
     adapters = restored.pop("lora")
@@ -52,30 +51,6 @@ def load_weights(path: str, tree: Tree, ema: bool = False, keep_dtypes: bool = F
     merged = lora.merge(whole, adapters, meta["lora"]["alpha"])
     note = f"merged the adapters of {path} into the weights of {meta['lora']['base']}."
     return Restored(merged, meta, [*base_messages, *messages, note])
-
-
-def load_adapters(path: str) -> tuple[dict[tuple[str | int, ...], tuple[np.ndarray, np.ndarray]], dict[str, Any]]:
-    """Loads the adapters of a run with `lora_rank`: `down` and `up` of each adapted weight, and the checkpoint's meta.
-
-    Raises UserError if the run trained no adapters, or whole weights as well.
-    """
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def entries(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        trained = [name for name in saved if name.startswith("trainable.")]
-        if "lora" not in meta or (others := [name for name in trained if not name.startswith("trainable.lora.")]):
-            what = f"whole weights with adapters: {first_few(others)}" if "lora" in meta else "no adapters (lora_rank)"
-            raise UserError(f"{path} has {what}. `convert to-hf` exports the whole model")
-        return {
-            name: jax.ShapeDtypeStruct(saved[name]["shape"], saved[name]["dtype"], sharding=device) for name in trained
-        }
-
-    arrays, meta, _ = restore_any(path, entries, "the adapters")
-    pairs: dict[Any, dict[str, np.ndarray]] = {}
-    for name, array in arrays.items():
-        *weight, kind = _undotted(name)[2:]  # after trainable.lora
-        pairs.setdefault(tuple(weight), {})[kind] = np.asarray(array)
-    return {weight: (pair["down"], pair["up"]) for weight, pair in pairs.items()}, meta
 
 
 def load_by_rules(
@@ -124,7 +99,7 @@ def load_by_rules(
 
 def _load_named(path: str, wanted: Tree, tree: Tree, ema: bool) -> Restored:
     """Loads the weights with these dotted names; a Hugging Face folder must have all of `tree`."""
-    if _is_hf_folder(path):
+    if _hf_folder(path):
         arrays, meta, messages = load_weights(path, tree, ema)
         arrays = {dotted(where): array for where, array in by_path(arrays).items()}
         _check_names(path, wanted, arrays)
@@ -159,17 +134,17 @@ def _wanted(tree: Tree, keep_dtypes: bool, meta: Mapping[str, Any], saved: Mappi
     return leaves
 
 
-def _undotted(name: str) -> tuple[str | int, ...]:
+def undotted(name: str) -> tuple[str | int, ...]:
+    """Parses a weight's dotted name, the inverse of `params.dotted`."""
     return tuple(int(word) if word.isdecimal() else word for word in name.split("."))
 
 
-def _load_hf_weights(path: str, tree: Tree) -> Restored:
+def _load_hf_weights(path: str, folder: str, tree: Tree) -> Restored:
     from src.extras.hf.folder_tokenizer import folder_tokenizer
     from src.extras.hf.load import load_weights as load_folder
     from src.extras.hf.model_keys import read_model_keys
 
     notes: list[str] = []
-    folder = _local(path)
     arrays = load_folder(folder, tree, notes)
     vocab_size = read_model_keys(folder)["vocab_size"]
     meta = {"vocab_size": vocab_size, "tokenizer": None}
@@ -183,13 +158,12 @@ def _load_hf_weights(path: str, tree: Tree) -> Restored:
 
 def identity(path: str) -> str:
     """Makes a text that changes with the weights at `path`, from a checkpoint's digests or the ends of files."""
-    if not _is_hf_folder(path):
+    if not (local := _hf_folder(path)):
         return checkpoint_identity(path)
     from src.extras.hf.peft import base_model
 
-    folder, crc = Path(_local(path)).expanduser(), 0
-    if base := base_model(folder):
-        crc = int(identity(base), 16)
+    folder = Path(local).expanduser()
+    crc = int(identity(base), 16) if (base := base_model(folder)) else 0
     for file in sorted(folder.glob("*.safetensors")):
         with open(file, "rb") as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -198,20 +172,18 @@ def identity(path: str) -> str:
     return f"{crc:08x}"
 
 
-def _is_hf_folder(path: str) -> bool:
-    kind = is_hf_folder(_local(path))
+def _hf_folder(path: str) -> str:
+    """Finds the local folder of a Hugging Face model, after fetching it from the hub; "" for other paths."""
+    folder = path
+    if path.startswith(HUB):
+        from src.extras.hf.hub import local_folder
+
+        folder = local_folder(path)
+    kind = is_hf_folder(folder)
     if path.startswith(HUB) and not kind:
         raise UserError(f"{path} has no config.json: expected a model in the format of transformers")
     check_same({"a Hugging Face folder": str(kind)}, f"contents in {path}", "the same folder")
-    return kind
-
-
-def _local(path: str) -> str:
-    if not path.startswith(HUB):
-        return path
-    from src.extras.hf.hub import local_folder
-
-    return local_folder(path)
+    return folder if kind else ""
 
 
 def check_base(adapters: Mapping[str, Any], path: str, ema: bool) -> None:

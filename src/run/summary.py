@@ -22,6 +22,7 @@ from src.run.environment import read_environment
 from src.step.build import TracedStep
 from src.step.optimizer_rules import describe_rules
 from src.system.errors import UserError, counted, from_here, show
+from src.system.imports import optional
 
 _DOCUMENTS_LOOKED_AT = 8  # of each source
 _FEW_OF_ROW, _MANY_STEPS = 3, 100  # warn if a row reads fewer documents in a run of at least this many steps
@@ -63,15 +64,10 @@ def run_header(
     compiled = f"loaded from {file}" if (file := config.compiled_trainstep_file) else compiled
     ramp = built.schedule.ramp
     mesh, whole = plan.layout.mesh, []
-    if mesh.size > 1:
-        from src.run.whole_arrays import whole_lines
+    if mesh.size > 1 and (whole_arrays := optional("aot.whole_arrays")):
+        from src.parallel.chips import memory_of
 
-        capacity = None
-        if plan.layout.platform != "cpu":
-            from src.parallel.chips import memory_of
-
-            capacity = memory_of(mesh.devices.flat[0].device_kind)
-        whole = whole_lines(plan, built.state, capacity)
+        whole = whole_arrays.whole_lines(plan, built.state, memory_of(mesh.devices.flat[0].device_kind))
     about_data = describe_data(train_specs(config.data), data) + few_documents(inputs, data, built.rows, config.steps)
     rows = [
         ("run", f"{folder.path} (run_name={folder.name} resumes it)"),

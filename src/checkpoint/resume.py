@@ -67,14 +67,17 @@ def starting_state(
         return _resume_point(restored, inputs, accept_changes, fingerprint)
     if not (loading.load_parameters_path or loading.load_weights_rules):
         return ResumePoint(new_state(plan, abstract), [])
-    from src.checkpoint.load_weights import check_tokenizer, check_vocabulary, load_by_rules, load_weights
+    from src.checkpoint.load_weights import check_tokenizer, check_vocabulary, load_weights
 
     whole, ema = all_weights(abstract), loading.load_ema
-    by_rules, metas, messages = load_by_rules(loading.load_weights_rules, whole, plan.axes, ema)
-    weights = by_rules
+    weights, metas, messages = {}, [], []
+    if loading.load_weights_rules:
+        from src.extras.weights_by_rules import load_by_rules
+
+        weights, metas, messages = load_by_rules(loading.load_weights_rules, whole, plan.axes, ema)
     if path := loading.load_parameters_path:
-        weights, meta, notes = load_weights(path, whole, ema)
-        metas, messages, weights = [meta, *metas], [*notes, *messages], join(weights, by_rules)
+        others, meta, notes = load_weights(path, whole, ema)
+        weights, metas, messages = join(others, weights), [meta, *metas], [*notes, *messages]
     for meta in metas:
         check_vocabulary(plan.spec.vocab_size, meta)
         check_tokenizer(accept_changes, meta, inputs.tokenizer)

@@ -25,7 +25,7 @@ def stack_traces(keys: Diagnostics) -> contextlib.AbstractContextManager[None]:
     """Writes all threads' stacks at an interval, on SIGUSR1 and on a crash, if `collect_stack_trace` is set."""
     if not keys.collect_stack_trace:
         return contextlib.nullcontext()
-    from src.run import stack_traces
+    from src.extras import stack_traces
 
     return stack_traces.written(keys)
 

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from src.checkpoint.format import Restored
-from src.checkpoint.restore import checkpoint_identity, restore_weights
+from src.checkpoint.restore import newest_meta, restore_weights
 from src.config.run_configs import HUB, has_tokenizer, is_hf_folder
 from src.data.fingerprint import TOKENIZER_KEYS
 from src.data.host_arrays import check_same
@@ -92,7 +92,7 @@ def _load_hf_weights(path: str, folder: str, tree: Tree) -> Restored:
 def identity(path: str) -> str:
     """Makes a text that changes with the weights at `path`, from a checkpoint's digests or the ends of files."""
     if not (local := hf_folder(path)):
-        return checkpoint_identity(path)
+        return newest_meta(path)[1]
     from src.extras.hf.peft import base_model
 
     folder = Path(local).expanduser()

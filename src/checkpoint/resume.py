@@ -107,7 +107,7 @@ def run_rules(run: Run, loading: Checkpoint) -> int:
         return PRESENT_RULES
     from src.checkpoint.restore import newest_meta
 
-    facts = newest_meta(path).get("data", {RULES_FACT: PRESENT_RULES})  # absent for weights that were converted
+    facts = newest_meta(path)[0].get("data", {RULES_FACT: PRESENT_RULES})  # absent for weights that were converted
     if (version := rules_of(facts)) > PRESENT_RULES:
         raise UserError(f"{path} has data rules of version {version}: use the MinText that wrote it, or a later one")
     return version

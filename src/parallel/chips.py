@@ -19,45 +19,40 @@ class Chip(NamedTuple):
     dcn_bandwidth: float  # sending to other slices or hosts: the device's share of its host's network cards
 
 
-def _nvidia(bfloat16: float, tensorfloat32: float, float32: float, **of_8_bits: float) -> dict[str, float]:
-    return {"bfloat16": bfloat16, "tensorfloat32": tensorfloat32, "float32": float32, **of_8_bits}
-
-
-# A100: "NVIDIA A100 Tensor Core GPU" data sheet.
-_A100 = _nvidia(312e12, 156e12, 19.5e12)
-# H100 SXM: "NVIDIA H100 Tensor Core GPU Architecture" white paper; the H200's data sheet states the same rates.
-_H100_SXM = _nvidia(989.4e12, 494.7e12, 66.9e12, fp8=1978.9e12)
-# H100 NVL, H200 NVL: their data sheets, which state sparse rates, twice these.
-_HOPPER_NVL = _nvidia(835.5e12, 417.5e12, 60e12, fp8=1670.5e12)
-
-# Operations per second of one JAX device, by the name JAX gives it (`jax.Device.device_kind`), for dense matrices: the
-# rates that vendors state for 2:4 sparse ones are twice as high.
+# Operations per second of one JAX device in 10^12, by the name JAX gives it (`jax.Device.device_kind`), for dense
+# matrices: the rates that vendors state for 2:4 sparse ones are twice as high. Sources:
+# - TPUs: the pages of each generation at docs.cloud.google.com/tpu/docs (v3, v4, v5e, v5p, v6e, tpu7x) state bfloat16
+#   rates per chip. JAX shows a v3 or TPU7x chip as two devices, so each has half. A TPU multiplies float32 in several
+#   bfloat16 passes; no rate is published for that.
+# - A100: "NVIDIA A100 Tensor Core GPU" data sheet.
+# - H100 SXM and PCIe: "NVIDIA H100 Tensor Core GPU Architecture" white paper; the H200's data sheet states the same
+#   rates as for H100 SXM. H100 NVL, H200 NVL: their data sheets, which state sparse rates, twice these.
+# - B200, GB200: "NVIDIA Blackwell" data sheet, one GPU's share; its tensor core rates are sparse.
+# - RTX 4090: "NVIDIA Ada GPU Architecture" white paper, appendix A, with float32 accumulation.
+_PEAK_TERAFLOPS = """
+TPU v3:                  bfloat16=61.5
+TPU v4:                  bfloat16=275
+TPU v5 lite:             bfloat16=197 int8=394
+TPU v5:                  bfloat16=459 int8=918
+TPU v6 lite:             bfloat16=918 int8=1836
+TPU7x:                   bfloat16=1153.5 fp8=2307
+NVIDIA A100-SXM4-40GB:   bfloat16=312 tensorfloat32=156 float32=19.5
+NVIDIA A100-SXM4-80GB:   bfloat16=312 tensorfloat32=156 float32=19.5
+NVIDIA A100-PCIE-40GB:   bfloat16=312 tensorfloat32=156 float32=19.5
+NVIDIA A100 80GB PCIe:   bfloat16=312 tensorfloat32=156 float32=19.5
+NVIDIA H100 80GB HBM3:   bfloat16=989.4 tensorfloat32=494.7 float32=66.9 fp8=1978.9
+NVIDIA H100 PCIe:        bfloat16=756 tensorfloat32=378 float32=51.2 fp8=1513
+NVIDIA H100 NVL:         bfloat16=835.5 tensorfloat32=417.5 float32=60 fp8=1670.5
+NVIDIA H200:             bfloat16=989.4 tensorfloat32=494.7 float32=66.9 fp8=1978.9
+NVIDIA H200 NVL:         bfloat16=835.5 tensorfloat32=417.5 float32=60 fp8=1670.5
+NVIDIA B200:             bfloat16=2250 tensorfloat32=1100 float32=75 fp8=4500 mxfp8=4500
+NVIDIA GB200:            bfloat16=2500 tensorfloat32=1250 float32=80 fp8=5000 mxfp8=5000
+NVIDIA GeForce RTX 4090: bfloat16=165.2 tensorfloat32=82.6 float32=82.6 fp8=330.3
+"""
 _PEAK_FLOPS = {
-    # The pages of each generation at docs.cloud.google.com/tpu/docs (v3, v4, v5e, v5p, v6e, tpu7x) state bfloat16 rates
-    # per chip. JAX shows a v3 or TPU7x chip as two devices, so each has half. A TPU multiplies float32 in several
-    # bfloat16 passes; no rate is published for that.
-    "TPU v3": {"bfloat16": 61.5e12},
-    "TPU v4": {"bfloat16": 275e12},
-    "TPU v5 lite": {"bfloat16": 197e12, "int8": 394e12},
-    "TPU v5": {"bfloat16": 459e12, "int8": 918e12},
-    "TPU v6 lite": {"bfloat16": 918e12, "int8": 1836e12},
-    "TPU7x": {"bfloat16": 1153.5e12, "fp8": 2307e12},
-    "NVIDIA A100-SXM4-40GB": _A100,
-    "NVIDIA A100-SXM4-80GB": _A100,
-    "NVIDIA A100-PCIE-40GB": _A100,
-    "NVIDIA A100 80GB PCIe": _A100,
-    "NVIDIA H100 80GB HBM3": _H100_SXM,
-    "NVIDIA H100 PCIe": _nvidia(756e12, 378e12, 51.2e12, fp8=1513e12),  # the same white paper
-    "NVIDIA H100 NVL": _HOPPER_NVL,
-    "NVIDIA H200": _H100_SXM,
-    "NVIDIA H200 NVL": _HOPPER_NVL,
-    # "NVIDIA Blackwell" data sheet, one GPU's share; its tensor core rates are sparse.
-    "NVIDIA B200": _nvidia(2250e12, 1100e12, 75e12, fp8=4500e12, mxfp8=4500e12),
-    "NVIDIA GB200": _nvidia(2500e12, 1250e12, 80e12, fp8=5000e12, mxfp8=5000e12),
-    # "NVIDIA Ada GPU Architecture" white paper, appendix A, with float32 accumulation.
-    "NVIDIA GeForce RTX 4090": _nvidia(165.2e12, 82.6e12, 82.6e12, fp8=330.3e12),
+    kind: {dtype: float(f"{rate}e12") for dtype, rate in re.findall(r"(\w+)=(\S+)", rates)}
+    for kind, rates in re.findall(r"(.+): +(.+)", _PEAK_TERAFLOPS)
 }
-
 
 _MIB = 2**20
 

@@ -69,37 +69,37 @@ def run_header(
 
         whole = whole_arrays.whole_lines(plan, built.state, memory_of(mesh.devices.flat[0].device_kind))
     about_data = describe_data(train_specs(config.data), data) + few_documents(inputs, data, built.rows, config.steps)
-    rows = [
-        ("run", f"{folder.path} (run_name={folder.name} resumes it)"),
-        ("software", ", ".join(f"{name} {software[name]}" for name in ("MinText", "jax", "Python"))),
-        ("devices", f"{software['devices']}, processes: {software['processes']}"),
-        ("mesh", describe_mesh(plan.layout.mesh.shape)),
-        ("whole", "\n".join(whole)),
-        ("pipeline", schedule.describe() if (schedule := plan.execution.schedule) else ""),
-        ("model", f"{count_params(plan.spec):,} parameters, {counted(len(plan.spec.layers), 'layer')}"),
-        ("optimizer", by_rule),
-        ("trained", trained if weights.frozen else "all parameters"),
-        ("step", f"{counted(built.rows, 'row')} x {config.max_target_length} = {built.tokens:,} tokens"),
-        ("batch ramp", built.schedule.describe(config.steps) if ramp else ""),
-        ("FLOPs per token", f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)"),
-        ("precision", f"weights {config.weight_dtype}, compute {config.dtype}, matmul {config.matmul_precision}"),
-        ("8 bits", plan.quantization.description),
-        ("attention", f"{plan.kernel} ({plain})" if (plain := plan.why_not_fused) else plan.kernel),
-        ("layers", f"{'scanned' if plan.execution.scan_layers else 'unrolled'} (scan_layers={config.scan_layers})"),
-        ("loss", ", ".join(loss)),
-        ("recomputed", f"remat_policy {config.remat_policy}"),
-        ("train step", compiled + ", and for each smaller batch when it begins" * bool(ramp)),
-        ("data", "\n".join(about_data)),
-        ("evaluation", "\n".join(map(describe_eval_set, eval_sets))),
-        ("tokenizer", describe_tokenizer(config.tokenizer_type, tokenizer)),
-        ("vocabulary", f"{config.vocab_size:,}"),
-        ("order", order),
-        ("conversations", _describe_conversations(inputs, data) if config.use_sft else ""),
-        ("steps", f"{first_step} to {config.steps}"),
-        ("TensorBoard", f"tensorboard --logdir {folder.path / 'tensorboard'} (after pip install tensorboard)"),
-        ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),
-    ]
-    return [(name, value) for name, value in rows if value]
+    rows = {
+        "run": f"{folder.path} (run_name={folder.name} resumes it)",
+        "software": ", ".join(f"{name} {software[name]}" for name in ("MinText", "jax", "Python")),
+        "devices": f"{software['devices']}, processes: {software['processes']}",
+        "mesh": describe_mesh(plan.layout.mesh.shape),
+        "whole": "\n".join(whole),
+        "pipeline": schedule.describe() if (schedule := plan.execution.schedule) else "",
+        "model": f"{count_params(plan.spec):,} parameters, {counted(len(plan.spec.layers), 'layer')}",
+        "optimizer": by_rule,
+        "trained": trained if weights.frozen else "all parameters",
+        "step": f"{counted(built.rows, 'row')} x {config.max_target_length} = {built.tokens:,} tokens",
+        "batch ramp": built.schedule.describe(config.steps) if ramp else "",
+        "FLOPs per token": f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)",
+        "precision": f"weights {config.weight_dtype}, compute {config.dtype}, matmul {config.matmul_precision}",
+        "8 bits": plan.quantization.description,
+        "attention": f"{plan.kernel} ({plain})" if (plain := plan.why_not_fused) else plan.kernel,
+        "layers": f"{'scanned' if plan.execution.scan_layers else 'unrolled'} (scan_layers={config.scan_layers})",
+        "loss": ", ".join(loss),
+        "recomputed": f"remat_policy {config.remat_policy}",
+        "train step": compiled + ", and for each smaller batch when it begins" * bool(ramp),
+        "data": "\n".join(about_data),
+        "evaluation": "\n".join(map(describe_eval_set, eval_sets)),
+        "tokenizer": describe_tokenizer(config.tokenizer_type, tokenizer),
+        "vocabulary": f"{config.vocab_size:,}",
+        "order": order,
+        "conversations": _describe_conversations(inputs, data) if config.use_sft else "",
+        "steps": f"{first_step} to {config.steps}",
+        "TensorBoard": f"tensorboard --logdir {folder.path / 'tensorboard'} (after pip install tensorboard)",
+        "config": "\n".join(configuration.diff_from_base(config)) or "base.yml",
+    }
+    return [(name, value) for name, value in rows.items() if value]
 
 
 def dates(folder: RunFolder, first_step: int) -> dict[str, str]:

@@ -9,10 +9,10 @@ import numpy as np
 from src.config.dataset_spec import SETTINGS, all_specs, train_specs, train_weights
 from src.config.schema import Data
 from src.data.batch_schedule import RAMP_KEYS
-from src.data.best_fit import documents_consumed, remap_position
 from src.data.fingerprint import EVALUATION, TOKENIZER_KEYS
 from src.data.order import Mixture
 from src.data.rules import RULES_FACT, describe_rules, rules_of
+from src.data.stream_positions import documents_consumed, remap_position
 from src.data.types import DataPosition
 from src.system.errors import UserError, changed_keys, first_few
 

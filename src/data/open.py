@@ -4,6 +4,7 @@ import importlib
 
 import numpy as np
 
+from src import installing
 from src.config.dataset_spec import DatasetSpec, eval_specs, names_eval_data, train_specs, train_weights
 from src.config.schema import Evaluation
 from src.data import order
@@ -61,7 +62,7 @@ def open_source(spec: DatasetSpec, inputs: InputSpec) -> AnySource:
     except ImportError as error:
         extra = "streams" if spec.dataset_type == "hf" else "data"
         missing = f"{spec.setting('dataset_type')}: {error.name} is not installed"
-        raise UserError(f"{missing}. bash setup.sh {extra} installs it") from error
+        raise UserError(f"{missing}. {installing(extra)} installs it") from error
     if is_stream(source):
         source.check_hosts_differ()
     return source

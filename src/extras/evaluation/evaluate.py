@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from src import installing
 from src.checkpoint.resume import run_rules
 from src.config import schema
 from src.config.dataset_spec import names_eval_data, train_specs
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     if config is None:
         return None
     if config.tasks and importlib.util.find_spec("lm_eval") is None:
-        raise UserError("tasks needs lm-evaluation-harness, which is not installed: bash setup.sh eval")
+        raise UserError(f"tasks needs lm-evaluation-harness, which is not installed: {installing('eval')}")
     scores = config.texts_path or config.tokens_path or config.tasks
     run = run_folder(file_name(argv[0])) if not isinstance(argv, ConfigDict) else None
     if jax.process_index() == 0:  # fail before an evaluation, not after it

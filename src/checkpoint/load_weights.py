@@ -1,10 +1,7 @@
 """Loads a model's weights from a checkpoint, a run that trained adapters, or a Hugging Face folder."""
 
 import functools
-import os
-import zlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,15 +9,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from src.checkpoint.format import Restored
 from src.checkpoint.restore import newest_meta, restore_weights
-from src.config.run_configs import HUB, has_tokenizer, is_hf_folder
+from src.config.run_configs import HUB, is_hf_folder
 from src.data.fingerprint import TOKENIZER_KEYS
 from src.data.host_arrays import check_same
 from src.data.types import Tokenizer
 from src.model import lora
 from src.model.params import Tree, by_path, dotted, join, nested
 from src.system.errors import UserError, changed_keys
-
-TAIL_BYTES = 2**16  # read at the end of each file, which training changes too
 
 
 def load_weights(path: str, tree: Tree, ema: bool = False, keep_dtypes: bool = False) -> Restored:
@@ -35,7 +30,9 @@ def load_weights(path: str, tree: Tree, ema: bool = False, keep_dtypes: bool = F
         if ema:
             raise UserError(f"load_ema: {path} is a Hugging Face folder, which has no average of its weights")
         check_same({"their identity": identity(path)}, f"weights in {path}", "the same files")
-        return _load_hf_weights(path, folder, tree)
+        from src.extras.hf.load import restore_folder
+
+        return restore_folder(path, folder, tree)
 
     arrays, meta, messages = restore_weights(path, functools.partial(_wanted, tree, keep_dtypes), ema)
     restored = nested({undotted(name): array for name, array in arrays.items()})
@@ -72,37 +69,13 @@ def undotted(name: str) -> tuple[str | int, ...]:
     return tuple(int(word) if word.isdecimal() else word for word in name.split("."))
 
 
-def _load_hf_weights(path: str, folder: str, tree: Tree) -> Restored:
-    from src.extras.hf.folder_tokenizer import folder_tokenizer
-    from src.extras.hf.load import load_weights as load_folder
-    from src.extras.hf.model_keys import read_model_keys
-
-    notes: list[str] = []
-    arrays = load_folder(folder, tree, notes)
-    vocab_size = read_model_keys(folder)["vocab_size"]
-    meta = {"vocab_size": vocab_size, "tokenizer": None}
-    if has_tokenizer(place := Path(folder).expanduser()):
-        try:
-            meta["tokenizer"] = folder_tokenizer(place, vocab_size).fingerprint()
-        except UserError as error:
-            notes.append(f"the tokenizer of these weights is unknown: {error}")
-    return Restored(arrays, meta, [*notes, f"read the weights of {path}."])
-
-
 def identity(path: str) -> str:
     """Makes a text that changes with the weights at `path`, from a checkpoint's digests or the ends of files."""
-    if not (local := hf_folder(path)):
+    if not (folder := hf_folder(path)):
         return newest_meta(path)[1]
-    from src.extras.hf.peft import base_model
+    from src.extras.hf.load import folder_identity
 
-    folder = Path(local).expanduser()
-    crc = int(identity(base), 16) if (base := base_model(folder)) else 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with open(file, "rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - TAIL_BYTES))
-            crc = zlib.crc32(f"{file.name} {size}".encode() + stream.read(), crc)
-    return f"{crc:08x}"
+    return folder_identity(folder)
 
 
 def hf_folder(path: str) -> str:

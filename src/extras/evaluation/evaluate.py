@@ -22,6 +22,7 @@ from src.config.yaml import file_name
 from src.data.open import open_eval_sets
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, missing_template
+from src.extras.command_files import check_outputs, write_output
 from src.extras.evaluation.answers import Answers
 from src.extras.evaluation.scoring import score_texts, write_logits
 from src.extras.evaluation.text_bytes import TextBytes
@@ -32,7 +33,6 @@ from src.run.resolve_config import load
 from src.run.run_setup import configured
 from src.step.eval_step import compile_eval_step
 from src.system.errors import UserError, say
-from src.system.outputs import check_outputs, write_output
 
 USAGE = Usage(
     """Measures a model's loss or its task scores, scores texts, computes logits.

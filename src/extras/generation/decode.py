@@ -21,6 +21,7 @@ from src.data.host_arrays import gather_json
 from src.data.open import open_source
 from src.data.tokenizer import make_tokenizer
 from src.data.types import Conversation, InputSpec, Message, Tokenizer, is_stream, missing_template
+from src.extras.command_files import check_outputs, read_lines, write_output
 from src.extras.conversations import ChatFields, read_message
 from src.extras.generation.completion import Completion, Prompt, generate, length_note, make_generator, write_now
 from src.extras.generation.generate import Generator, in_training
@@ -30,8 +31,7 @@ from src.model.params import Weights
 from src.run.run_setup import configured
 from src.step.plan import StepPlan
 from src.system.errors import UserError, changed_keys, first_few, printable, say
-from src.system.json_text import parse_json, read_lines, read_object
-from src.system.outputs import check_outputs, write_output
+from src.system.json_text import parse_json, read_object
 from src.system.user_code import call, load_function
 
 USAGE = Usage(

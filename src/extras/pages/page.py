@@ -49,8 +49,8 @@ def main(argv: Sequence[str]) -> None:
     argv = list(dict.fromkeys(str(any_path(path)) for path in argv))  # drop duplicates
     folder = epath.Path(argv[0])
     page_file = folder / ("report.html" if len(argv) == 1 else "comparison.html")
+    from src.extras.command_files import write_output
     from src.extras.pages.comparison import read_runs
-    from src.system.outputs import write_output
 
     try:
         runs = read_runs(argv)

@@ -1,5 +1,6 @@
 """Defines a checkpoint's parts: arrays by dotted name, a checksum of its meta, and a file of evaluations."""
 
+import functools
 import json
 import zlib
 from collections.abc import Mapping
@@ -45,8 +46,5 @@ def checksum_of(content: Mapping[str, Any]) -> int:
 
 def flatten(state: Any) -> dict[str, Any]:
     """Names the leaves with dots, so that files do not depend on the types of optax's containers."""
-    return {_dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
-
-
-def _dotted(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    dotted = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    return {dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}

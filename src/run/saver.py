@@ -21,7 +21,7 @@ from src.data.types import RowSource, Source
 from src.run.recorder import NonFiniteError, Recorder
 from src.step.build import TracedStep
 from src.step.state import TrainState
-from src.system import job
+from src.system import exit_codes
 from src.system.errors import UserError, say
 
 KEPT_EVALUATIONS = 10  # so that a run that falls back to an older checkpoint need not repeat its evaluation
@@ -132,7 +132,7 @@ class Saver:
             self._recorder.flush()
             gone = any(x.is_deleted() for x in jax.tree.leaves(self._state))
             alone = jax.process_count() == 1
-            agreed = alone or (job.current is not None and job.current.all_failed(place))
+            agreed = alone or (exit_codes.job is not None and exit_codes.job.all_failed(place))
             if gone or self._recorder.recorded != self._done or not agreed:
                 return
             self.save()

@@ -68,6 +68,11 @@ def run_header(
         from src.parallel.chips import memory_of
 
         whole = whole_arrays.whole_lines(plan, built.state, memory_of(mesh.devices.flat[0].device_kind))
+    chats = ""
+    if config.use_sft:
+        from src.extras.sft_summary import describe_conversations
+
+        chats = describe_conversations(inputs, data)
     about_data = describe_data(train_specs(config.data), data) + few_documents(inputs, data, built.rows, config.steps)
     rows = {
         "run": f"{folder.path} (run_name={folder.name} resumes it)",
@@ -94,7 +99,7 @@ def run_header(
         "tokenizer": describe_tokenizer(config.tokenizer_type, tokenizer),
         "vocabulary": f"{config.vocab_size:,}",
         "order": order,
-        "conversations": _describe_conversations(inputs, data) if config.use_sft else "",
+        "conversations": chats,
         "steps": f"{first_step} to {config.steps}",
         "TensorBoard": f"tensorboard --logdir {folder.path / 'tensorboard'} (after pip install tensorboard)",
         "config": "\n".join(configuration.diff_from_base(config)) or "base.yml",
@@ -157,12 +162,6 @@ def amount(source: Source | RowSource) -> str:
     share = f"{cut:.0%} of them " * (cut < 1)
     cuts = f", {share}cut into pieces by max_document_bytes" * (cut > _FEW)
     return counted(count, "conversation" if isinstance(source[0], Conversation) else "document") + cuts
-
-
-def _describe_conversations(inputs: InputSpec, data: TrainData) -> str:
-    from src.extras.sft_summary import describe_conversations
-
-    return describe_conversations(inputs, data)
 
 
 def few_documents(inputs: InputSpec, data: TrainData, rows: int, steps: int) -> list[str]:

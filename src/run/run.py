@@ -29,7 +29,7 @@ from src.run.metrics import MetricsLog, StepPrinter, eval_key, eval_sets
 from src.run.preemption import Preemption
 from src.run.recorder import Recorder, Result
 from src.run.saver import Saver
-from src.run.summary import dates, ending, next_commands, print_header, run_header, stopped
+from src.run.summary import dates, ending, print_header, run_header, stopped
 from src.step.build import build
 from src.step.eval_step import ALWAYS
 from src.step.plan import Batch
@@ -337,8 +337,10 @@ class Run:
         folder.sync()
         if self._report:
             say([f"report: {self._report.finish()}"])
-        if config.enable_checkpointing and not (self.stopped_by or config.quiet):
-            say(next_commands(folder.path, tokenizer, config))
+        wanted = config.data, config.prompt, config.eval_interval, config.steps
+        wants_commands = config.enable_checkpointing and not (self.stopped_by or config.quiet)
+        if wants_commands and (commands := optional("next_commands")):
+            say(commands.next_commands(folder.path, tokenizer, *wanted))
         metrics, eval_metrics = self.recorder.last if self._has_begun else {}, self.eval_metrics
         if self._report and not metrics:  # an earlier start made all steps
             metrics, last_eval = dict(self._report.history.last_train), self._report.history.last_eval

@@ -1,10 +1,7 @@
-"""Describes a run's settings and data before its first step, and the commands that use its model after its last."""
+"""Describes a run's settings and data before its first step, and how it ended after its last."""
 
 import datetime
-import os
-import shlex
 import signal
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
@@ -13,7 +10,7 @@ import numpy as np
 from src.checkpoint.run_folder import RunFolder, describe_step, latest_step
 from src.config import load as configuration
 from src.config.dataset_spec import DatasetSpec, train_specs
-from src.config.schema import KEYS, Config
+from src.config.schema import Config
 from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData, is_stream
 from src.model.flops import count_params, flops_per_token
@@ -21,7 +18,7 @@ from src.parallel.slices import describe_mesh
 from src.run.environment import read_environment
 from src.step.build import TracedStep
 from src.step.optimizer_rules import describe_rules
-from src.system.errors import UserError, counted, from_here, show
+from src.system.errors import UserError, counted, show
 from src.system.imports import optional
 
 _DOCUMENTS_LOOKED_AT = 8  # of each source
@@ -202,25 +199,3 @@ def stopped(folder: RunFolder, stopped_by: int, step: int) -> str:
     if latest is not None:
         note += f"; run the same command with run_name={folder.name} to resume"
     return f"stopped by {name} after step {step}; {note}"
-
-
-def next_commands(folder: os.PathLike[str], tokenizer: Tokenizer | None, config: Config) -> list[str]:
-    """Lists the commands that work with this run, one per line: to ask the model, measure it, and export it."""
-    if jax.process_count() > 1:  # the mesh of several hosts may not fit on one
-        return []
-    run, python = from_here(folder), from_here(sys.executable)
-    devices = jax.config.jax_num_cpu_devices  # the virtual devices of the run's mesh
-    environment = f"JAX_NUM_CPU_DEVICES={devices} " if devices > 1 else ""
-    commands = {}
-    if tokenizer:
-        chats = config.use_sft and tokenizer.chat_template
-        # The default prompt suits only the default data, Python's source: otherwise let the user type one.
-        own_data = config.dataset_path or config.datasets or config.dataset_type != "text"
-        asks = chats or (own_data and config.prompt == KEYS["prompt"].default)
-        arguments = ["interactive=true"] if asks else [f"prompt={config.prompt}"]
-        commands["ask it"] = ["src.decode", run, *arguments, *["use_chat_template=true"] * bool(chats)]
-    if config.eval_interval > 0:  # otherwise the model was trained on all of the data
-        commands["measure it"] = ["src.evaluate", run]
-    if "://" not in run:
-        commands["export it"] = ["src.convert", "to-hf", run, os.path.join(run, f"hf-{config.steps}")]
-    return [f"{what + ':':12}{environment}{shlex.join([python, '-m', *words])}" for what, words in commands.items()]

@@ -61,14 +61,14 @@ def kernels(keys: Sequence[str]) -> dict[str, Any]:
     on_gpu = is_gpu()
     B, T, N, H = (4, 1024, 8, 128) if on_gpu else (1, 64, 4, 16)
     found = {}
-    for name, segments, window in (("packed", 5, 0), ("unpacked", 1, 0), ("window", 1, T // 4), ("both", 5, T // 4)):
+    for name, segments, window in (("packed", 0, 0), ("unpacked", 1, 0), ("window", 1, T // 4), ("both", 0, T // 16)):
         found[f"attention_{name}"] = attention_differs(B, T, N, N, H, segments, window)
         # Sequences as long as the trained model's, with fewer key heads than query heads.
         found[f"attention_{name}_grouped"] = attention_differs(1, 4 * T, N, N // 4, H, segments, window)
     # With a mask and in pieces, as cuDNN's list of segments has no room for these; then latent attention's sizes.
     found["attention_mask"] = attention_differs(1, 4 * T, N, N // 4, H, T, 0)
     found["attention_pieces"] = attention_differs(1, 8 * T, N, N // 4, H, 2 * T, 0)
-    found["attention_latent"] = attention_differs(B, T, N, N, 3 * H // 2, 5, 0, value_dim=H)
+    found["attention_latent"] = attention_differs(B, T, N, N, 3 * H // 2, 0, 0, value_dim=H)
     sizes = jnp.asarray([T // 2, 3, 0, T // 2 - 3], jnp.int32)
     found["grouped_products"] = differs(
         lambda x, kernel: grouped_matmul(x, kernel, sizes, "gpu", interpret=not on_gpu),
@@ -83,7 +83,7 @@ def kernel_of_256(keys: Sequence[str]) -> dict[str, float]:
     """Compares cuDNN's attention with plain attention for heads of 256, packed and unpacked."""
     B, T, N = (4, 1024, 8) if is_gpu() else (1, 64, 2)
     return {
-        name: attention_differs(B, T, N, N, 256, segments, 0) for name, segments in (("packed", 5), ("unpacked", 1))
+        name: attention_differs(B, T, N, N, 256, segments, 0) for name, segments in (("packed", 0), ("unpacked", 1))
     }
 
 
@@ -99,7 +99,8 @@ def attention_differs(
 ) -> float:
     """Compares cuDNN's with plain attention on B sequences of T, with N query heads and K key heads of size H.
 
-    Sequences of more than one segment are packed, and the last segment is the shortest.
+    Sequences of more than one segment are packed, in segments of equal length but for the last; 0: of all lengths, so
+    that every class of them has some (src/model/attention_kernels/cudnn_segments.py).
     """
     import jax
     import jax.numpy as jnp
@@ -112,9 +113,12 @@ def attention_differs(
     from src.run import resolve_config
 
     layout = make_layout(resolve_config.load([BASE]).mesh, jax.devices()[:1])
-    ids_T = 1 + np.arange(T) * segments // (T + 7)
+    ends = (
+        np.cumsum([40, T // 2 + 1, 3, 1, T // 5, T // 16]) if segments == 0 else T * np.arange(1, segments) / segments
+    )
+    ids_T = 1 + np.searchsorted(ends, np.arange(T), side="right")
     segment_ids = jnp.asarray(np.tile(ids_T, (B, 1)), jnp.int32)
-    context = ForwardContext(jnp.tile(jnp.arange(T), (B, 1)), segment_ids, layout, "", segments > 1)
+    context = ForwardContext(jnp.tile(jnp.arange(T), (B, 1)), segment_ids, layout, "", segments != 1)
     V = value_dim or H
     facts = (ScoreSpec(N, H, V, H**-0.5, window=window), None, context)
     kernel = cudnn if is_gpu() else dot_product

@@ -6,8 +6,8 @@ from src.system.exit_codes import run_command
 
 
 def main(argv: Sequence[str]) -> object:
-    """Runs the command line `argv`, by src/extras/pages/page.py."""
-    from src.extras.pages.page import main
+    """Runs the command line `argv`, by src/extras/pages/comparison.py."""
+    from src.extras.pages.comparison import main
 
     return main(argv)
 

@@ -18,7 +18,7 @@ from src.data.tokenizer import ByteTokenizer
 from src.data.types import END
 from src.extras.datasets.train_tokenizer import train
 from src.extras.evaluation import evaluate
-from src.extras.evaluation.text_bytes import TextBytes
+from src.extras.evaluation.scoring import TextBytes
 from src.extras.hf.huggingface_tokenizer import HuggingFaceTokenizer
 from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.system.errors import UserError

@@ -10,7 +10,7 @@ from src.checkpoint.run_folder import RunFolder
 from src.extras.command_files import check_outputs, write_output
 from src.extras.evaluation import evaluate
 from src.extras.generation import decode
-from src.extras.pages import page
+from src.extras.pages import comparison
 from src.system.errors import UserError
 from tests import runs
 
@@ -162,11 +162,11 @@ def test_a_report_replaces_no_page_of_somebody_elses(trained):
     pages = trained / "report.html", trained / "comparison.html"
     (trained.parent / "again").symlink_to(trained)
     for file, argv in zip(pages, ([str(trained)], [str(trained), str(trained.parent / "again")]), strict=True):
-        page.main(argv)
-        page.main(argv)
+        comparison.main(argv)
+        comparison.main(argv)
         file.write_text("<!doctype html>\n<p>mine</p>\n")
         with pytest.raises(UserError, match=f"{file}.*another file exists there"):
-            page.main(argv)
+            comparison.main(argv)
         assert file.read_text() == "<!doctype html>\n<p>mine</p>\n"
         file.unlink()
 

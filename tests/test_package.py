@@ -41,7 +41,7 @@ SHADOWED = "import sys, types; sys.modules['src'] = types.ModuleType('src'); imp
 def test_every_folder_of_code_is_a_package_of_the_wheel():
     folders = {path.parent.relative_to(runs.ROOT / "src") for path in (runs.ROOT / "src").rglob("__init__.py")}
     names = {".".join(("mintext", *folder.parts)) for folder in folders}
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == names | {"mintext.configs", "mintext.docs"}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == names | {"mintext.configs"}
 
 
 def test_it_needs_what_the_checkout_installs_or_newer():

@@ -268,7 +268,7 @@ def test_what_adding_a_family_quotes_is_in_the_code():
         (ROOT / file).read_text()
         for file in (
             "src/extras/hf/families/qwen3.py",
-            "src/extras/hf/common_tensors.py",
+            "src/extras/hf/tensors.py",
             "tests/hf/saved.py",
             "configs/models/qwen3-0.6b.yml",
         )

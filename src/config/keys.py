@@ -3,7 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
+
+T = TypeVar("T")
 
 
 class Range(NamedTuple):
@@ -78,16 +80,12 @@ def key(
     return dataclasses.field(default_factory=lambda: declared.default, metadata={"key": declared})
 
 
-def fact(default: Any, comment: str, *limits: Any, **more: Any) -> Any:
-    """Declares a key of the model that may differ from layer to layer."""
-    return key(default, comment, *limits, per_layer=True, **more)
-
-
 def path(default: str, comment: str, **more: Any) -> Any:
     """Declares a key whose value is a path."""
     return key(default, comment, is_path=True, **more)
 
 
-def group(cls: type) -> type:
+@dataclass_transform(frozen_default=True)
+def group(cls: type[T]) -> type[T]:
     """Makes a class of declared keys a frozen dataclass; its docstring is their title in base.yml."""
     return dataclasses.dataclass(frozen=True)(cls)

@@ -1,4 +1,4 @@
-"""Explains other trainers' names, from tables in docs/from_maxtext_and_pax.md, and suggests what to type."""
+"""Explains other trainers' names, from the tables in migration_hints.yml, and suggests what to type."""
 
 import difflib
 import fnmatch
@@ -10,21 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from src import shipped
 from src.config.load import joined
 from src.config.schema import KEYS
-from src.config.yaml import CONFIGS, NOTHING, Plain, dump, literal, parse, parse_argument
+from src.config.yaml import CONFIGS, NOTHING, Plain, dump, literal, parse, parse_argument, read_file
 from src.system.errors import UserError, did_you_mean, from_here
 
-PAGE = shipped("docs") / "from_maxtext_and_pax.md"
-# Other programs' words for mesh axes in their size keys.
-MESH_WORDS = {
-    **{"dp": "data", "replica": "data", "stage": "pipeline", "pp": "pipeline", "cp": "context", "sp": "context"},
-    **{"ep": "expert", "model": "tensor", "mdl": "tensor", "tp": "tensor"},
-}
+TABLE = Path(__file__).with_suffix(".yml")
 NOTHING_TO_TYPE = "nothing to type"
-RETIRED_FLAGS = "Retired XLA flags"
-LEFT_OPEN = re.compile(r"=(NAME|FOLDER|FILE|TEXT)\b")  # in the page: values that only the user knows
+MESH_AXES, RETIRED_FLAGS = "Mesh axes", "Retired XLA flags"
+LEFT_OPEN = re.compile(r"=(NAME|FOLDER|FILE|TEXT)\b")  # in the table: values that only the user knows
 
 
 class Hint(NamedTuple):
@@ -70,93 +64,69 @@ class Explained(NamedTuple):
         return Hint(False, f"{program}'s {key}={_spell(value)}: {why} ({key}={_spell(accepted)} is accepted)")
 
 
-class Page(NamedTuple):
-    """The page's tables, by name."""
-
-    names: dict[str, Renamed | Explained]
-    values: dict[tuple[str, str], str]  # for keys that MaxText and MinText share: `key=value`, or an explanation
-    sizes: dict[str, str]  # sizes that a program combines -> what else they imply there
-    flags: dict[str, dict[str, str]]  # retired XLA flags: what to type instead, by value; * is any other
+@functools.cache
+def read_table() -> dict[str, dict[str, Any]]:
+    """Reads migration_hints.yml, which describes its tables, by program; two more are of mesh axes and XLA flags."""
+    return read_file(TABLE)
 
 
 @functools.cache
-def read_page() -> Page:
-    """Parses the page's tables. A program's first table has names to replace, the second names without a replacement.
-
-    A third one has model sizes from which the program derives others.
-
-    Without docs/ (src/ and configs/ were copied without it), the tables are empty: only MinText's own names are known.
-    """
+def known_names() -> dict[str, Renamed | Explained]:
+    """Collects the names of all programs, and what each means here."""
     names: dict[str, Renamed | Explained] = {}
-    values: dict[tuple[str, str], str] = {}
-    sizes: dict[str, str] = {}
-    flags: dict[str, dict[str, str]] = {}
-    program = table = ""
-    for line in PAGE.read_text(encoding="utf-8").splitlines() if PAGE.is_file() else ():
-        if line.startswith("## "):
-            program = table = line[3:]
-        elif line.startswith(("| Keys |", "| Sizes |", f"| {program} |")):
-            table = line.split(" | ")[0].removeprefix("| ")
-        elif line.startswith("| `"):
-            left, right = (cell.strip() for cell in line.strip("| ").split(" | "))
-            keys = [code.partition("=") for code in re.findall(r"`([^`]*)`", left)]
-            if table == "Sizes":
-                sizes[keys[0][0]] = right.strip("`")
-            elif table == "Keys":
-                for name, equals, value in keys:
-                    accepted = value if value == "..." else parse(value, str(PAGE)) if equals else None
-                    names[name] = Explained(program, right, accepted)
-            elif program == RETIRED_FLAGS:
-                flags[keys[0][0]] = _by_value(right)
-            elif keys[0][1]:
-                values[keys[0][0], keys[0][2]] = right
-            else:
-                names[keys[0][0]] = Renamed(program, right.strip("`") if right.startswith("`") else _by_value(right))
-    return Page(names, values, sizes, flags)
-
-
-def _by_value(cell: str) -> dict[str, str]:
-    return dict(re.findall(rf"(\S+): (?:`([^`]*)`|{NOTHING_TO_TYPE})", cell))
+    for program, table in read_table().items():
+        names |= {name: Renamed(program, template) for name, template in table.get("names", {}).items()}
+        for row in table.get("explained", ()):
+            for name, equals, value in (key.partition("=") for key in row["keys"]):
+                accepted = value if value == "..." else parse(value, str(TABLE)) if equals else None
+                names[name] = Explained(program, row["why"], accepted)
+    return names
 
 
 def migration_hint(key: str, value: Any) -> Hint | None:
     """Returns an answer to `key`=`value`, a parsed value, if `key` is another trainer's name; else None."""
-    names = read_page().names
+    names = known_names()
     name = key if key in names else next((name for name in names if fnmatch.fnmatchcase(key, name)), None)
     return names[name].hint(key, value) if name else None
 
 
 def meant(key: str) -> str:
     """Suggests similar keys, ` Did you mean ...?`, knowing other trainers' words for mesh axes; else ""."""
-    match = re.fullmatch(rf"(ici|dcn)_({'|'.join(MESH_WORDS)})(_parallelism)?", key)
-    return did_you_mean(f"{match[1]}_{MESH_WORDS[match[2]]}_parallelism" if match else key, KEYS)
+    axes = read_table()[MESH_AXES]
+    match = re.fullmatch(rf"(ici|dcn)_({'|'.join(axes)})(_parallelism)?", key)
+    return did_you_mean(f"{match[1]}_{axes[match[2]]}_parallelism" if match else key, KEYS)
 
 
 def value_hint(key: str, value: Any) -> str:
     """Suggests what to type instead of another trainer's `value` for a `key` that both have; "" if there is nothing."""
-    hint = _about_value(key, value)
-    return f" ({value}: {hint})" if hint else ""
+    match _about_value(key, value):
+        case None:
+            return ""
+        case {"type": words}:
+            return f" ({value}: `{words}`)"
+        case why:
+            return f" ({value}: {why or NOTHING_TO_TYPE})"
 
 
 def own_value(key: str, value: Any) -> Any:
     """Converts MaxText's parsed `value` for a shared `key` to MinText's spelling; most are unchanged."""
     hint = _about_value(key, value)
-    return Plain(hint.strip("`").removeprefix(f"{key}=")) if hint.startswith("`") else value
+    return Plain(hint["type"].removeprefix(f"{key}=")) if isinstance(hint, dict) else value
 
 
 def is_maxtext_default(key: str, value: Any) -> bool:
     """Tests whether `value` is MaxText's default for a `key` that has no effect here, so it can be ignored."""
-    return _about_value(key, value) == NOTHING_TO_TYPE
+    return _about_value(key, value) == ""
 
 
-def _about_value(key: str, value: Any) -> str:
-    rows = read_page().values.items()
-    return next((hint for (name, theirs), hint in rows if name == key and _same(value, Plain(theirs))), "")
+def _about_value(key: str, value: Any) -> Any:
+    rows = read_table()["MaxText"]["values"].get(key, {}).items()
+    return next((hint for theirs, hint in rows if _same(value, Plain(theirs))), None)
 
 
 def retired_flag(name: str, value: str) -> str | None:
     """Returns the replacement for a retired XLA flag; "" if XLA does it by default, None for an unlisted value."""
-    rows = read_page().flags.get(name, {}).items()
+    rows = read_table()[RETIRED_FLAGS].get(name, {}).items()
     return next((typed for theirs, typed in rows if theirs == "*" or _same(Plain(value), Plain(theirs))), None)
 
 
@@ -220,7 +190,7 @@ def _implied(argv: Sequence[str], given: set[str]) -> list[str]:
     """
     typed = {key.lstrip("-"): value for key, _, value in (word.partition("=") for word in joined(argv))}
     settings: list[str] = []
-    for names, template in read_page().sizes.items():
+    for names, template in (row for table in read_table().values() for row in table.get("sizes", {}).items()):
         sizes = {name: typed[name] for name in names.split() if typed.get(name, "").isdecimal()}
         if sizes and len(sizes) < len(names.split()):
             return [f"unknown={names}"]
@@ -229,7 +199,7 @@ def _implied(argv: Sequence[str], given: set[str]) -> list[str]:
             if not b or (sign == "/" and a % b):
                 return [f"unknown={one}"]
             template = template.replace(f"{{{one}{sign}{other}}}", str(a // b if sign == "/" else a * b))
-        settings += template.split() if sizes and template != NOTHING_TO_TYPE else []
+        settings += template.split() if sizes else []
     return [setting for setting in settings if setting.partition("=")[0] not in given]
 
 

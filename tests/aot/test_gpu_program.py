@@ -62,6 +62,13 @@ def test_attention_skips_what_comes_later_in_packed_rows_too():
     assert set(re.findall(r'"mask_type": ?"(\w+)"', compiled("auto")[0])) == {"CAUSAL", "PADDING_CAUSAL"}
 
 
+def test_attentions_time_is_by_its_lists_of_segments_and_not_by_the_mask_for_unusual_batches():
+    text, mesh, chip = compiled("auto")
+    of_lists = replayed("auto").compute_seconds
+    neither_is_known = text.replace('"PADDING_CAUSAL"', '"PADDING"')
+    assert of_lists < replay(neither_is_known, mesh, chip, peak_flops(chip.kind, "bfloat16")).compute_seconds
+
+
 @pytest.mark.long
 def test_a_user_may_ask_for_xlas_own_kernels():
     assert products("--xla_gpu_enable_triton_gemm=true") == {"triton gemm fusion": PRODUCTS}

@@ -12,11 +12,11 @@ import pytest
 from src.extras.aot import advice
 from src.extras.aot.advice import changes
 from src.extras.aot.devices import abstract_devices
-from src.extras.aot.memory import device_bytes, memory, scores_bytes
+from src.extras.aot.memory import attention_workspace, device_bytes, memory, scores_bytes
 from src.extras.aot.topology import parse_topology
 from src.model.spec import VOCAB_MULTIPLE
 from src.step.build import build
-from tests.compilers import needs_libtpu
+from tests.compilers import needs_cuda, needs_libtpu
 from tests.runs import build_once
 from tests.tiny import LENGTH, TINY, VOCAB, Trainer, load
 
@@ -351,3 +351,26 @@ def test_on_a_tpu_nothing_is_kept_beyond_these_parts(little_effort):
     config = load(**sizes, **heads, **numbers, max_target_length=512, per_device_batch_size=2)
     step = build(config, abstract_devices(parse_topology("v5e-8", 1)))
     assert step.traced.lower().compile().memory_analysis().peak_memory_in_bytes <= memory(step).total
+
+
+NO_HEADS = dict.fromkeys(("base_num_query_heads", "base_num_kv_heads", "head_dim"))  # what the layer does not have
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, 4 * 2 * 4),  # two heads of 128, in float32, four segments listed
+        ({"base_num_query_heads": 4}, 4 * 4 * 4 * 2),  # grouped: keys and values too
+        ({"packing": "false"}, 2 * 4),
+        ({"packing": "false", "attention_type": "chunk", "chunk_attn_window_size": 64}, 4 * 2 * 4),
+        ({"attention": "blocked"}, 0),
+        ({"attention_type": "gated_delta", "gdn_num_key_heads": 2, "gdn_num_value_heads": 2, **NO_HEADS}, 0),
+    ],
+)
+def test_the_workspace_of_a_gpus_attention_counts_what_its_layers_have(keys, expected):
+    """In bytes per token and number of a head."""
+    sizes = {"base_num_query_heads": 2, "base_num_kv_heads": 2, "head_dim": 128, "max_target_length": 256}
+    given = {key: value for key, value in {**sizes, "dtype": "bfloat16", **keys}.items() if value is not None}
+    step = build(load(**given), abstract_devices(parse_topology("a3:1", 1)))
+    assert attention_workspace(step) == expected * step.tokens * 128

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from src.extras.aot.flops import layer_share, product_widths
 from src.extras.aot.hlo import Collective
-from src.extras.aot.roofline import Work, predict, step_work, work_of
+from src.extras.aot.roofline import Work, layer_share, predict, product_widths, step_work, work_of
 from src.model.execution import Execution
 from src.model.flops import FlopsPerToken, flops_per_token
 from src.run import resolve_config
@@ -121,8 +120,8 @@ COMPILED = [
 @pytest.mark.parametrize(("keys", "mesh", "slices", "compiled"), COMPILED)
 def test_the_closed_form_is_what_compiled_programs_move(published, keys, mesh, slices, compiled):
     config = resolve_config.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
-    execution = Execution(remat_policy=config.remat_policy)
-    tokens = config.per_device_batch_size * 2048
+    execution = Execution(remat_policy=config.step.remat_policy)
+    tokens = config.batch.per_device_batch_size * 2048
     moved = published.step_collectives(spec_of(config), execution, tokens, mesh, {}, slices)
     sums = dict.fromkeys(compiled, 0.0)
     for each in moved:

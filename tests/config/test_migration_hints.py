@@ -10,9 +10,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from scripts.names_page import page
 from src.config.schema import KEYS
 from src.config.yaml import Plain, convert, dump, parse_argument
-from src.extras.migration_hints import Explained, Renamed, is_maxtext_default, migration_hint, own_value, read_page
+from src.extras.migration_hints import (
+    RETIRED_FLAGS,
+    Explained,
+    Renamed,
+    is_maxtext_default,
+    known_names,
+    migration_hint,
+    own_value,
+    read_table,
+)
 from src.model.flops import count_params
 from src.run.resolve_config import load
 from src.step.build import build
@@ -239,7 +249,7 @@ def test_a_default_of_maxtexts_without_effect_is_noted_and_another_value_is_refu
     ]
     with pytest.raises(UserError, match="has no effect"):
         load([BASE, "rope_factor=8"])
-    assert load([BASE, "rope_factor=40", "rope_type=yarn"]).rope_factor == 40
+    assert load([BASE, "rope_factor=40", "rope_type=yarn"]).model.rope_factor == 40
 
 
 def test_other_defaults_are_listed():
@@ -260,7 +270,7 @@ def test_keys_in_the_environment_are_said(monkeypatch):
     for name in ("M_STEPS", "M_HF_ACCESS_TOKEN", "M_PATH", "m_steps", "M_ENABLE_GOODPUT_RECORDING"):
         monkeypatch.setenv(name, "secret")
     notes = []
-    assert load([BASE], notes).steps == KEYS["steps"].default
+    assert load([BASE], notes).run.steps == KEYS["steps"].default
     assert [note.split()[0] for note in notes] == ["M_ENABLE_GOODPUT_RECORDING", "M_HF_ACCESS_TOKEN", "M_STEPS"]
     assert "type steps=..." in notes[-1]
     assert "secret" not in "".join(notes)
@@ -277,23 +287,30 @@ def test_a_command_without_a_file_is_of_base_yml():
     assert load(["steps=7", "learning_rate=1e-3"]) == load([BASE, "steps=7", "learning_rate=1e-3"])
 
 
+def test_the_pages_tables_are_made_from_ours():
+    text = PAGE.read_text()
+    assert text == page(text), "run: python scripts/names_page.py"
+    left_out = re.sub(r"(?m)^\| `.*\n", "", text)
+    assert len(left_out) < len(text) / 4
+    assert text == page(left_out)
+
+
 def test_no_name_stands_twice_or_is_a_key_here():
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     names = [name for row in rows for name in re.findall(r"`([^`]*)`", row.split(" | ")[0])]
-    assert (
-        len(names)
-        == len(set(names))
-        == sum(map(len, (read_page().names, read_page().values, read_page().flags, read_page().sizes)))
-    )
-    assert not set(read_page().names) & set(KEYS)
+    tables = read_table()
+    values = [by_value for table in tables.values() for by_value in table.get("values", {}).values()]
+    sizes = [table["sizes"] for table in tables.values() if "sizes" in table]
+    assert len(names) == len(set(names)) == sum(map(len, (known_names(), tables[RETIRED_FLAGS], *values, *sizes)))
+    assert not set(known_names()) & set(KEYS)
 
 
 def test_values_are_of_keys_that_are_here():
-    assert {key for key, _ in read_page().values} <= set(KEYS)
+    assert {key for table in read_table().values() for key in table.get("values", ())} <= set(KEYS)
 
 
 def typed_texts():
-    for name, entry in read_page().names.items():
+    for name, entry in known_names().items():
         if isinstance(entry, Renamed):
             for text in entry.template.values() if isinstance(entry.template, dict) else [entry.template]:
                 if words := text.partition("  # ")[0]:
@@ -339,7 +356,7 @@ def test_what_is_to_be_typed_is_taken(words):
 
 
 def reasons():
-    return {(entry.program, entry.why) for entry in read_page().names.values() if isinstance(entry, Explained)}
+    return {(entry.program, entry.why) for entry in known_names().values() if isinstance(entry, Explained)}
 
 
 def test_nothing_that_is_missing_is_here():
@@ -355,7 +372,7 @@ def test_reasons_name_keys_that_are_here():
     words = {"XLA_FLAGS", "xla_dump_to", "JAX_ENABLE_CHECKS"}
     for _, why in reasons():
         named = set(re.findall(r"(?<![\w./-])([A-Za-z]\w+)=", why)) - words
-        assert named <= {*KEYS, *read_page().names}, why
+        assert named <= {*KEYS, *known_names()}, why
 
 
 def test_a_mistyped_key_is_not_taken_for_another_programs():

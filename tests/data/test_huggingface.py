@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec
 from src.extras.datasets.train_tokenizer import train
-from src.extras.evaluation.text_bytes import TextBytes
+from src.extras.evaluation.scoring import TextBytes
 from src.extras.hf import untrusted
 from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.system.errors import UserError
@@ -119,7 +119,7 @@ def open_folder(config):
     def open_it(path, vocab_size=1000):
         keys = {"tokenizer_type": "huggingface", "tokenizer_path": str(path), "vocab_size": vocab_size}
         settings = config(**keys)
-        return make_tokenizer(settings.data, settings.vocab_size)
+        return make_tokenizer(settings.data, settings.model.vocab_size)
 
     return open_it
 

@@ -19,7 +19,7 @@ from src.data.readers.synthetic import SyntheticSource
 from src.data.readers.text import TextSource
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import TrainData
-from src.extras.evaluation.text_bytes import TextBytes
+from src.extras.evaluation.scoring import TextBytes
 from tests.data.one_source import alone, eval_batches, held_out, train_batches
 
 B = 16

@@ -105,8 +105,10 @@ class Backward:
             of_q, of_k = (tokens_of(x, n, o) for x, n, o in zip((q, k), (q_len, k_len), others[:2], strict=True))
             q_len, k_len = q_len.reshape(-1), k_len.reshape(-1)
             arrays = (take(q, of_q), take(k, of_k), take(v, of_k), bias, q_len, k_len)
-            # It ignores what is past a segment's end, where its own forward pass writes -inf.
-            normaliser = jnp.where(np.arange(q.shape[1]) < q_len[:, None, None], normaliser, 0)
+            # It ignores the normalisers past a segment's end, if they are what its own forward pass writes there.
+            inside = np.arange(q.shape[1]) < q_len[:, None, None]
+            given = jnp.all(inside | (normaliser == -jnp.inf))
+            normaliser = jnp.where(inside, jnp.where(given, normaliser, jnp.nan), 0)
             of_out = (normaliser, take(out, of_q), take(d_out, of_q))
             found = Backward.compute(*arrays, *of_out, **settings)
             return [put(d, tokens, x) for d, tokens, x in zip(found, (of_q, of_k, of_k), (q, k, v), strict=True)]
@@ -139,6 +141,7 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(module, "LONGEST_MASK", 60)
     monkeypatch.setattr(module, "BLOCK", 16)
     monkeypatch.setattr(cudnn_segments, "SHORT", 16)
+    monkeypatch.setattr(cudnn_segments, "MULTIPLE", 1)
     CALLS.clear()
 
 
@@ -229,6 +232,10 @@ def test_devices_that_share_rows_compute_the_attention_of_one(mesh, packed):
     assert {kind for kind, _ in CALLS} == {"CAUSAL", "PADDING"}
 
 
+def _nans(arrays):
+    return tuple(x * jnp.nan for x in arrays)
+
+
 def ids_of(*rows):
     """Segment ids [B, T] of rows given by the lengths of their segments."""
     return np.stack([np.repeat(np.arange(1, len(row) + 1), row) for row in rows]).astype(np.int32)
@@ -246,8 +253,10 @@ SEGMENTS = {  # of 128 tokens; the last class has segments of up to 8 tokens, an
 @pytest.mark.parametrize("window", [0, 5, 20])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("rows", SEGMENTS)
-def test_packed_rows_are_computed_by_their_segments(rows, kv_heads, window):
+def test_packed_rows_are_computed_by_their_segments(monkeypatch, rows, kv_heads, window):
     arrays, segments = inputs(kv_heads, length=128), ids_of(*SEGMENTS[rows])
+    run = module._Pieces.run
+    monkeypatch.setattr(module._Pieces, "run", lambda *given: _nans(run(*given)))  # and nothing of these
     *values, direction = (x.astype(np.float32) for x in arrays)
     found = computed("cudnn_flash", *values, direction, None, context_of(make()[1].layout, segments), window=window)
     assert_close(found, written_out(*arrays, None, segments, window=window), 1e-5)
@@ -256,16 +265,17 @@ def test_packed_rows_are_computed_by_their_segments(rows, kv_heads, window):
 
 
 @pytest.mark.usefixtures("hopper")
-def test_rows_of_more_short_segments_than_are_listed_are_computed_in_pieces():
+def test_rows_of_more_short_segments_than_are_listed_are_computed_in_pieces(monkeypatch):
     """Two rows of 40 tokens have classes of 40 and 10 tokens; 32 segments of up to 10 tokens fit."""
     arrays = inputs(2, length=40)
     *values, direction = (x.astype(np.float32) for x in arrays)
-    layout = make()[1].layout
+    layout, run = make()[1].layout, cudnn_segments.Segments.run
     for fits, rows in (
         (True, [[30, 10], [11, 29]]),
         (True, [[1] * 16 + [24], [2] * 15 + [10]]),
         (False, [[1] * 17 + [23], [2] * 15 + [10]]),
     ):
+        monkeypatch.setattr(cudnn_segments.Segments, "run", run if fits else lambda *given: _nans(run(*given)))
         segments = ids_of(*rows)
         assert bool(cudnn_segments.Segments(1.0, 0).fits(jnp.asarray(segments))) == fits
         found = computed("cudnn_flash", *values, direction, None, context_of(layout, segments))
@@ -297,3 +307,18 @@ def test_what_lists_cannot_say_is_computed_in_pieces(length, facts):
     found = (out[:, back], (*(x[:, back] for x in gradients), None))
     assert_close(found, written_out(*arrays, None, segments), 1e-5)
     assert "SEGMENTS" not in {kind for kind, _ in CALLS}
+
+
+@pytest.mark.parametrize(("length", "listed"), [(4096, True), (64, True), (1280, False), (5000, False), (4094, False)])
+def test_lengths_whose_classes_are_whole_tiles_are_listed(monkeypatch, length, listed):
+    """At 1,280 tokens classes would have up to 1,280, 320 and 80."""
+    monkeypatch.undo()
+    assert cudnn_segments.can_list(length, length, ScoreSpec(4, 128, 128, 1.0), 4) == listed
+
+
+def test_heads_and_batches_that_offsets_cannot_say_are_not_listed():
+    fitting = ScoreSpec(4, 128, 128, 1.0)
+    assert cudnn_segments.can_list(2**20, 4096, fitting, 8)
+    assert not cudnn_segments.can_list(2**21, 4096, fitting, 8), "2^31 numbers"
+    assert not cudnn_segments.can_list(4096, 4096, ScoreSpec(4, 256, 256, 1.0), 4)
+    assert not cudnn_segments.can_list(4096, 4096, ScoreSpec(4, 128, 64, 1.0), 4)

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from src.config import load as config
-from src.extras.pages import page
+from src.extras.pages import comparison
 from src.extras.pages.comparison import read_runs, tables
 from src.system.errors import UserError
 from tests.report.test_report import Page, eval_entry, in_node, train_entry
@@ -124,17 +124,17 @@ def test_an_evaluation_stands_at_its_own_step(tmp_path):
 def test_evaluations_of_other_tokens_are_said_not_to_compare(tmp_path, capsys, arguments, named):
     evals = [(20, 2.5)]
     one = make_run(tmp_path / "one", [3.0] * 40, ["eval_interval=20"], evals)
-    page.main([one, make_run(tmp_path / "other", [3.0] * 40, ["eval_interval=20", *arguments], evals)])
+    comparison.main([one, make_run(tmp_path / "other", [3.0] * 40, ["eval_interval=20", *arguments], evals)])
     note = f"differ in {named}: their evaluations use different tokens"
     shown = Page((tmp_path / "one" / "comparison.html").read_text()).text
     assert (note in capsys.readouterr().out) == (note in shown) == bool(named)
 
 
 def test_losses_of_different_tokenizers_are_said_not_to_compare(two, tmp_path, capsys):
-    page.main(list(two))
+    comparison.main(list(two))
     assert "can't be compared" not in capsys.readouterr().out
     other = make_run(tmp_path / "other", [5.0], ["tokenizer_type=huggingface", "tokenizer_path=/my/model"])
-    page.main([two[0], other])
+    comparison.main([two[0], other])
     note = (
         "differ in tokenizer_type, tokenizer_path: losses per token of different tokenizers can't be compared. Compare "
     )
@@ -145,7 +145,7 @@ def test_losses_of_different_tokenizers_are_said_not_to_compare(two, tmp_path, c
 def test_another_loss_is_said_not_to_compare(two, tmp_path, capsys):
     """Of src.train_dpo: the log of a sigmoid, beside nats per token."""
     other = make_run(tmp_path / "preferred", [0.6], ["loss=src.step.dpo:dpo_loss"])
-    page.main([two[0], other])
+    comparison.main([two[0], other])
     note = "These runs differ in loss: their losses and perplexities measure different things and can't be compared."
     assert note in capsys.readouterr().out
     assert note in Page((tmp_path / "first" / "comparison.html").read_text()).text
@@ -153,7 +153,7 @@ def test_another_loss_is_said_not_to_compare(two, tmp_path, capsys):
 
 def test_a_short_run_beside_a_long_one_does_not_flatten_its_losses(tmp_path):
     long, short = [3 + 8 * 0.9**step for step in range(400)], [3 + 8 * 0.8**step for step in range(30)]
-    page.main([make_run(tmp_path / "long", long), make_run(tmp_path / "short", short)])
+    comparison.main([make_run(tmp_path / "long", long), make_run(tmp_path / "short", short)])
     loss = Page((tmp_path / "long" / "comparison.html").read_text()).charts["Loss"]
     top = in_node(f"valueRange({{scale: 'settled'}}, curves({json.dumps(loss)}, [1, 400]), false, true).high")
     assert 3 < top < 4.2  # the long run's loss from a twentieth of its steps on: 3 + 8 * 0.9**20 is 3.97
@@ -177,7 +177,7 @@ def test_rows_of_long_runs_end_at_their_steps_and_a_run_that_ended_earlier_says_
 
 
 def test_the_page_has_the_tables_and_curves_of_all_and_leaves_the_report_alone(two, tmp_path, capsys):
-    page.main(list(two))
+    comparison.main(list(two))
     file = tmp_path / "first" / "comparison.html"
     assert capsys.readouterr().out.endswith(f"\nwrote {file}\n")
     assert not (tmp_path / "first" / "report.html").exists()
@@ -189,15 +189,15 @@ def test_the_page_has_the_tables_and_curves_of_all_and_leaves_the_report_alone(t
 
 
 def test_a_run_that_is_named_twice_stands_there_once(two, tmp_path, capsys):
-    page.main([two[0], two[1], f"{two[0]}/"])
+    comparison.main([two[0], two[1], f"{two[0]}/"])
     assert capsys.readouterr().out.splitlines()[1].split() == ["first", "second"]
-    page.main([two[0], two[0]])
+    comparison.main([two[0], two[0]])
     assert capsys.readouterr().out == f"wrote {tmp_path / 'first' / 'report.html'}\n"
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="a browser lays the page out")
 def test_on_a_phone_names_stand_over_the_numbers_of_their_runs_and_keys_end_lines_between_words(two, tmp_path):
-    page.main(list(two))
+    comparison.main(list(two))
     inner = html.escape((tmp_path / "first" / "comparison.html").read_text())
     script = """onload = () => {
         const shown = document.querySelector("iframe").contentDocument, range = shown.createRange();
@@ -224,7 +224,7 @@ def test_on_a_phone_names_stand_over_the_numbers_of_their_runs_and_keys_end_line
 
 
 def test_the_text_is_a_table_a_fact(two, capsys):
-    page.main(list(two))
+    comparison.main(list(two))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Results"
     assert re.fullmatch(" +first    second", lines[1])
@@ -234,7 +234,7 @@ def test_the_text_is_a_table_a_fact(two, capsys):
 
 
 def test_many_runs_have_a_row_each(two, tmp_path, capsys):
-    page.main([*two, *(make_run(tmp_path / f"run{n}", [3.0]) for n in range(5))])
+    comparison.main([*two, *(make_run(tmp_path / f"run{n}", [3.0]) for n in range(5))])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:3] == ["Steps", "Train", "loss,"]
     assert [line.split()[0] for line in lines[2:9]] == ["first", "second", *(f"run{n}" for n in range(5))]
@@ -242,9 +242,9 @@ def test_many_runs_have_a_row_each(two, tmp_path, capsys):
 
 def test_what_is_no_run_is_said(two, tmp_path):
     with pytest.raises(UserError, match=r"nowhere has no metrics\.jsonl: expected the folder of a run"):
-        page.main([two[0], str(tmp_path / "nowhere")])
+        comparison.main([two[0], str(tmp_path / "nowhere")])
     with pytest.raises(UserError, match=r"fisrt has no .*\. Did you mean /.*/first\?"):
-        page.main([str(tmp_path / "fisrt"), two[1]])
+        comparison.main([str(tmp_path / "fisrt"), two[1]])
     (tmp_path / "first" / "config.yml").write_text("steps: [")
     with pytest.raises(UserError, match=r"first/config\.yml"):
-        page.main(list(two))
+        comparison.main(list(two))

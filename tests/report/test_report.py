@@ -13,9 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from src.config import load as config
-from src.extras.pages.figures import key_figures, show_number
-from src.extras.pages.history import Curve, History
-from src.extras.pages.page import main
+from src.extras.pages.comparison import main
+from src.extras.pages.history import Curve, History, key_figures, show_number
 from src.run.metrics import EVAL_KEYS, perplexity, read_entry
 from src.system.errors import UserError
 from tests.runs import ROOT

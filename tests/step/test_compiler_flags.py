@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.topology import parse_topology
-from src.extras.migration_hints import read_page
+from src.extras.migration_hints import RETIRED_FLAGS, read_table
 from src.step import compiler_flags
 from src.step.compiler_flags import check_environment, compiler_options, environment_flags, parse_flags
 from src.system.errors import UserError
@@ -138,7 +138,7 @@ def test_a_retired_flag_is_not_answered_with_its_opposite(monkeypatch):
 def test_what_is_in_a_retired_flags_place_is_there():
     """Of each pair of names that the page gives, this JAX has one, and takes the value that the page gives it."""
     device = jax.devices()[0]
-    for name, answers in read_page().flags.items():
+    for name, answers in read_table()[RETIRED_FLAGS].items():
         texts = [text for text in answers.values() if text.startswith("--")]
         if texts and compiler_flags._error({name: ""}, device).startswith("No such compile option"):
             for text in texts:

@@ -89,11 +89,14 @@ def attention_workspace(built: TracedStep) -> int:
     if plan.kernel != "cudnn_flash":
         return 0
     rows //= plan.accumulation.micro_batches * (plan.execution.schedule.micro_batches if plan.execution.schedule else 1)
-    layers = [(layer, layer_costs(layer)["attention"].scores) for layer in dict.fromkeys(plan.spec.layers)]
+    mixers = [layer_costs(layer)["attention"] for layer in dict.fromkeys(plan.spec.layers)]
     return max(
-        workspace_bytes(rows, length, scores, layer.num_kv_heads, plan.packed, plan.layout)
-        for layer, scores in layers
-        if scores
+        (
+            workspace_bytes(rows, length, costs.scores, min(costs.sharded["heads"]), plan.packed, plan.layout)
+            for costs in mixers
+            if costs.scores
+        ),
+        default=0,
     )
 
 

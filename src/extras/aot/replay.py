@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from src.extras.aot import hlo
 from src.extras.aot.hlo import Computation, Instruction, first_array, type_bytes
 from src.extras.aot.roofline import COMPUTE_REACHED, MEMORY_REACHED
+from src.model.attention_kernels.cudnn_segments import RATIO
 from src.parallel.chips import Chip
 
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
@@ -69,11 +70,12 @@ class _Clock(NamedTuple):
             elif instruction.opcode.endswith("-done"):
                 now = max(now, arrives.get(instruction.operands[0], now))
             elif instruction.opcode in ("while", "call", "conditional", "async-start"):
-                inner = [self.run(callee) for callee in hlo.callees(instruction)]
+                callees = hlo.callees(instruction)
+                # If attention lists segments, the other branch is for unusual batches. Other conditionals skip work.
+                listing = [name for name in callees if any(map(_lists_segments, self.computations[name].values()))]
+                inner = [self.run(callee) for callee in listing or callees]
                 times = hlo.loop_rounds(instruction, computation, self.computations) or 0
-                # Of attention, the branch for unusual batches takes longer. Other branches skip work.
-                attends = instruction.opcode == "conditional" and "attention" in instruction.attributes
-                taken = (min if attends else max)(inner, key=lambda each: each.step_seconds)
+                taken = max(inner, key=lambda each: each.step_seconds)
                 now += times * taken.step_seconds
                 free = max(free, now) if taken.communication_seconds else free
                 computed += times * taken.compute_seconds
@@ -100,8 +102,10 @@ class _Clock(NamedTuple):
             B, T, N, H = first_array(computation[instruction.operands[0]].type)[1]
             S = first_array(computation[instruction.operands[1]].type)[1][1]
             matmuls = _ATTENTION_MATMULS["Backward" if "Backward" in target[1] else "fmha"]
-            half = 0.5 if re.search(r'"mask_type": ?"\w*CAUSAL"', instruction.attributes) else 1.0
-            return 2 * matmuls * B * N * T * S * H * half / self.peak
+            share = 0.5 if re.search(r'"mask_type": ?"\w*CAUSAL"', instruction.attributes) else 1.0
+            if _lists_segments(instruction):  # the calls of all classes together: as if each sequence was one segment
+                share *= 1 - 1 / RATIO
+            return 2 * matmuls * B * N * T * S * H * share / self.peak
         return 0.0
 
     def moved(self, instruction: Instruction, computation: Computation) -> float:
@@ -116,6 +120,11 @@ class _Clock(NamedTuple):
                 if update.opcode == "dynamic-update-slice":
                     writes += type_bytes(inner[update.operands[1]].type) - type_bytes(update.type)
         return (sum(reads) + max(writes, 0)) / (MEMORY_REACHED * self.chip.memory_bandwidth)
+
+
+def _lists_segments(instruction: Instruction) -> bool:
+    """Whether this is a call of cuDNN's attention with a list of segments (src/model/attention_kernels)."""
+    return re.search(r'"mask_type": ?"PADDING_CAUSAL"', instruction.attributes) is not None
 
 
 def _read(array: Instruction, computation: Computation) -> int:

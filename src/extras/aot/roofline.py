@@ -5,15 +5,15 @@ does not overlap with them. The reached fractions of published rates and the ove
 constants, the same for all hardware, models and meshes. docs/aot.md compares predictions with published runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from src.extras.aot.flops import layer_share, product_widths, recomputed_flops
 from src.extras.aot.hlo import Collective
 from src.extras.aot.memory import device_bytes
 from src.model import flops
+from src.model.attention_kernels.scores import CONTEXT
 from src.model.execution import Execution
 from src.model.low_precision import FORMATS
 from src.model.parts import layer_costs
@@ -165,3 +165,50 @@ def step_work(
         memory_bytes=activations + logits + weights + 2 * state_bytes,
         bubble=execution.schedule.bubble if execution.schedule else 0.0,
     )
+
+
+# ---- What the backward pass recomputes, and what matmuls with chosen weights read and write
+
+
+def layer_share(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> float:
+    """Share of the layers' weight matmuls that use the weights with these paths in their block."""
+    products = list(flops.layer_matmuls(spec))
+    return sum(used for path, used in products if path in paths) / sum(used for _, used in products)
+
+
+def product_widths(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> tuple[float, float]:
+    """Counts the numbers per token that the layers' matmuls with these weights read, and that they write.
+
+    An input that several weights of a block's part share, such as attention's query, key and value, counts once.
+    """
+    inputs = outputs = 0.0
+    for layer, count in flops.all_layers(spec).items():
+        weights = [each for each in flops.block_weights(layer, spec) if each.path in paths]
+        inputs += count * sum({(each.path[0], each.input): each.taken for each in weights}.values())
+        outputs += count * sum(each.used / each.summed for each in weights)
+    return inputs, outputs
+
+
+def recomputed_flops(
+    spec: ModelSpec, length: int, execution: Execution, vocab_tiles: int, kernel: str
+) -> flops.FlopsPerToken:
+    """Counts the matmuls per token that the backward pass recomputes, in addition to `flops_per_token`.
+
+    A block recomputes the arrays that its derivatives need and its policy does not save; with more than one tile of the
+    loss, the logits are recomputed too. Attention's two matmuls are recomputed unless the policy saves what the kernel
+    needs, which for dot_product includes arrays without a name; scores that other kernels recompute internally, in
+    their backward pass, are not counted.
+    """
+    elements = flops.head_elements(spec) if vocab_tiles > 1 else 0
+    if execution.remat_policy == "none":
+        return flops.FlopsPerToken(2.0 * elements, 2.0 * elements)
+    kept = {name for names in execution.kept for name in names}
+    if "decoder_layer_input" not in kept:
+        elements += spec.mtp_num_layers * 2 * spec.emb_dim**2
+    in_layers = 0.0
+    for layer, count in flops.all_layers(spec).items():
+        products = [weight for weight in flops.block_weights(layer, spec) if weight.input and not weight.ends_block]
+        again = [weight for weight in products if not weight.spared_by or not kept.issuperset(weight.spared_by)]
+        in_layers += count * sum(weight.used for weight in again)
+    attends = kernel == "dot_product" or CONTEXT not in kept
+    return flops.matmul_flops(1, elements, in_layers, spec, length, attends)

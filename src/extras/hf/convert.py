@@ -224,7 +224,8 @@ def _longest(family: Family, hf: Json, original: Json) -> int:
 
     def positions(entries: Json) -> Json:
         keys = family.read_config(entries)
-        return {key: value for key, value in keys.items() if KEYS[key].group == "Model: positions"}
+        others = [key for key in keys if KEYS[key].group != "Model: positions" and key != "trainable_position_size"]
+        return {key: value for key, value in keys.items() if key not in others}
 
     try:
         return (original if positions(original) == positions(hf) else hf)[LONGEST]
@@ -240,7 +241,7 @@ def declared_weights(spec: ModelSpec) -> tuple[params.Tree, params.Tree]:
     return tree, params.roles(declarations)
 
 
-def _model_sections(keys: Mapping[str, Any]) -> tuple[Model, Step, int]:
+def _model_sections(keys: Json) -> tuple[Model, Step, int]:
     """Returns the parts of a model's spec: its layer settings, how it is computed, and the sequence length."""
     batch: BatchKeys = section_of("batch", keys)
     return section_of("model", keys), section_of("step", keys), batch.max_target_length
@@ -324,7 +325,7 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
     length = min(LENGTH, read_model_keys(hf_dir).get("trainable_position_size", LENGTH))
     settings = ("dtype=float32", "weight_dtype=float32", "matmul_precision=highest", "remat_policy=none")
     config = resolve_config.load([str(BASE), f"model_name={hf_dir}", f"max_target_length={length}", *settings])
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (ROWS, length)).astype(np.int32)
 
     plan = inference_plan(config, make_layout(config.mesh, jax.devices()[:1]))
     weights, _, messages = load_weights(str(checkpoint), all_weights(abstract_state(plan)))
@@ -333,7 +334,7 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
     del weights
     disable_progress_bar()
     if has_tokenizer(hf_dir):
-        say([compare_ids(hf_dir, config.vocab_size)])
+        say([compare_ids(hf_dir, config.model.vocab_size)])
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32).eval()
     with torch.no_grad():
         theirs = model(torch.tensor(tokens).long()).logits.numpy()

@@ -19,7 +19,7 @@ from src.extras.hf.tensor_map import TensorMap
 from src.system.errors import UserError
 
 Keys = dict[str, Any]
-Json = dict[str, Any]
+Json = Mapping[str, Any]
 Layers = Sequence[Model]  # the settings of each layer, first to last
 
 REQUIRED, UNSET = object(), object()  # values of `Field.absent`
@@ -44,15 +44,10 @@ class Field:
     absent: Any = REQUIRED
     # config.json's values -> the key's, if they differ. An export writes the first entry with the key's value, or
     # else the very first one.
-    values: Mapping[str, Any] | None = None
+    values: Json | None = None
     written: Callable[[Model], Any] | None = None  # computes the entry from a layer, if reversing `read` is not enough
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Lists the entries that this row covers."""
-        return (self.name,)
-
-    def read(self, hf: Mapping[str, Any], keys: Keys) -> Keys:
+    def read(self, hf: Json, keys: Keys) -> Keys:
         """Reads the key, if set, given `keys` of the rows above; raises UserError for an invalid value."""
         default = KEYS[self.key].default
         if hf.get(self.name) is None:
@@ -89,9 +84,9 @@ class Field:
 class FieldGroup:
     """Entries of config.json that only make sense together."""
 
-    names: tuple[str, ...]
+    name: str  # of each entry, separated by spaces
     # Maps config.json and the keys above to further keys; raises UserError for unsupported values.
-    read: Callable[[Mapping[str, Any], Keys], Keys | None] = lambda hf, keys: None
+    read: Callable[[Json, Keys], Keys | None] = lambda hf, keys: None
     write: Callable[[Layers], Json] = lambda layers: {}
 
 
@@ -109,7 +104,7 @@ def required_entries(table: Table) -> list[str]:
     return list(dict.fromkeys(row.name for row in table if isinstance(row, Field) and row.absent is REQUIRED))
 
 
-def read_fields(table: Table, hf: Mapping[str, Any]) -> Keys:
+def read_fields(table: Table, hf: Json) -> Keys:
     """Reads a table's keys from config.json; raises UserError if an entry is missing or not supported."""
     if missing := [name for name in required_entries(table) if hf.get(name) is None]:
         raise UserError(f"config.json lacks {', '.join(missing)}")
@@ -124,7 +119,7 @@ def write_fields(table: Table, layers: Layers) -> Json:
     return {name: value for row in table for name, value in row.write(layers).items()}
 
 
-def entry(hf: Mapping[str, Any], name: str, default: Any) -> Any:
+def entry(hf: Json, name: str, default: Any) -> Any:
     """Returns an entry, or `default` if absent or null (null booleans are false); raises UserError for another type."""
     value = hf.get(name)
     if value is None:
@@ -137,14 +132,14 @@ def entry(hf: Mapping[str, Any], name: str, default: Any) -> Any:
     return value
 
 
-def count_entry(hf: Mapping[str, Any], name: str, default: int) -> int:
+def count_entry(hf: Json, name: str, default: int) -> int:
     """Returns an entry as `entry` does, but raises UserError unless it is an integer of at least 1."""
     if (value := entry(hf, name, default)) < 1:
         raise UserError(f"config.json has {name} {value}: expected 1 or more")
     return value
 
 
-def require(hf: Mapping[str, Any], **values: Any) -> None:
+def require(hf: Json, **values: Any) -> None:
     """Raises UserError if an entry has another value; absent entries pass, and so does null for false."""
     for name, value in values.items():
         actual = hf.get(name, value)
@@ -152,12 +147,12 @@ def require(hf: Mapping[str, Any], **values: Any) -> None:
             raise UserError(f"config.json has {name} {actual!r}, which is not supported: expected {value!r}")
 
 
-def unknown_entries(hf: Mapping[str, Any], known: Collection[str]) -> list[str]:
+def unknown_entries(hf: Json, known: Collection[str]) -> list[str]:
     """Names the entries beyond `known` that are neither null, false, 0 nor empty."""
     return [name for name, value in hf.items() if name not in known and value not in (None, False, [], {}, "")]
 
 
-def require_known(hf: Mapping[str, Any], known: Collection[str]) -> None:
+def require_known(hf: Json, known: Collection[str]) -> None:
     """Raises UserError for an entry of config.json that `unknown_entries` finds."""
     if unknown := unknown_entries(hf, known):
         listed = ", ".join(f"{name} {json.dumps(hf[name])}" for name in unknown)
@@ -167,23 +162,21 @@ def require_known(hf: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 # Entries that change no logits in any family: names, dtypes, special tokens, settings for training or generation only.
-# fmt: off
-INERT = frozenset((
-    "_name_or_path", "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map",
-    "quantization_config", "attention_dropout", "initializer_range", "use_cache", "cache_implementation",
-    "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
-    "use_return_dict", "torchscript", "problem_type", "id2label", "label2id", "num_labels", "finetuning_task",
-    "task_specific_params", "tokenizer_class", "prefix", "name_or_path", "attn_implementation",
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
-    "max_position_embeddings", "max_sequence_length", "pretraining_tp", "gradient_checkpointing",
-    "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux", "ep_size", "max_length", "min_length",
-    "do_sample", "early_stopping", "num_beams", "num_beam_groups", "num_return_sequences", "temperature", "top_k",
-    "top_p", "typical_p", "repetition_penalty", "length_penalty", "diversity_penalty", "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
-    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "output_scores",
-    "return_dict_in_generate", "unsloth_fixed", "unsloth_version",
-))
-# fmt: on
+INERT = """
+    _name_or_path architectures model_type transformers_version torch_dtype dtype auto_map
+    quantization_config attention_dropout initializer_range use_cache cache_implementation
+    chunk_size_feed_forward output_attentions output_hidden_states output_router_logits return_dict
+    use_return_dict torchscript problem_type id2label label2id num_labels finetuning_task
+    task_specific_params tokenizer_class prefix name_or_path attn_implementation
+    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id
+    max_position_embeddings max_sequence_length pretraining_tp gradient_checkpointing
+    router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux ep_size max_length min_length
+    do_sample early_stopping num_beams num_beam_groups num_return_sequences temperature top_k
+    top_p typical_p repetition_penalty length_penalty diversity_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens forced_bos_token_id
+    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty output_scores
+    return_dict_in_generate unsloth_fixed unsloth_version
+"""
 # Entries for which transformers' class assumes one value, in any family.
 ONLY = {"is_causal": True, "is_encoder_decoder": False}
 
@@ -204,13 +197,13 @@ class Family:
     tensors: tuple[TensorMap, ...]
     other_model_types: tuple[str, ...] = ()  # of models that differ only in this name
     class_name: str = ""  # transformers' class, if it does not follow from model_type
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # values that transformers uses for absent entries
+    defaults: Json = field(default_factory=dict)  # values that transformers uses for absent entries
     # Keys that all of its models share without an entry, besides RMS norms and rotary positions.
-    keys: Mapping[str, Any] = field(default_factory=dict)
-    constants: Mapping[str, Any] = field(default_factory=dict)  # entries that are always written
-    only: Mapping[str, Any] = field(default_factory=dict)  # entries with only one supported value, besides ONLY
+    keys: Json = field(default_factory=dict)
+    constants: Json = field(default_factory=dict)  # entries that are always written
+    only: Json = field(default_factory=dict)  # entries with only one supported value, besides ONLY
     # Entries that change no logits in transformers, besides INERT. Any other entry is refused.
-    inert: tuple[str, ...] = ()
+    inert: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)  # transformers' other names of entries -> the names above
     # Prefix of all tensors except the output projection; a folder of a bare model omits it.
     prefix: str = "model."
@@ -225,7 +218,7 @@ class Family:
         words = self.model_type.removesuffix("_text").split("_")
         return self.class_name or f"{''.join(map(str.capitalize, words))}ForCausalLM"
 
-    def read_config(self, hf: Mapping[str, Any]) -> Keys:
+    def read_config(self, hf: Json) -> Keys:
         """Converts config.json to keys, with a segment per layer if layers differ; raises UserError if unsupported."""
         require(hf, **{**ONLY, **self.only})
         require_known(hf, self.known)
@@ -241,7 +234,7 @@ class Family:
         length = {} if longest in self.aliases else {longest: max_target_length}
         return {**length, **write_fields(self.fields, layers), **self.constants}
 
-    def differences(self, hf: Mapping[str, Any]) -> list[str]:
+    def differences(self, hf: Json) -> list[str]:
         """Lists entries of another type's config.json that this family does not know, and entries it would need."""
         given = {*self.defaults, *(self.aliases.get(name, name) for name in hf)}
         lacking = [f"{name} (missing)" for name in required_entries(self.fields) if name not in given]
@@ -250,8 +243,8 @@ class Family:
     @property
     def known(self) -> set[str]:
         """The entries of config.json that this family understands or can ignore."""
-        names = {name for row in self.fields for name in row.names}
-        return names | {*INERT, *ONLY, *self.only, *self.inert, *self.aliases}
+        names = " ".join([INERT, self.inert, *(row.name for row in self.fields)])
+        return {*names.split(), *ONLY, *self.only, *self.aliases}
 
     def file_name(self, weight: str) -> str:
         """Returns the table's name of the tensor that contains a weight."""

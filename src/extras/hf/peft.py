@@ -21,14 +21,12 @@ _NAME = "base_model.model.{}.lora_{}.weight"  # tensor of a module's matrix A or
 _ONLY = {"peft_type": "LORA", "bias": "none"}
 # Supported entries of adapter_config.json, and entries without effect once the adapters are trained. Any other is
 # refused: DoRA, modules saved whole, repeated layers.
-# fmt: off
-_READ = {
-    *_ONLY, "base_model_name_or_path", "revision", "r", "lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora",
-    "fan_in_fan_out", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "task_type",
-    "inference_mode", "lora_dropout", "auto_mapping", "peft_version", "init_lora_weights", "megatron_core",
-    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "qalora_group_size",
-}
-# fmt: on
+_READ = """
+    base_model_name_or_path revision r lora_alpha alpha_pattern rank_pattern use_rslora
+    fan_in_fan_out target_modules exclude_modules layers_to_transform layers_pattern task_type
+    inference_mode lora_dropout auto_mapping peft_version init_lora_weights megatron_core
+    loftq_config eva_config corda_config lora_ga_config runtime_config qalora_group_size
+"""
 
 
 def base_model(folder: Path) -> str:
@@ -46,7 +44,7 @@ def adapted(folder: Path, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Merges a folder's adapters into a model's tensors; raises UserError for anything but plain LoRA."""
     entries, file = read_object(folder / ADAPTER_CONFIG), folder / ADAPTER_WEIGHTS
     refused = [
-        *unknown_entries(entries, _READ),
+        *unknown_entries(entries, {*_ONLY, *_READ.split()}),
         *(name for name in _ONLY if entries.get(name) not in (None, _ONLY[name])),
     ]
     if refused:

@@ -4,12 +4,11 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from src.extras.hf.family import Family
+from src.extras.hf.family import Family, Json
 from src.extras.hf.folder import INDEX
 from src.extras.hf.load import progress
 from src.extras.hf.safetensors import write_header
@@ -24,7 +23,7 @@ SHARD_BYTES = 5_000_000_000
 def save_folder(
     path: Path,
     family: Family,
-    hf: Mapping[str, Any],
+    hf: Json,
     weights: Mapping[WeightPath, np.ndarray],
     vocab_size: int,
     dtype: np.dtype | None = None,
@@ -80,5 +79,5 @@ def _check_range(weights: Mapping[WeightPath, np.ndarray], dtypes: Mapping[Weigh
         )
 
 
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+def _write_json(file: Path, value: Json) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,5 +1,10 @@
-"""Compares runs in tables: their results, differences in their configurations, and losses at the same steps."""
+"""Writes pages about runs, and compares runs in tables: `python -m src.report RUN_DIR [OTHER_RUN_DIR ...]`.
 
+report.html is written for any run's folder, even while the run continues; comparison.html for several runs, with their
+results, differences in their configurations, and losses at the same steps.
+"""
+
+import html
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,15 +16,24 @@ from src import as_installed
 from src.config.run_configs import similar_runs
 from src.config.schema import KEYS
 from src.config.yaml import dump, literal, parse_keys
-from src.extras.pages.figures import key_figures
-from src.extras.pages.history import Curve, History
+from src.extras.command_files import write_output
+from src.extras.pages.history import Curve, History, key_figures
+from src.extras.pages.page import card, loss_unit, page, table, whole_page
 from src.run.environment import read_environment
 from src.run.metrics import eval_key, eval_sets
-from src.system.errors import UserError, clipped
+from src.system.disk import any_path
+from src.system.errors import UserError, clipped, counted, first_few, show
 
+USAGE = """usage: python -m src.report RUN_DIR [OTHER_RUN_DIR ...]
+
+Writes RUN_DIR/report.html from the metrics.jsonl and config.yml there: curves, throughput, configuration. RUN_DIR is a
+run's folder, such as runs/NAME; a running run is shown up to its latest step. For several runs it prints their
+results, differences in their configurations, and losses at the same steps, and writes these with their
+curves to RUN_DIR/comparison.html, in the first one's folder."""
 Table = list[list[str]]  # rows; the first has the runs' names, the first column the rows' names
 _ENVIRONMENT = ("MinText", "jax", "Python", "devices", "mesh", "model", "step", "data")  # of environment.json
 _MAX_ROWS = 10  # approximate limit for a table of steps
+_MAX_COLUMNS = 6  # with more runs, tables have a row per run
 # Keys that determine an evaluation's tokens; then further ones if it takes a number of batches, and if its data is held
 # out from the training data.
 _EVAL_KEYS = ("eval_dataset_path", "eval_dataset_name", "eval_split", "eval_datasets", "eval_steps", "eval_mode")
@@ -35,6 +49,28 @@ class Run(NamedTuple):
     history: History
     config: Mapping[str, Any]
     environment: Mapping[str, str]  # from environment.json
+
+
+def main(argv: Sequence[str]) -> None:
+    """Writes a page, or prints the usage; raises UserError for a folder without a run, or with a malformed file."""
+    if {"-h", "--help"}.intersection(argv):
+        show(USAGE)
+        return
+    if not argv or any(argument.startswith("-") for argument in argv):
+        raise UserError("expected one or more runs' folders: python -m src.report runs/NAME")
+    argv = list(dict.fromkeys(str(any_path(path)) for path in argv))  # drop duplicates
+    folder = epath.Path(argv[0])
+    page_file = folder / ("report.html" if len(argv) == 1 else "comparison.html")
+    try:
+        runs = read_runs(argv)
+        if len(argv) == 1:
+            write_output("report", str(page_file), page(folder, runs[folder.name].history).encode())
+        else:
+            write_output("report", str(page_file), comparison_page(runs).encode())
+            show(comparison_text(runs))
+    except (OSError, ValueError, ArithmeticError) as error:  # such as a folder in a file's place, or absurd numbers
+        raise UserError(f"cannot write {page_file}: {type(error).__name__}: {error}") from None
+    show(f"wrote {page_file}")
 
 
 def read_runs(paths: Sequence[str]) -> dict[str, Run]:
@@ -100,6 +136,33 @@ def loss_note(runs: Mapping[str, Run]) -> str:
             "them. To compare models, evaluate each with the same keys: python -m src.evaluate RUN."
         )
     return as_installed(" ".join(notes))
+
+
+def comparison_text(runs: Mapping[str, Run]) -> str:
+    """Formats the tables of several runs as lines."""
+    lines = []
+    for title, rows in tables(runs).items():
+        rows = list(zip(*rows, strict=True)) if len(runs) > _MAX_COLUMNS else rows
+        first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += [title, *("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows), ""]
+    return "\n".join([*lines, *filter(None, [loss_note(runs)])])
+
+
+def comparison_page(runs: Mapping[str, Run]) -> str:
+    """Renders the page of several runs: results, differences in their configurations, and curves."""
+    # Each run's column is headed by the color of its curves.
+    head = "".join(f'<th><i data-run="{run}"></i>{html.escape(name)}</th>' for run, name in enumerate(runs))
+    cards = [
+        card(html.escape(title), f'<div class="runs">{table(rows, f"<tr><th></th>{head}</tr>")}</div>')
+        for title, (_, *rows) in tables(runs).items()
+    ]
+    histories = {name: run.history for name, run in runs.items()}
+    note = f'<p class="card">{html.escape(text)}</p>' if (text := loss_note(runs)) else ""
+    units = {loss_unit(run.config) for run in runs.values()}
+    unit = units.pop() if len(units) == 1 else ""
+    return whole_page(
+        histories, first_few(runs), counted(len(runs), "run"), "".join([note, *cards[:2]]), cards[2:], unit
+    )
 
 
 def _rows(columns: Sequence[Mapping[str, str]]) -> Table:

@@ -1,8 +1,7 @@
-"""Writes report.html: a run's curves, throughput, config and environment in one file that opens offline.
+"""Renders report.html: a run's curves, throughput, config and environment in one file that opens offline.
 
-`python -m src.report RUN_DIR` writes it for any run's folder, even while the run continues; a run itself writes it
-after evaluations and checkpoints, and at its end. For several runs, it writes comparison.html. A page contains its
-numbers as JSON, which charts.js plots.
+A run writes it after evaluations and checkpoints, and at its end. A page contains its numbers as JSON, which charts.js
+plots.
 """
 
 import datetime
@@ -12,68 +11,19 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etils import epath
 
 from src.checkpoint.run_folder import read_text
 from src.config.schema import KEYS
 from src.config.yaml import dump, literal, parse_keys
-from src.extras.pages.figures import finite, key_figures
-from src.extras.pages.history import Curve, History, Point
+from src.extras.pages.history import Curve, History, Point, finite, key_figures
 from src.run.environment import read_environment
 from src.run.metrics import TRAIN_KEYS
-from src.system.disk import any_path
-from src.system.errors import UserError, counted, first_few, show
-
-if TYPE_CHECKING:
-    from src.extras.pages.comparison import Run
+from src.system.errors import UserError, counted
 
 _FOLDER = Path(__file__).parent
-USAGE = """usage: python -m src.report RUN_DIR [OTHER_RUN_DIR ...]
-
-Writes RUN_DIR/report.html from the metrics.jsonl and config.yml there: curves, throughput, configuration. RUN_DIR is a
-run's folder, such as runs/NAME; a running run is shown up to its latest step. For several runs it prints their
-results, differences in their configurations, and losses at the same steps, and writes these with their
-curves to RUN_DIR/comparison.html, in the first one's folder."""
-_MAX_COLUMNS = 6  # with more runs, tables have a row per run
-
-
-def main(argv: Sequence[str]) -> None:
-    """Writes a page, or prints the usage; raises UserError for a folder without a run, or with a malformed file."""
-    if {"-h", "--help"}.intersection(argv):
-        show(USAGE)
-        return
-    if not argv or any(argument.startswith("-") for argument in argv):
-        raise UserError("expected one or more runs' folders: python -m src.report runs/NAME")
-    argv = list(dict.fromkeys(str(any_path(path)) for path in argv))  # drop duplicates
-    folder = epath.Path(argv[0])
-    page_file = folder / ("report.html" if len(argv) == 1 else "comparison.html")
-    from src.extras.command_files import write_output
-    from src.extras.pages.comparison import read_runs
-
-    try:
-        runs = read_runs(argv)
-        if len(argv) == 1:
-            write_output("report", str(page_file), page(folder, runs[folder.name].history).encode())
-        else:
-            write_output("report", str(page_file), comparison_page(runs).encode())
-            show(comparison_text(runs))
-    except (OSError, ValueError, ArithmeticError) as error:  # such as a folder in a file's place, or absurd numbers
-        raise UserError(f"cannot write {page_file}: {type(error).__name__}: {error}") from None
-    show(f"wrote {page_file}")
-
-
-def comparison_text(runs: "Mapping[str, Run]") -> str:
-    """Formats the tables of several runs as lines."""
-    from src.extras.pages.comparison import loss_note, tables
-
-    lines = []
-    for title, rows in tables(runs).items():
-        rows = list(zip(*rows, strict=True)) if len(runs) > _MAX_COLUMNS else rows
-        first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += [title, *("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows), ""]
-    return "\n".join([*lines, *filter(None, [loss_note(runs)])])
 
 
 def page(folder: epath.Path, history: History) -> str:
@@ -95,38 +45,22 @@ def page(folder: epath.Path, history: History) -> str:
     if not history.last_train:
         top += '<p class="card">No step is recorded yet.</p>'
     sections = [
-        _card(f"Sample, {html.escape(after)}", f"<pre>{html.escape(sample)}</pre>") if sample else "",
-        _card("The run", _table((name, str(value)) for name, value in read_environment(folder).items())),
-        _card(
+        card(f"Sample, {html.escape(after)}", f"<pre>{html.escape(sample)}</pre>") if sample else "",
+        card("The run", table((name, str(value)) for name, value in read_environment(folder).items())),
+        card(
             "Configuration",
             f"""<p class="status">Differences from base.yml</p>
 {changed}
 <details><summary>All of config.yml</summary><pre>{html.escape(config_text)}</pre></details>""",
         ),
     ]
-    return _page({folder.name: history}, folder.name, status, top, sections, unit)
+    return whole_page({folder.name: history}, folder.name, status, top, sections, unit)
 
 
-def comparison_page(runs: "Mapping[str, Run]") -> str:
-    """Renders the page of several runs: results, differences in their configurations, and curves."""
-    from src.extras.pages.comparison import loss_note, tables
-
-    # Each run's column is headed by the color of its curves.
-    head = "".join(f'<th><i data-run="{run}"></i>{html.escape(name)}</th>' for run, name in enumerate(runs))
-    cards = [
-        _card(html.escape(title), f'<div class="runs">{_table(rows, f"<tr><th></th>{head}</tr>")}</div>')
-        for title, (_, *rows) in tables(runs).items()
-    ]
-    histories = {name: run.history for name, run in runs.items()}
-    note = f'<p class="card">{html.escape(text)}</p>' if (text := loss_note(runs)) else ""
-    units = {loss_unit(run.config) for run in runs.values()}
-    unit = units.pop() if len(units) == 1 else ""
-    return _page(histories, first_few(runs), counted(len(runs), "run"), "".join([note, *cards[:2]]), cards[2:], unit)
-
-
-def _page(
+def whole_page(
     histories: Mapping[str, History], title: str, status: str, top: str, sections: Iterable[str], unit: str
 ) -> str:
+    """Renders a page of HTML parts, with the charts of one run or several, whose losses have this `unit`."""
     written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     invalid = [counted(run.invalid_lines, "line") for run in histories.values() if run.invalid_lines]
     left_out = [f" Left out: {lines} of metrics.jsonl without the metrics of a step." for lines in invalid]
@@ -142,7 +76,8 @@ def _page(
     )
 
 
-def _card(title: str, body: str) -> str:
+def card(title: str, body: str) -> str:
+    """Renders a part of a page with a heading."""
     return f'<section class="card"><h2>{title}</h2>\n{body}\n</section>'
 
 
@@ -156,7 +91,7 @@ def _config(text: str) -> tuple[int, str, str]:
     return (
         steps,
         loss_unit(config),
-        _table(
+        table(
             (key, dump(value), f"default {dump(KEYS[key].default)}" if key in KEYS else "not in base.yml")
             for key, value in config.items()
             if key not in KEYS or dump(value) != dump(KEYS[key].default)
@@ -169,7 +104,8 @@ def loss_unit(keys: Mapping[str, Any]) -> str:
     return "" if keys.get("loss") else "nats per token"
 
 
-def _table(rows: Iterable[Sequence[str]], head: str = "") -> str:
+def table(rows: Iterable[Sequence[str]], head: str = "") -> str:
+    """Renders a table of texts, whose first column has the rows' names; `head` is the HTML of a row above."""
     lines = (
         f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(value)}</td>' for value in values)}</tr>"
         for name, *values in rows

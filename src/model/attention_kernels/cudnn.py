@@ -70,8 +70,10 @@ def workspace_bytes(B: int, T: int, spec: ScoreSpec, kv_heads: int, packed: bool
     """Counts the memory in which cuDNN computes the gradients of sequences [B, T] on a device.
 
     The compiler adds it only on a machine with a GPU. Measured with cuDNN 9.19 on an H200: the queries' gradients in
-    float32 and, for grouped heads, keys' and values' in bfloat16, per query head and for each listed segment.
+    float32 and, if `kv_heads` are fewer than the query heads, the keys' and values' in bfloat16, per query head and for
+    each listed segment.
     """
+    packed = packed or spec.chunk > 0  # `attend` makes each chunk a segment
     tokens = B // layout.shards("batch") * (T // layout.shards("length"))
     gradients = 4 * tokens * spec.num_heads // layout.shards("heads") * spec.head_dim
     grouped = 2 if kv_heads < spec.num_heads else 1
@@ -87,7 +89,9 @@ def _differentiable(pieces: "_Pieces", segments: Segments | None) -> Callable[..
     def choose(ids_BT: Array, of_segments: Callable, in_pieces: Callable, *given: Array) -> tuple[Array, ...]:
         if segments is None:
             return in_pieces(*given)
-        return jax.lax.cond(segments.fits(ids_BT), of_segments, in_pieces, *given)
+        # Without the barrier JAX would make the masks before the loop over layers, whether they are used or not.
+        fits, *given = jax.lax.optimization_barrier((segments.fits(ids_BT), *given))
+        return jax.lax.cond(fits, of_segments, in_pieces, *given)
 
     def run(*given: Array) -> tuple[Array, tuple[Array, ...]]:
         def of_segments(q: Array, k: Array, v: Array, q_ids: Array, *_: Array) -> tuple[Array, Array]:

@@ -4,7 +4,8 @@ A call takes the first token and the length of each segment in the batch, up to 
 backward pass, cuDNN uses memory for this number of segments of the greatest length, whatever their real lengths. The
 segments are therefore divided by length into classes, each four times shorter than the one before, with a call for
 each. A class lists four segments per greatest length of tokens: all that the batch can hold, except in the last class.
-A batch with more of the shortest segments, of 64 tokens or less on average, is left to another kernel (see `fits`).
+A batch with more of the shortest segments, of a quarter of their class's length or less on average, is left to another
+kernel (see `fits`).
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from src.model.attention_kernels.scores import ScoreSpec
 
 RATIO = 4  # between the greatest lengths of two classes, and the segments listed per greatest length of tokens
 SHORT = 256  # the last class's greatest length, at most
+MULTIPLE = 64  # every class's greatest length must be a multiple of this: others were not tried on a GPU
 
 
 def operands(
@@ -73,15 +75,14 @@ class Segments:
         """Returns the output [B, T, N, H] and softmax normaliser [B, T, N]; arbitrary if the segments do not fit."""
         B, T, N, _ = q.shape
         starts_F, _ = _bounds(ids_BT)
-        out, normaliser_FN = jnp.zeros_like(q), jnp.zeros((B * T, N), jnp.float32)
+        results = []
         for each in _classes(ids_BT):
             given, settings = self._call((q, k, v), each)
-            out_c, normaliser_SNL = fused._dot_product_attention_fwd_p.bind(*given, is_training=True, **settings)
-            out = jnp.where(each.member_F.reshape(B, T, 1, 1), out_c.reshape(q.shape), out)
+            out, normaliser_SNL = fused._dot_product_attention_fwd_p.bind(*given, is_training=True, **settings)
             position_F = jnp.clip(jnp.arange(B * T) - starts_F, 0, each.longest - 1)
-            found_FN = normaliser_SNL[jnp.clip(each.slot_F, 0, each.starts_S.size - 1), :, position_F]
-            normaliser_FN = jnp.where(each.member_F[:, None], found_FN, normaliser_FN)
-        return out, normaliser_FN.reshape(B, T, N)
+            normaliser_FN = normaliser_SNL[jnp.clip(each.slot_F, 0, each.starts_S.size - 1), :, position_F]
+            results.append((each, (out.reshape(q.shape), normaliser_FN.reshape(B, T, N))))
+        return _of_own_class(results, ids_BT.shape)
 
     def gradients(
         self, q: Array, k: Array, v: Array, ids_BT: Array, out: Array, normaliser_BTN: Array, d_out: Array
@@ -89,7 +90,7 @@ class Segments:
         """Returns the gradients of q, k and v, from the results of `run` and the gradient of the output."""
         B, T, N, _ = q.shape
         normaliser_FN = normaliser_BTN.reshape(B * T, N)
-        d = tuple(jnp.zeros_like(x) for x in (q, k, v))
+        results = []
         for each in _classes(ids_BT):
             given, settings = self._call((q, k, v), each)
             token_SL = each.starts_S[:, None] + jnp.arange(each.longest)
@@ -99,9 +100,8 @@ class Segments:
             found_SNL = jnp.swapaxes(jnp.where(inside_SL[..., None], found_SLN, -jnp.inf), 1, 2)
             of_out = (x.reshape(-1, each.longest, *x.shape[2:]) for x in (out, d_out))
             found = fused._dot_product_attention_bwd_p.bind(*given, found_SNL, *of_out, **settings)
-            member = each.member_F.reshape(B, T, 1, 1)
-            d = tuple(jnp.where(member, new.reshape(x.shape), x) for new, x in zip(found, d, strict=True))
-        return d
+            results.append((each, tuple(new.reshape(x.shape) for new, x in zip(found, (q, k, v), strict=True))))
+        return _of_own_class(results, ids_BT.shape)
 
     def _call(self, arrays: tuple[Array, ...], each: _Class) -> tuple[tuple[Array, ...], dict[str, Any]]:
         # Offsets count numbers, not tokens, so the segments need not be inside the rows that cuDNN sees.
@@ -118,7 +118,17 @@ def can_list(tokens: int, T: int, spec: ScoreSpec, heads: int) -> bool:
     """Whether `Segments` can compute sequences of T tokens, a device's `tokens` and query `heads` in all."""
     # cuDNN uses the keys' offsets, which are 32-bit numbers, for the values too. Larger heads were not tried on a GPU.
     suitable = spec.head_dim == spec.value_dim <= 128 and tokens * heads * spec.head_dim < 2**31
-    return suitable and all(T % L == 0 for L in _longest(T))
+    return suitable and all(T % L == 0 and L % MULTIPLE == 0 for L in _longest(T))
+
+
+def _of_own_class(results: list[tuple[_Class, tuple[Array, ...]]], rows: tuple[int, int]) -> tuple[Array, ...]:
+    """Takes each token's entries of arrays [B, T, ...] from the results of its segment's class."""
+    (_, chosen), *others = results
+    for each, arrays in others:
+        member = each.member_F.reshape(rows)
+        of_dims = [member.reshape(*rows, *[1] * (x.ndim - 2)) for x in arrays]
+        chosen = tuple(map(jnp.where, of_dims, arrays, chosen))
+    return chosen
 
 
 def _longest(T: int) -> list[int]:

@@ -4,11 +4,7 @@ Gemma 2 has windows in every other layer, norms before and after, and both soft 
 windowed layers per global one, each kind with its own positions, and norms of each head.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from src.extras.hf import common_fields as fields
-from src.extras.hf import common_tensors as tensors
+from src.extras.hf import fields, tensors
 from src.extras.hf.family import UNSET, Family, Field, FieldGroup, Json, Keys, Layers, count_entry, entry
 
 DEFAULTS = {"head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
@@ -27,7 +23,7 @@ GEMMA = Family(
     keys={"normalization_scale_offset": 1.0, "scale_embedding": True},
     constants={"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"},
     only={"use_bidirectional_attention": False},
-    inert=("hidden_activation",),  # transformers uses hidden_act, ignoring this
+    inert="hidden_activation",  # transformers uses hidden_act, ignoring this
     skipped=(tensors.ROTARY_TABLES,),
 )
 
@@ -58,12 +54,12 @@ GEMMA2 = Family(
     keys=KEYS,
     constants=CONSTANTS,
     only={"use_bidirectional_attention": False},
-    inert=("hidden_act",),  # transformers uses hidden_activation
+    inert="hidden_act",  # transformers uses hidden_activation
     whole_heads=True,
 )
 
 
-def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_layers(hf: Json, keys: Keys) -> Keys:
     theta, local_theta = entry(hf, "rope_theta", 1e6), entry(hf, "rope_local_base_freq", 1e4)
     return fields.read_kinds(hf, keys, count_entry(hf, "sliding_window_pattern", 6), theta, local_theta)
 
@@ -73,10 +69,7 @@ def _write_layers(layers: Layers) -> Json:
     return {**entries, "rope_local_base_freq": local_theta}
 
 
-LAYER_ENTRIES = (
-    *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"),
-    *("layer_types", "sliding_window_pattern"),
-)
+LAYER_ENTRIES = "rope_parameters rope_scaling rope_theta rope_local_base_freq layer_types sliding_window_pattern"
 GEMMA3 = Family(
     model_type="gemma3_text",
     fields=(*FIELDS, FieldGroup(LAYER_ENTRIES, _read_layers, _write_layers)),
@@ -91,6 +84,6 @@ GEMMA3 = Family(
     constants={**CONSTANTS, "attn_logit_softcapping": None},
     # transformers reads the soft cap of the scores but does not apply it.
     only={"attn_logit_softcapping": None, "use_bidirectional_attention": False, "partial_rotary_factor": 1.0},
-    inert=("hidden_act", "_sliding_window_pattern"),  # transformers uses hidden_activation, and the name without _
+    inert="hidden_act _sliding_window_pattern",  # transformers uses hidden_activation, and the name without _
     whole_heads=True,
 )

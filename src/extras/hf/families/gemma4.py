@@ -3,11 +3,9 @@
 In a folder for images only the text model is read; its text attention is causal there too.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from src.extras.hf import common_fields as fields
-from src.extras.hf.common_tensors import LAYER
+from src.extras.hf import fields, tensors
 from src.extras.hf.families.gemma import CONSTANTS, GEMMA3, LATER
 from src.extras.hf.family import (
     Family,
@@ -21,7 +19,6 @@ from src.extras.hf.family import (
     require,
     require_known,
 )
-from src.extras.hf.tensor_map import TensorMap
 from src.system.errors import UserError
 
 SIZES = {"head_dim": "head_dim", "num_key_value_heads": "base_num_kv_heads"}  # entries that may differ by layer
@@ -29,13 +26,13 @@ ROPE = {
     fields.WINDOWED: {"rope_type": "default", "rope_theta": 1e4},
     fields.GLOBAL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
-LAYER_ENTRIES = (
-    *("layer_types", "rope_parameters", "attention_k_eq_v", "global_head_dim", "num_global_key_value_heads"),
-    *("per_layer_config", "hidden_size_per_layer_input", "use_bidirectional_attention"),
-)
+LAYER_ENTRIES = """
+    layer_types rope_parameters attention_k_eq_v global_head_dim num_global_key_value_heads
+    per_layer_config hidden_size_per_layer_input use_bidirectional_attention
+"""
 
 
-def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_layers(hf: Json, keys: Keys) -> Keys:
     require(hf, hidden_size_per_layer_input=0)  # transformers defaults to another value
     if hf.get("use_bidirectional_attention") != "vision":
         require(hf, use_bidirectional_attention=None)
@@ -56,7 +53,7 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
     return fields.layer_pattern([{**kind_keys[kind], **each} for kind, each in zip(kinds, sizes, strict=True)])
 
 
-def _sizes(hf: Mapping[str, Any], kinds: Sequence[str]) -> list[Keys]:
+def _sizes(hf: Json, kinds: Sequence[str]) -> list[Keys]:
     full = {"head_dim": count_entry(hf, "global_head_dim", 512)}
     if entry(hf, "attention_k_eq_v", False) and hf.get("num_global_key_value_heads") is not None:
         full["num_key_value_heads"] = count_entry(hf, "num_global_key_value_heads", 1)
@@ -89,7 +86,7 @@ def _write_layers(layers: Layers) -> Json:
 GEMMA4 = Family(
     model_type="gemma4_text",
     fields=(*LATER, FieldGroup(LAYER_ENTRIES, _read_layers, _write_layers)),
-    tensors=(*GEMMA3.tensors, TensorMap("layer.layer_scalar", LAYER + "layer_scalar", "X -> X")),
+    tensors=(*GEMMA3.tensors, *tensors.rows("layer_scalar  layer_scalar  X -> X")),
     defaults={
         **{**GEMMA3.defaults, "vocab_size": 262_144, "num_hidden_layers": 30, "sliding_window": 512},
         "hidden_size_per_layer_input": 256,
@@ -100,8 +97,6 @@ GEMMA4 = Family(
     },
     constants=CONSTANTS,
     only={"num_kv_shared_layers": 0, "enable_moe_block": False},
-    inert=(  # for layers that `only` refuses
-        *("use_double_wide_mlp", "num_experts", "top_k_experts", "moe_intermediate_size"),
-        "vocab_size_per_layer_input",
-    ),
+    # For layers that `only` refuses.
+    inert="use_double_wide_mlp num_experts top_k_experts moe_intermediate_size vocab_size_per_layer_input",
 )

@@ -2,15 +2,13 @@
 
 from dataclasses import replace
 
-from src.extras.hf import common_fields as fields
-from src.extras.hf import common_tensors as tensors
+from src.extras.hf import fields, tensors
 from src.extras.hf.families import deepseek
 from src.extras.hf.family import Family, Field, FieldGroup, require
-from src.extras.hf.tensor_map import TensorMap
 
 FIELDS = (
     *(*fields.DECODER, fields.rope(partial=0.5), fields.ATTENTION_BIAS),
-    FieldGroup((), lambda hf, keys: require(hf, head_dim=keys["head_dim"])),  # transformers has no default for null
+    FieldGroup("", lambda hf, keys: require(hf, head_dim=keys["head_dim"])),  # transformers has no default for null
 )
 
 GLM = Family(
@@ -25,8 +23,12 @@ GLM4 = replace(
     model_type="glm4",
     tensors=(
         *GLM.tensors,
-        TensorMap("layer.attention_out_norm.scale", tensors.LAYER + "post_self_attn_layernorm.weight", "D -> D"),
-        TensorMap("layer.feed_forward_out_norm.scale", tensors.LAYER + "post_mlp_layernorm.weight", "D -> D"),
+        *tensors.rows(
+            """
+            attention_out_norm.scale     post_self_attn_layernorm.weight  D -> D
+            feed_forward_out_norm.scale  post_mlp_layernorm.weight        D -> D
+            """
+        ),
     ),
     keys={**GLM.keys, "normalization_placement": "both"},
 )

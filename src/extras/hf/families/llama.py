@@ -1,13 +1,9 @@
 """Llama 1 to 3, whose names most families reuse, and Granite, SmolLM3 and Phi 3, which differ slightly."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from src.extras.hf import common_fields as fields
-from src.extras.hf import common_tensors as tensors
+from src.extras.hf import fields, tensors
 from src.extras.hf.family import Family, Field, FieldGroup, Json, Keys, Layers, entry
-from src.extras.hf.tensor_map import TensorMap
 from src.system.errors import UserError
 
 LLAMA = Family(
@@ -20,7 +16,7 @@ LLAMA = Family(
 )
 
 
-def _read_multiplier(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_multiplier(hf: Json, keys: Keys) -> Keys:
     if (multiplier := entry(hf, "attention_multiplier", 1.0)) <= 0:
         raise UserError(f"config.json has attention_multiplier {multiplier}: expected a positive number")
     # Rounded so that 0.1 becomes 100 and converts back to 0.1.
@@ -34,7 +30,7 @@ GRANITE = replace(  # Granite 3's dense models
         *LLAMA.fields,
         *(Field(name, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
         FieldGroup(
-            ("attention_multiplier",),
+            "attention_multiplier",
             _read_multiplier,
             lambda layers: {"attention_multiplier": (layers[0].query_pre_attn_scalar or layers[0].head_dim) ** -0.5},
         ),
@@ -43,7 +39,7 @@ GRANITE = replace(  # Granite 3's dense models
 )
 
 
-def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_layers(hf: Json, keys: Keys) -> Keys:
     rotated = fields.read_rotated_layers(hf, keys)
     fields.check_no_windows(hf, [not rotates for rotates in rotated])
     return fields.layer_pattern([{} if rotates else {"position_type": "none"} for rotates in rotated])
@@ -53,7 +49,7 @@ def _write_layers(layers: Layers) -> Json:
     return {"no_rope_layers": [int(layer.position_type == "rope") for layer in layers]}
 
 
-LAYER_ENTRIES = ("no_rope_layers", "no_rope_layer_interval", "layer_types", "use_sliding_window", "sliding_window")
+LAYER_ENTRIES = "no_rope_layers no_rope_layer_interval layer_types use_sliding_window sliding_window"
 SMOLLM3 = replace(
     LLAMA,
     model_type="smollm3",
@@ -63,25 +59,28 @@ SMOLLM3 = replace(
         FieldGroup(LAYER_ENTRIES, _read_layers, _write_layers),
     ),
     defaults={"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
-    inert=("max_window_layers",),
+    inert="max_window_layers",
     whole_heads=False,
 )
 
-QKV = tensors.LAYER + "self_attn.qkv_proj.weight"
 PHI3 = Family(  # Phi 3 and 4, whose files fuse queries, keys and values; Phi 4 mini rotates only part of each head
     model_type="phi3",
     fields=(
         *fields.DECODER,
         # transformers treats other types as longrope, or fails.
         fields.rope(partial=1.0, kinds=("default", "longrope")),
-        FieldGroup(("sliding_window",), fields.read_window, fields.write_window),
+        FieldGroup("sliding_window", fields.read_window, fields.write_window),
     ),
     tensors=(
         *(*tensors.OUTER, *tensors.NORMS_BEFORE, *tensors.FUSED_MLP, tensors.ATTENTION[3]),
-        TensorMap("layer.attention.query", QKV, "(N*|K|K H) D -> D N H"),
-        TensorMap("layer.attention.key", QKV, "(N|K*|K H) D -> D K H"),
-        TensorMap("layer.attention.value", QKV, "(N|K|K* H) D -> D K H"),
+        *tensors.rows(
+            """
+            attention.query  self_attn.qkv_proj.weight  (N*|K|K H) D -> D N H
+            attention.key    self_attn.qkv_proj.weight  (N|K*|K H) D -> D K H
+            attention.value  self_attn.qkv_proj.weight  (N|K|K* H) D -> D K H
+            """
+        ),
     ),
     defaults={"rms_norm_eps": 1e-5, fields.ORIGINAL: 4096},
-    inert=("resid_pdrop", "embd_pdrop", "full_attn_mod", "interpolate_factor"),
+    inert="resid_pdrop embd_pdrop full_attn_mod interpolate_factor",
 )

@@ -1,12 +1,7 @@
 """Llama 4's text models: chunked attention, but global attention without positions in every fourth layer; experts."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from src.extras.hf import common_fields as fields
-from src.extras.hf import common_tensors as tensors
+from src.extras.hf import fields, tensors
 from src.extras.hf.family import UNSET, Family, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with
-from src.extras.hf.tensor_map import TensorMap
 
 CHUNKED = "chunked_attention"
 # For layers without positions.
@@ -14,15 +9,13 @@ TEMPERATURE = (
     Field("attn_scale", "attn_temperature_scale", UNSET),
     Field("floor_scale", "attn_temperature_floor", UNSET),
 )
-LAYER_ENTRIES = (
-    *("interleave_moe_layer_step", "moe_layers", "no_rope_layer_interval", "no_rope_layers", "layer_types"),
-    *("use_qk_norm", "attn_temperature_tuning", "attn_scale", "floor_scale"),
-)
-FEED_FORWARD = tensors.LAYER + "feed_forward."
-PROJECTIONS = "{A:gate_proj,up_proj}.weight"
+LAYER_ENTRIES = """
+    interleave_moe_layer_step moe_layers no_rope_layer_interval no_rope_layers layer_types
+    use_qk_norm attn_temperature_tuning attn_scale floor_scale
+"""
 
 
-def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_layers(hf: Json, keys: Keys) -> Keys:
     count = keys["base_num_decoder_layers"]
     step = count_entry(hf, "interleave_moe_layer_step", 1)
     sparse = entry(hf, "moe_layers", list(range(step - 1, count, step)))
@@ -63,8 +56,12 @@ LLAMA4 = Family(
     model_type="llama4_text",
     fields=(
         *(*fields.DECODER, fields.rope(theta=500_000.0), fields.ATTENTION_BIAS),
-        Field("intermediate_size", "base_moe_mlp_dim"),
-        Field("intermediate_size_mlp", "base_mlp_dim"),
+        *fields.rows(
+            """
+            intermediate_size      base_moe_mlp_dim
+            intermediate_size_mlp  base_mlp_dim
+            """
+        ),
         *fields.LOCAL_EXPERTS[1:],
         Field(
             "attention_chunk_size", "chunk_attn_window_size", written=lambda layer: layer.chunk_attn_window_size or 8192
@@ -73,13 +70,17 @@ LLAMA4 = Family(
     ),
     tensors=(
         *tensors.DECODER,
-        TensorMap("layer.feed_forward.wi", FEED_FORWARD + PROJECTIONS, "F D -> D A F"),
-        TensorMap("layer.feed_forward.wo", FEED_FORWARD + "down_proj.weight", "D F -> F D"),
-        TensorMap("layer.feed_forward.router", FEED_FORWARD + "router.weight", "E D -> D E"),
-        TensorMap("layer.feed_forward.wi", FEED_FORWARD + "experts.gate_up_proj", "E D (A F) -> E D A F"),
-        TensorMap("layer.feed_forward.wo", FEED_FORWARD + "experts.down_proj", "E F D -> E F D"),
-        TensorMap("layer.feed_forward.shared.wi", FEED_FORWARD + "shared_expert." + PROJECTIONS, "F D -> D A F"),
-        TensorMap("layer.feed_forward.shared.wo", FEED_FORWARD + "shared_expert.down_proj.weight", "D F -> F D"),
+        *tensors.rows(
+            """
+            feed_forward.wi         feed_forward.{A:gate_proj,up_proj}.weight                F D -> D A F
+            feed_forward.wo         feed_forward.down_proj.weight                            D F -> F D
+            feed_forward.router     feed_forward.router.weight                               E D -> D E
+            feed_forward.wi         feed_forward.experts.gate_up_proj                        E D (A F) -> E D A F
+            feed_forward.wo         feed_forward.experts.down_proj                           E F D -> E F D
+            feed_forward.shared.wi  feed_forward.shared_expert.{A:gate_proj,up_proj}.weight  F D -> D A F
+            feed_forward.shared.wo  feed_forward.shared_expert.down_proj.weight              D F -> F D
+            """
+        ),
     ),
     defaults={
         **{"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "num_experts_per_tok": 1},

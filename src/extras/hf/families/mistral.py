@@ -1,17 +1,10 @@
 """Mistral, a Llama with a sliding window in version 1, and Mixtral, with experts in every layer."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from src.extras.hf import common_fields as fields
-from src.extras.hf import common_tensors as tensors
-from src.extras.hf.family import Family, FieldGroup, Keys
-from src.extras.hf.tensor_map import TensorMap
-
-EXPERTS = tensors.LAYER + "block_sparse_moe."
+from src.extras.hf import fields, tensors
+from src.extras.hf.family import Family, FieldGroup, Json, Keys
 
 
-def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_layers(hf: Json, keys: Keys) -> Keys:
     window = fields.read_window(hf, keys)
     if "layer_types" not in hf:
         return window
@@ -26,7 +19,7 @@ MISTRAL = Family(
     fields=(
         *fields.DECODER,
         fields.rope(),
-        FieldGroup(("sliding_window", "layer_types"), _read_layers, fields.write_window),
+        FieldGroup("sliding_window layer_types", _read_layers, fields.write_window),
     ),
     tensors=(*tensors.OUTER, *tensors.NORMS_BEFORE, *tensors.ATTENTION, *tensors.FEED_FORWARD),
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-6, "sliding_window": 4096},
@@ -37,14 +30,18 @@ MIXTRAL = Family(
     fields=(
         *fields.DECODER,
         fields.rope(theta=1e6),
-        FieldGroup(("sliding_window",), fields.read_window, fields.write_window),
+        FieldGroup("sliding_window", fields.read_window, fields.write_window),
         *fields.LOCAL_EXPERTS,
     ),
     tensors=(
         *(*tensors.OUTER, *tensors.NORMS_BEFORE, *tensors.ATTENTION),
-        TensorMap("layer.feed_forward.router", EXPERTS + "gate.weight", "E D -> D E"),
-        TensorMap("layer.feed_forward.wi", EXPERTS + "experts.{E}.{A:w1,w3}.weight", "F D -> E D A F"),
-        TensorMap("layer.feed_forward.wo", EXPERTS + "experts.{E}.w2.weight", "D F -> E F D"),
+        *tensors.rows(
+            """
+            feed_forward.router  block_sparse_moe.gate.weight                   E D -> D E
+            feed_forward.wi      block_sparse_moe.experts.{E}.{A:w1,w3}.weight  F D -> E D A F
+            feed_forward.wo      block_sparse_moe.experts.{E}.w2.weight         D F -> E F D
+            """
+        ),
     ),
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2},
     keys={"norm_topk_prob": True},

@@ -2,22 +2,22 @@
 
 from dataclasses import replace
 
-from src.extras.hf import common_fields as fields
-from src.extras.hf import common_tensors as tensors
+from src.extras.hf import fields, tensors
 from src.extras.hf.family import Family, Field, FieldGroup, Json, Layers, entry
-from src.extras.hf.tensor_map import TensorMap
-
-LAYER = tensors.LAYER
 
 OLMO2 = Family(
     model_type="olmo2",
     fields=(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS),
     tensors=(
         *(*tensors.OUTER, *tensors.ATTENTION, *tensors.ATTENTION_BIASES, *tensors.FEED_FORWARD),
-        TensorMap("layer.attention.query_norm.scale", LAYER + "self_attn.q_norm.weight", "(N H) -> N H"),
-        TensorMap("layer.attention.key_norm.scale", LAYER + "self_attn.k_norm.weight", "(K H) -> K H"),
-        TensorMap("layer.attention_out_norm.scale", LAYER + "post_attention_layernorm.weight", "D -> D"),
-        TensorMap("layer.feed_forward_out_norm.scale", LAYER + "post_feedforward_layernorm.weight", "D -> D"),
+        *tensors.rows(
+            """
+            attention.query_norm.scale   self_attn.q_norm.weight            (N H) -> N H
+            attention.key_norm.scale     self_attn.k_norm.weight            (K H) -> K H
+            attention_out_norm.scale     post_attention_layernorm.weight    D -> D
+            feed_forward_out_norm.scale  post_feedforward_layernorm.weight  D -> D
+            """
+        ),
     ),
     defaults={"rms_norm_eps": 1e-5},
     keys={"qk_norm": "all_heads", "normalization_placement": "after"},
@@ -37,7 +37,7 @@ OLMO3 = replace(
     fields=(
         *(*fields.DECODER, fields.ATTENTION_BIAS, Field("sliding_window", "sliding_window_size")),
         FieldGroup(
-            ("rope_parameters", "rope_scaling", "rope_theta", "layer_types"),
+            "rope_parameters rope_scaling rope_theta layer_types",
             lambda hf, keys: fields.read_kinds(
                 hf, keys, 4, entry(hf, "rope_theta", 5e5), 5e5
             ),  # theta of full attention

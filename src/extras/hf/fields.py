@@ -1,7 +1,7 @@
 """Field-table rows that many families share."""
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -9,14 +9,22 @@ from src.extras.hf import family
 from src.extras.hf.family import UNSET, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with, require
 from src.system.errors import UserError
 
-SIZES = (
-    Field("vocab_size", "vocab_size"),
-    Field("hidden_size", "base_emb_dim"),
-    Field("intermediate_size", "base_mlp_dim"),
-    Field("num_hidden_layers", "base_num_decoder_layers"),
-    Field("num_attention_heads", "base_num_query_heads"),
-    Field("rms_norm_eps", "normalization_layer_epsilon"),
-    Field("tie_word_embeddings", "logits_via_embedding"),
+
+def rows(text: str) -> tuple[Field, ...]:
+    """Parses lines of `entry key`, or of one word if both have the same name."""
+    return tuple(Field(names[0], names[-1]) for names in map(str.split, text.strip().splitlines()))
+
+
+SIZES = rows(
+    """
+    vocab_size
+    hidden_size          base_emb_dim
+    intermediate_size    base_mlp_dim
+    num_hidden_layers    base_num_decoder_layers
+    num_attention_heads  base_num_query_heads
+    rms_norm_eps         normalization_layer_epsilon
+    tie_word_embeddings  logits_via_embedding
+    """
 )
 HEADS = (
     Field("num_key_value_heads", "base_num_kv_heads", absent=lambda keys: keys["base_num_query_heads"]),
@@ -33,8 +41,12 @@ HIDDEN_ACT = Field("hidden_act", "mlp_activations", absent=GATED["silu"], values
 DECODER = (*SIZES, *HEADS, HIDDEN_ACT)
 LOCAL_EXPERTS = (
     Field("intermediate_size", "base_mlp_dim", written=attrgetter("base_moe_mlp_dim")),
-    Field("num_local_experts", "num_experts"),
-    Field("num_experts_per_tok", "num_experts_per_tok"),
+    *rows(
+        """
+        num_local_experts    num_experts
+        num_experts_per_tok
+        """
+    ),
 )
 
 # ---- Layers that differ
@@ -47,7 +59,7 @@ def layer_pattern(layers: Sequence[Keys]) -> Keys:
     return {"decoder_segments": [{"repeats": 1, "pattern": [keys]} for keys in layers]} if any(layers) else {}
 
 
-def read_window(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def read_window(hf: Json, keys: Keys) -> Keys:
     """Reads the attention type of a family whose layers either all have a sliding window or all have none."""
     window = Field("sliding_window", "sliding_window_size", UNSET).read(hf, keys)
     return {"attention_type": "local_sliding", **window} if window else {}
@@ -59,7 +71,7 @@ def write_window(layers: Layers) -> Json:
     return {"sliding_window": layers[0].sliding_window_size if windowed else None}
 
 
-def read_layer_types(hf: Mapping[str, Any], default: Sequence[str], *known: str) -> list[str]:
+def read_layer_types(hf: Json, default: Sequence[str], *known: str) -> list[str]:
     """Reads layer_types, or `default`; raises UserError unless each layer has one type, and it is `known`."""
     kinds = entry(hf, "layer_types", list(default))
     if unknown := sorted({str(kind) for kind in kinds if kind not in known}):
@@ -69,7 +81,7 @@ def read_layer_types(hf: Mapping[str, Any], default: Sequence[str], *known: str)
     return kinds
 
 
-def read_windowed_layers(hf: Mapping[str, Any], keys: Keys, global_every: int, **windowed: Any) -> Keys:
+def read_windowed_layers(hf: Json, keys: Keys, global_every: int, **windowed: Any) -> Keys:
     """Reads the layer pattern of a model in which some layers have windows; these also get the keys `windowed`."""
     # If config.json does not list layer types, one layer in `global_every` has no window.
     default = [WINDOWED if (i + 1) % global_every else GLOBAL for i in range(keys["base_num_decoder_layers"])]
@@ -77,7 +89,7 @@ def read_windowed_layers(hf: Mapping[str, Any], keys: Keys, global_every: int, *
     return layer_pattern([of_kind[kind] for kind in read_layer_types(hf, default, WINDOWED, GLOBAL)])
 
 
-def read_kinds(hf: Mapping[str, Any], keys: Keys, global_every: int, theta: float, local_theta: float) -> Keys:
+def read_kinds(hf: Json, keys: Keys, global_every: int, theta: float, local_theta: float) -> Keys:
     """Reads the layer pattern of a model with and without windows, in which each kind has its own rotary positions."""
     by_kind = entry(hf, "rope_parameters", {})
     family.require_known(by_kind, (WINDOWED, GLOBAL))
@@ -93,7 +105,7 @@ def read_kinds(hf: Mapping[str, Any], keys: Keys, global_every: int, theta: floa
     }
 
 
-def read_rotated_layers(hf: Mapping[str, Any], keys: Keys) -> list[Any]:
+def read_rotated_layers(hf: Json, keys: Keys) -> list[Any]:
     """Reads no_rope_layers: despite its name, true for layers with rotary positions."""
     count, every = keys["base_num_decoder_layers"], count_entry(hf, "no_rope_layer_interval", 4)
     rotated = entry(hf, "no_rope_layers", []) or [(i + 1) % every for i in range(count)]
@@ -102,7 +114,7 @@ def read_rotated_layers(hf: Mapping[str, Any], keys: Keys) -> list[Any]:
     return rotated[:count]
 
 
-def check_no_windows(hf: Mapping[str, Any], layers: Sequence[Any]) -> None:
+def check_no_windows(hf: Json, layers: Sequence[Any]) -> None:
     """Raises UserError if a layer has a window; use_sliding_window gives one to layers that are true in `layers`."""
     used = entry(hf, "use_sliding_window", False) and hf.get("sliding_window") is not None
     read_layer_types(hf, [WINDOWED if used and windowed else GLOBAL for windowed in layers], GLOBAL)
@@ -114,7 +126,7 @@ def write_layer_types(layers: Layers, kind: str = "local_sliding", name: str = W
 
 
 _read_every_other = functools.partial(read_windowed_layers, global_every=2)
-ALTERNATING_WINDOWS = FieldGroup(("layer_types",), _read_every_other, write_layer_types)
+ALTERNATING_WINDOWS = FieldGroup("layer_types", _read_every_other, write_layer_types)
 
 # ---- Rotary positions
 
@@ -141,7 +153,7 @@ ROPE_PARAMETERS: dict[str, tuple[Field, ...]] = {
 _ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}.union(
     row.name for rows in ROPE_PARAMETERS.values() for row in rows
 )
-ROPE_ENTRIES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", ORIGINAL)
+ROPE_ENTRIES = f"rope_parameters rope_scaling rope_theta partial_rotary_factor {ORIGINAL}"
 
 
 def rope(theta: float = 1e4, partial: float = 0.0, kinds: Collection[str] = ROPE_TYPES) -> FieldGroup:
@@ -151,7 +163,7 @@ def rope(theta: float = 1e4, partial: float = 0.0, kinds: Collection[str] = ROPE
 
 
 def read_rope(
-    hf: Mapping[str, Any], keys: Keys, theta: float = 1e4, partial: float = 0.0, kinds: Collection[str] = ROPE_TYPES
+    hf: Json, keys: Keys, theta: float = 1e4, partial: float = 0.0, kinds: Collection[str] = ROPE_TYPES
 ) -> Keys:
     """Reads the keys of rotary positions: from rope_parameters (transformers 5) or rope_scaling (older folders).
 

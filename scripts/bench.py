@@ -19,9 +19,9 @@ import numpy as np
 
 from src.model.flops import count_params, flops_per_token
 from src.model.spec import model_spec
+from src.parallel.chips import run_peak
 from src.parallel.mesh import global_batch_size, make_layout
 from src.parallel.slices import describe_mesh
-from src.parallel.topology import run_peak
 from src.run import resolve_config
 from src.step.build import plan_step
 from src.step.optimizer import hparams_at

@@ -33,7 +33,7 @@ import numpy as np
 from absl import flags
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from src.data import document_stream, packing
+from src.data import packing
 from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.readers.text import TextSource
@@ -200,7 +200,7 @@ def bench_conversations(folder: Path, turns: int, seconds: float) -> None:
 
 def cut(argv: list[str]) -> Batches:
     """Yields MinText's batches with conversations concatenated and cut like texts."""
-    with unittest.mock.patch.object(document_stream, "best_fit", packing.concatenate):
+    with unittest.mock.patch("src.extras.conversation_packing.best_fit", packing.concatenate):
         yield from ours(argv, 1)
 
 

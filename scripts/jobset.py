@@ -10,12 +10,12 @@ import string
 from collections.abc import Sequence
 from pathlib import Path
 
-from src.parallel.topology import parse_topology
+from src.extras.aot.topology import parse_topology
 from src.system.errors import UserError
 from src.system.exit_codes import run_command
 
 # Values of the node labels cloud.google.com/gke-tpu-accelerator and gke-accelerator (docs.cloud.google.com/
-# kubernetes-engine/docs/concepts/plan-tpus and concepts/gpus), by the names in src/parallel/topology.py.
+# kubernetes-engine/docs/concepts/plan-tpus and concepts/gpus), by the names in src/extras/aot/topology.py.
 ACCELERATORS = {
     "v4": "tpu-v4-podslice",
     "v5e": "tpu-v5-lite-podslice",

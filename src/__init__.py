@@ -1,6 +1,5 @@
 """MinText: the package `src` in a checkout, `mintext` if pip has installed it (pyproject.toml)."""
 
-import re
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -17,11 +16,15 @@ def shipped(name: str) -> Path:
 
 
 def as_installed(text: str) -> str:
-    """Rewrites the commands in a text for users if pip has installed MinText: `-m mintext.train`."""
+    """Writes commands by the package's name, as in `-m mintext.train` if pip has installed MinText."""
+    return text.replace("-m src.", f"-m {__name__}.")
+
+
+def installing(extra: str) -> str:
+    """Gives the command that installs the packages of an optional part, such as `data`."""
     if __name__ == "src":
-        return text
-    text = re.sub(r"bash setup\.sh (?!aot\b)(\w+)", rf'pip install "{__name__}[\1]"', text)
-    return text.replace("bash setup.sh aot", "a checkout's `bash setup.sh aot`").replace("-m src.", f"-m {__name__}.")
+        return f"bash setup.sh {extra}"
+    return "a checkout's `bash setup.sh aot`" if extra == "aot" else f'pip install "{__name__}[{extra}]"'
 
 
 # Modules that users' code, and the config.yml of runs, may still import by their former names.

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import END
 from src.extras.datasets.train_tokenizer import train
 from src.extras.evaluation import evaluate
 from src.extras.evaluation.scoring import TextBytes
 from src.extras.hf.huggingface_tokenizer import HuggingFaceTokenizer
+from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.system.errors import UserError
 from tests.runs import ROOT, TINY
 from tests.test_scoring import log_probs

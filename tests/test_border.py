@@ -89,6 +89,8 @@ COMMANDS = {
     "datasets": ["inspect_data", "configs/base.yml"],
     "trackers": ["train", "configs/quickstart.yml", "report_to=[wandb]"],
     "readers": ["train", "configs/base.yml", "dataset_type=parquet", "dataset_path=a.parquet"],
+    "stack_traces": ["train", "configs/quickstart.yml", "collect_stack_trace=true"],
+    "weights_by_rules": ["train", *SHORT, "load_weights_rules=[{match: .*, path: a}]"],
     "conversations": ["train", "configs/base.yml", "use_sft=true", "dataset_path=a.jsonl"],
 }
 

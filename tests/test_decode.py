@@ -22,7 +22,6 @@ from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
 from src.extras.generation import completion, decode
@@ -31,6 +30,7 @@ from src.extras.generation.generate import Generator, Sampling, in_training
 from src.extras.generation.inference_weights import unrolled
 from src.extras.generation.loaded_model import inference_plan
 from src.extras.hf.huggingface_tokenizer import HuggingFaceTokenizer
+from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.parallel.mesh import make_layout
 from src.run.resolve_config import load
 from src.system.errors import UserError, printable

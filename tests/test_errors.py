@@ -138,11 +138,5 @@ def test_a_command_can_end_before_anything_heavy_is_imported():
     ours = "[name for name in sys.modules if name.startswith('src.') or name == 'jax']"
     program = f"import sys, src.system.exit_codes; print(*{ours})"
     loaded = subprocess.run([sys.executable, "-c", program], cwd=runs.ROOT, capture_output=True, text=True, check=True)
-    expected = {
-        "src.system",
-        "src.system.exit_codes",
-        "src.system.errors",
-        "src.system.job",
-        "src.system.storage_errors",
-    }
+    expected = {"src.system", "src.system.exit_codes", "src.system.errors", "src.system.storage_errors"}
     assert set(loaded.stdout.split()) == expected

@@ -18,7 +18,7 @@ import yaml
 
 from end_to_end.documented import commands_of
 from scripts import jobset
-from src.parallel.topology import parse_topology
+from src.extras.aot.topology import parse_topology
 from src.system.errors import UserError
 from tests.fake_gcloud import parse
 from tests.runs import ROOT

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from src.checkpoint.run_folder import RunFolder
+from src.extras.command_files import check_outputs, write_output
 from src.extras.evaluation import evaluate
 from src.extras.generation import decode
 from src.extras.pages import comparison
 from src.system.errors import UserError
-from src.system.outputs import check_outputs, write_output
 from tests import runs
 
 KEY = "compile_report"

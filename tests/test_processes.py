@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 
 from src.run.distributed import job_settings
-from src.run.run_setup import find_cluster
+from src.run.run_setup import ClusterEnv, find_cluster
 from src.step import same_program as module
 from src.step.build import build
 from src.step.same_program import check_same_program
 from src.system.errors import UserError
-from src.system.job import ClusterEnv
 from tests.tiny import load
 
 SLURM = {

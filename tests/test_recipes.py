@@ -10,9 +10,9 @@ import pytest
 from scripts.evidence.recipes import FOLDER, read
 from src.extras.aot.devices import abstract_devices
 from src.model.flops import count_params, flops_per_token
+from src.parallel.chips import peak_flops
 from src.parallel.mesh import global_batch_size, make_layout
 from src.parallel.slices import describe_mesh
-from src.parallel.topology import peak_flops
 from src.step.build import build, plan_step
 from tests.compilers import needs_cuda, needs_libtpu
 from tests.tiny import spec_of

@@ -12,8 +12,8 @@ import jax
 import pytest
 
 from src.extras.aot.report import typed
+from src.extras.aot.topology import parse_topology
 from src.extras.aot.train_compile import _compile, command, main
-from src.parallel.topology import parse_topology
 from src.system.errors import UserError
 from src.system.exit_codes import run_command
 from tests import quick_compilation

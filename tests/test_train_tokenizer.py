@@ -3,10 +3,10 @@ from transformers import AutoTokenizer
 
 from src.data.open import open_sources
 from src.data.readers.text import TextSource
-from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec
 from src.extras.datasets.train_tokenizer import main, train
+from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.run.resolve_config import load
 from src.system.errors import UserError
 

@@ -26,13 +26,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.hlo import collectives
+from src.extras.aot.topology import parse_topology
 from src.model.attention import repeat_kv
 from src.model.attention_kernels.scores import score_spec
 from src.model.attention_kernels.splash import ZigzagCausalMask, block_sizes, splash
 from src.model.forward_context import ForwardContext
 from src.model.spec import LayerSpec, model_spec
 from src.parallel.mesh import Layout, make_layout
-from src.parallel.topology import parse_topology
 from src.run import resolve_config
 from src.step.compiler_flags import compiler_options
 from src.system.exit_codes import run_command

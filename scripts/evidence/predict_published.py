@@ -23,7 +23,7 @@ from src.extras.aot.roofline import Prediction, predict, step_work
 from src.model.execution import Execution
 from src.model.flops import count_params
 from src.model.spec import ModelSpec, model_spec
-from src.parallel.topology import peak_flops
+from src.parallel.chips import peak_flops
 from src.system.exit_codes import run_command
 
 STATE_BYTES = 12  # per parameter: the weight and Adam's two moments, in float32

@@ -27,8 +27,8 @@ from jax.sharding import Mesh
 
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.hlo import RING_SHARE, Computation, Instruction, collectives, executed, parse, type_bytes
+from src.extras.aot.topology import parse_topology
 from src.extras.aot.train_compile import USAGE
-from src.parallel.topology import parse_topology
 from src.run.run_setup import configured
 from src.step.build import build
 from src.step.compiler_flags import compiler_options

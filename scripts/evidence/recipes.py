@@ -19,7 +19,8 @@ from ml_collections import FrozenConfigDict
 
 from src.config.yaml import parse_keys
 from src.extras.aot.report import describe
-from src.parallel.topology import Topology, parse_topology, peak_flops
+from src.extras.aot.topology import Topology, parse_topology
+from src.parallel.chips import peak_flops
 from src.run import resolve_config
 from src.run.metrics import duration
 from src.system.exit_codes import run_command

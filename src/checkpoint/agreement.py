@@ -1,12 +1,12 @@
 """Reads checkpoints so that all processes of a job get the same result, or fail with the same error."""
 
-import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 from jax.experimental import multihost_utils
 
+from src.data.host_arrays import gather_json
 from src.system.errors import TransientError, UserError
 from src.system.storage_errors import DamagedError, Failure, failure_of, one_line, retried
 
@@ -36,11 +36,8 @@ def on_all_processes(read: Callable[[], T]) -> T:
 
 
 def of_process_0(read: Callable[[], Any]) -> Any:
-    """Broadcasts the result of `read()` on process 0, a JSON value; raises as `on_all_processes` does.
+    """Gives every process the result of `read()` on process 0, a JSON value; raises as `on_all_processes` does.
 
     Processes may see a folder in different states, and replicas must not start from different checkpoints.
     """
-    content = np.frombuffer(json.dumps(on_all_processes(read)).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.array(content.size)))
-    padded = np.concatenate([content, np.zeros(size, np.uint8)])[:size]
-    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
+    return gather_json(on_all_processes(read))[0]

@@ -9,10 +9,10 @@ import numpy as np
 
 from src.checkpoint.run_folder import RunFolder, absolute
 from src.config.load import compare_runs, from_yaml
-from src.config.schema import Checkpoint, Config
+from src.config.schema import Config
 from src.data.batch_schedule import BatchSchedule
 from src.data.host_arrays import to_global
-from src.data.types import Tokenizer
+from src.data.types import DataPosition, InputSpec, TrainData
 from src.step.plan import StepPlan
 from src.step.state import TrainState
 from src.system.errors import UserError
@@ -40,14 +40,20 @@ def saved_entries(plan: StepPlan, state: TrainState) -> dict[str, Any]:
 
 
 def saved_meta(
-    plan: StepPlan, loading: Checkpoint, fingerprint: Mapping[str, Any], tokenizer: Tokenizer | None
+    plan: StepPlan, inputs: InputSpec, data: TrainData, start: DataPosition, fingerprint: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Builds the metadata to save with a checkpoint's arrays; `loading` tells which weights the run started from."""
-    vocab_size, tokenizer_facts = plan.spec.vocab_size, tokenizer.fingerprint() if tokenizer else None
-    meta = {"data": fingerprint, "vocab_size": vocab_size, "tokenizer": tokenizer_facts}
+    """Builds the metadata that all checkpoints of a run have beside their arrays; `start`: where its data begin."""
+    meta = {
+        "data": fingerprint,
+        "vocab_size": plan.spec.vocab_size,
+        "tokenizer": inputs.tokenizer.fingerprint() if inputs.tokenizer else None,
+        "rows_before": start.rows_before,
+        "mixture": {"names": data.names, "weights": data.weights},
+    }
     if plan.step.lora_rank:
         from src.checkpoint.load_weights import identity
 
+        loading = inputs.config.checkpoint
         meta["lora"] = {
             "rank": plan.step.lora_rank,
             "alpha": plan.step.lora_alpha,

@@ -6,39 +6,54 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from src.checkpoint.format import DataPosition
 from src.config.dataset_spec import SETTINGS, all_specs, train_specs, train_weights
 from src.config.schema import Data
 from src.data.batch_schedule import RAMP_KEYS
-from src.data.best_fit import documents_consumed, remap_position
 from src.data.fingerprint import EVALUATION, TOKENIZER_KEYS
 from src.data.order import Mixture
 from src.data.rules import RULES_FACT, describe_rules, rules_of
+from src.data.stream_positions import documents_consumed, remap_position
+from src.data.types import DataPosition
 from src.system.errors import UserError, changed_keys, first_few
 
 # Keys that change each entry of the data's fingerprint: naming one of them in `accept_changes` accepts the change. The
 # first key is recommended to a user whose configuration has not changed.
 SOURCE_KEYS = ("dataset_path", *(keys[0] for keys in SETTINGS.values()), "datasets", "use_sft")
 HELD_OUT_KEYS = ("eval_interval", "eval_fraction", "eval_dataset_path", "eval_dataset_name", "eval_datasets")
+_ACCEPTED_BY = """
+global batch: per_device_batch_size gradient_accumulation_steps
+batch ramp: RAMP
+packing of conversations: packing SOURCE
+long_documents: long_documents packing
+max_target_length: max_target_length
+packing: packing
+batch_transform: batch_transform
+data_shuffle_seed: data_shuffle_seed
+code batch_transform: batch_transform
+code loss: loss
+data rules: data_rules
+source max_document_bytes: max_document_bytes SOURCE
+source pieces: SOURCE max_document_bytes
+source part: HELD_OUT SOURCE
+source weights: datasets SOURCE
+source code: dataset_factory SOURCE
+source seed: data_shuffle_seed SOURCE
+source vocab_size: vocab_size SOURCE
+tokenizer: TOKENIZER
+chat template: tokenizer_path use_sft
+sft_train_on_completion_only: sft_train_on_completion_only use_sft
+evaluation: EVALUATION eval_metrics decode_metrics evaluation
+"""
+_GROUPS = {
+    "RAMP": RAMP_KEYS,
+    "SOURCE": SOURCE_KEYS,
+    "HELD_OUT": HELD_OUT_KEYS,
+    "TOKENIZER": TOKENIZER_KEYS,
+    "EVALUATION": HELD_OUT_KEYS[2:],
+}
 ACCEPTED_BY = {
-    "global batch": ("per_device_batch_size", "gradient_accumulation_steps"),
-    "batch ramp": RAMP_KEYS,
-    "packing of conversations": ("packing", *SOURCE_KEYS),
-    "long_documents": ("long_documents", "packing"),
-    **{key: (key,) for key in ("max_target_length", "packing", "batch_transform", "data_shuffle_seed")},
-    **{f"code {key}": (key,) for key in ("batch_transform", "loss")},
-    RULES_FACT: ("data_rules",),
-    "source max_document_bytes": ("max_document_bytes", *SOURCE_KEYS),
-    "source pieces": (*SOURCE_KEYS, "max_document_bytes"),
-    "source part": (*HELD_OUT_KEYS, *SOURCE_KEYS),
-    "source weights": ("datasets", *SOURCE_KEYS),
-    "source code": ("dataset_factory", *SOURCE_KEYS),
-    "source seed": ("data_shuffle_seed", *SOURCE_KEYS),
-    "source vocab_size": ("vocab_size", *SOURCE_KEYS),
-    **dict.fromkeys([f"tokenizer {name}" for name in ("type", "vocab_size", "digest", "bos", "eos")], TOKENIZER_KEYS),
-    "chat template": ("tokenizer_path", "use_sft"),
-    "sft_train_on_completion_only": ("sft_train_on_completion_only", "use_sft"),
-    EVALUATION: (*HELD_OUT_KEYS[2:], "eval_metrics", "decode_metrics", EVALUATION),
+    entry: tuple(key for word in keys.split() for key in _GROUPS.get(word, (word,)))
+    for entry, _, keys in (line.partition(": ") for line in _ACCEPTED_BY.strip().splitlines())
 }
 LATER = {"file", "contents", "lines", "code", EVALUATION}  # first words of entries that older fingerprints lack
 Facts = Mapping[str, Any]  # a checkpoint's meta, or a data fingerprint

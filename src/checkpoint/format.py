@@ -1,5 +1,6 @@
 """Defines a checkpoint's parts: arrays by dotted name, a checksum of its meta, and a file of evaluations."""
 
+import functools
 import json
 import zlib
 from collections.abc import Mapping
@@ -7,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from etils import epath
 
 from src.system.json_text import parse_json
@@ -31,15 +31,6 @@ class HostArray:
     shape: tuple[int, ...] = ()
 
 
-class DataPosition(NamedTuple):
-    """Holds the point in the data from which a run continues."""
-
-    streams: np.ndarray | None = None  # int32 [B, S, 2], per packing stream and source; None: at the start
-    rows_taken: int = 0  # see `data_position.rows_consumed`
-    rows_before: Mapping[str, int] = {}
-    saved: Mapping[str, Any] = {}  # this process's state of each `StreamSource`, by name
-
-
 def read_evaluations(checkpoints: epath.Path) -> dict[str, Any]:
     """Reads the results of evaluations made at checkpoints, by checksum; {} without a readable file."""
     try:
@@ -55,8 +46,5 @@ def checksum_of(content: Mapping[str, Any]) -> int:
 
 def flatten(state: Any) -> dict[str, Any]:
     """Names the leaves with dots, so that files do not depend on the types of optax's containers."""
-    return {_dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
-
-
-def _dotted(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    dotted = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    return {dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}

@@ -71,15 +71,10 @@ def restore_any(path: epath.PathLike, abstract_of: AbstractOf, what: str) -> Res
     return Restored(state, meta, [*messages, f"restored {what} from checkpoint {step} of {folder}."])
 
 
-def checkpoint_identity(path: epath.PathLike) -> str:
-    """Makes a text that identifies the newest readable checkpoint at `path`; raises UserError without one."""
+def newest_meta(path: epath.PathLike) -> tuple[dict[str, Any], str]:
+    """Reads the meta of the newest readable checkpoint at `path`, and a text that identifies it; else UserError."""
     step, (meta, saved), _ = first_good(*_find_steps(path), _read_meta)
-    return f"step {step}, {checksum_of({'meta': meta, 'arrays': saved}):08x}"
-
-
-def newest_meta(path: epath.PathLike) -> dict[str, Any]:
-    """Reads the meta of the newest readable checkpoint at `path`; raises UserError without one."""
-    return first_good(*_find_steps(path), _read_meta)[1][0]
+    return meta, f"step {step}, {checksum_of({'meta': meta, 'arrays': saved}):08x}"
 
 
 def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:

@@ -8,11 +8,11 @@ import jax
 from src.checkpoint.agreement import of_process_0
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.contents import saved_entries
-from src.checkpoint.format import DataPosition, HostArray, Restored
+from src.checkpoint.format import HostArray, Restored
 from src.checkpoint.run_folder import absolute, steps_in
-from src.config.schema import Checkpoint, Data, Run
+from src.config.schema import Checkpoint, Run
 from src.data.rules import PRESENT_RULES, RULES_FACT, rules_of
-from src.data.types import Tokenizer
+from src.data.types import START, DataPosition, InputSpec
 from src.model.params import Tree, by_path, join
 from src.step.plan import StepPlan
 from src.step.state import TrainState, init_state
@@ -24,7 +24,7 @@ class ResumePoint(NamedTuple):
 
     state: TrainState
     messages: list[str]  # for the user
-    position: DataPosition = DataPosition()  # in the training data
+    position: DataPosition = START  # in the training data
     eval_position: Mapping[str, Any] = {}  # `EvalBatches.position` of each rolling evaluation set, by name
     resumed: bool = False  # from the run's own checkpoint
     eval_loss: float | None = None  # of the evaluation at that step: the highest over its sets
@@ -32,20 +32,19 @@ class ResumePoint(NamedTuple):
 
 
 def starting_state(
-    loading: Checkpoint,
-    data: Data,
+    inputs: InputSpec,
     accept_changes: Sequence[str],
     plan: StepPlan,
     abstract: TrainState,
     checkpointer: Checkpointer,
     fingerprint: Mapping[str, Any],
-    tokenizer: Tokenizer | None,
 ) -> ResumePoint:
     """Restores or initialises the state, its position in the data of `fingerprint`, and messages for the user.
 
     Raises UserError if all checkpoints of the run are damaged, if it is resumed with a different model or data, or if
     it begins with weights that were trained with another tokenizer.
     """
+    loading = inputs.config.checkpoint
     wanted = {**saved_entries(plan, abstract), "data_position": HostArray(plan.layout.sharding(()))}
     if restored := checkpointer.restore_latest(wanted):
         if plan.step.lora_rank:  # a checkpoint of adapters lacks the base weights
@@ -55,7 +54,7 @@ def starting_state(
             weights, _, _ = load_weights(loading.load_parameters_path, all_weights(abstract), loading.load_ema)
             restored.state["frozen"] = plan.split(weights).frozen
         restored.messages.append(f"resumed from step {int(restored.state['step'])}")
-        point = _resume_point(restored, data, accept_changes, fingerprint)
+        point = _resume_point(restored, inputs, accept_changes, fingerprint)
         due = "eval_loss" not in restored.meta and restored.meta.get("evaluation_due", False)
         return point._replace(resumed=True, eval_loss=restored.meta.get("eval_loss"), evaluation_due=due)
     if path := loading.load_full_state_path:
@@ -65,31 +64,34 @@ def starting_state(
         # src/config/checks.py refuses adapters here, because load_parameters_path, which names their base, is not set.
         restored = restore_any(path, lambda meta, saved: wanted, ", ".join(wanted))
         check_vocabulary(plan.spec.vocab_size, restored.meta)
-        return _resume_point(restored, data, accept_changes, fingerprint)
+        return _resume_point(restored, inputs, accept_changes, fingerprint)
     if not (loading.load_parameters_path or loading.load_weights_rules):
         return ResumePoint(new_state(plan, abstract), [])
-    from src.checkpoint.load_weights import check_tokenizer, check_vocabulary, load_by_rules, load_weights
+    from src.checkpoint.load_weights import check_tokenizer, check_vocabulary, load_weights
 
     whole, ema = all_weights(abstract), loading.load_ema
-    by_rules, metas, messages = load_by_rules(loading.load_weights_rules, whole, plan.axes, ema)
-    weights = by_rules
+    weights, metas, messages = {}, [], []
+    if loading.load_weights_rules:
+        from src.extras.weights_by_rules import load_by_rules
+
+        weights, metas, messages = load_by_rules(loading.load_weights_rules, whole, plan.axes, ema)
     if path := loading.load_parameters_path:
-        weights, meta, notes = load_weights(path, whole, ema)
-        metas, messages, weights = [meta, *metas], [*notes, *messages], join(weights, by_rules)
+        others, meta, notes = load_weights(path, whole, ema)
+        weights, metas, messages = join(others, weights), [meta, *metas], [*notes, *messages]
     for meta in metas:
         check_vocabulary(plan.spec.vocab_size, meta)
-        check_tokenizer(accept_changes, meta, tokenizer)
+        check_tokenizer(accept_changes, meta, inputs.tokenizer)
     return ResumePoint(new_state(plan, abstract, weights), messages)
 
 
 def _resume_point(
-    restored: Restored, data: Data, accept_changes: Sequence[str], fingerprint: Mapping[str, Any]
+    restored: Restored, inputs: InputSpec, accept_changes: Sequence[str], fingerprint: Mapping[str, Any]
 ) -> ResumePoint:
     from src.checkpoint.data_position import data_position
 
     entries, meta, messages = restored
     step, streams = int(entries["step"]), entries["data_position"]
-    position, moved = data_position(step, streams, meta, data, accept_changes, fingerprint)
+    position, moved = data_position(step, streams, meta, inputs.data, accept_changes, fingerprint)
     return ResumePoint(TrainState.of(entries), [*messages, *moved], position, meta.get("eval_position", {}))
 
 
@@ -105,7 +107,7 @@ def run_rules(run: Run, loading: Checkpoint) -> int:
         return PRESENT_RULES
     from src.checkpoint.restore import newest_meta
 
-    facts = newest_meta(path).get("data", {RULES_FACT: PRESENT_RULES})  # absent for weights that were converted
+    facts = newest_meta(path)[0].get("data", {RULES_FACT: PRESENT_RULES})  # absent for weights that were converted
     if (version := rules_of(facts)) > PRESENT_RULES:
         raise UserError(f"{path} has data rules of version {version}: use the MinText that wrote it, or a later one")
     return version

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import itertools
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -21,6 +22,8 @@ from src.system.storage_errors import Failure, StoreError, failure_of, one_line
 # Files and folders that a run writes into its folder.
 FILES = ("config.yml", "environment.json", "metrics.jsonl", "report.html", "sample.txt")
 FOLDERS = ("checkpoints", "tensorboard")
+# A run's config.yml, which may be empty after a crash. No other is replaced.
+_OWN_CONFIG = rb"(?s)run_name: .*\nbase_output_directory: .*\nmodel_name: .*\naccept_changes: |\Z"
 
 
 class RunFolder:
@@ -68,9 +71,7 @@ class RunFolder:
         config, found = self.path / "config.yml", [name for name in FILES if (self.path / name).exists()]
         if not found or (self.path / "checkpoints").exists():
             return
-        from src.system.outputs import is_own
-
-        if not (config.exists() and is_own("run", config)):
+        if not (config.exists() and re.match(_OWN_CONFIG, config.read_bytes())):
             there = f"{self.path / found[0]} exists, and {config} is not from a run"
             raise UserError(f"{there}: a run would replace it. Move it away, or use another run_name")
 

@@ -46,7 +46,7 @@ def layout_of(inputs: InputSpec) -> RowLayout:
         return one_per_row
     if not inputs.data.use_sft:
         return concatenate
-    from src.data.best_fit import best_fit
+    from src.extras.conversation_packing import best_fit
 
     return best_fit
 

@@ -85,7 +85,7 @@ class EvalBatches:
         """Counts the epochs in the batches taken so far; every process calls it, as `position`."""
         if (rows := rows_per_epoch(self._inputs, self._source)) is not None:
             return self._rows_taken / rows
-        from src.data.best_fit import documents_consumed
+        from src.data.stream_positions import documents_consumed
 
         return float(documents_consumed(np.array(self.position()["lanes"], np.int32)).sum()) / len(self._source)
 
@@ -94,7 +94,7 @@ class EvalBatches:
         if position is not None:
             self._rows_taken, positions = position["rows_taken"], np.array(position["lanes"], np.int32)
             if len(positions) != self._global_batch:
-                from src.data.best_fit import remap_position
+                from src.data.stream_positions import remap_position
 
                 positions = remap_position(positions, self._global_batch)
             positions = positions[list(self._rows)]

@@ -8,7 +8,7 @@ B: rows of a batch, over all hosts.  T: tokens per row.  S: sources.
 import collections
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from src.data.document_stream import encode
 from src.data.order import Mixture
 from src.data.packing import SourcePacker, empty_batch
 from src.data.source_packer import SourceStart, source_packer
-from src.data.types import InputSpec, RowArrays, RowSource, Source, TrainData, is_stream
+from src.data.types import START, DataPosition, InputSpec, RowArrays, RowSource, Source, TrainData, is_stream
 from src.system.errors import UserError
 
 _BATCHES_AHEAD = 6  # lets threads drift apart by a few batches without waiting for each other
@@ -40,10 +40,7 @@ def train_batches(
     data: TrainData,
     streams: Sequence[int],
     global_batch: int,
-    rows_taken: int = 0,
-    position: np.ndarray | None = None,
-    rows_before: Mapping[str, int] | None = None,
-    saved: Mapping[str, Any] | None = None,
+    position: DataPosition = START,
     schedule: BatchSchedule | None = None,
     first_step: int = 0,
 ) -> Iterator[HostBatch]:
@@ -51,10 +48,7 @@ def train_batches(
 
     `streams` are the packing streams whose rows this host makes: without a ramp, these are the rows' numbers in the
     global batch (see `host_rows`). `schedule` has the batch sizes from `first_step` on; None: `global_batch` always.
-    `rows_taken` counts the run's earlier rows, over all hosts. `position` and `saved` are `stream_positions` and
-    `saved` of the previous batch; None starts every source from its beginning. `rows_before` counts, by the name of
-    each source of rows, the rows taken before `rows_taken` was last reset. Raises UserError if a source has less text
-    than one row.
+    Raises UserError if a source has less text than one row.
     """
     packers = []
     for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
@@ -65,13 +59,14 @@ def train_batches(
                 "max_target_length to less, or give a dataset_path with more text"
             )
         start = SourceStart(
-            rows=(rows_before or {}).get(name, 0),
-            positions=None if position is None else position[:, index],
-            saved=(saved or {}).get(name),
+            rows=position.rows_before.get(name, 0),
+            positions=None if position.streams is None else position.streams[streams, index],
+            saved=position.saved.get(name),
         )
         packers.append(source_packer(inputs, source, streams, global_batch, name, start))
     schedule = schedule or BatchSchedule(global_batch)
-    return HostBatchLoader(inputs, packers, Mixture(data.weights), streams, schedule).batches(rows_taken, first_step)
+    loader = HostBatchLoader(inputs, packers, Mixture(data.weights), streams, schedule)
+    return loader.batches(position.rows_taken, first_step)
 
 
 class HostBatchLoader:

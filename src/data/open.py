@@ -4,6 +4,7 @@ import importlib
 
 import numpy as np
 
+from src import installing
 from src.config.dataset_spec import DatasetSpec, eval_specs, names_eval_data, train_specs, train_weights
 from src.config.schema import Evaluation
 from src.data import order
@@ -14,7 +15,7 @@ AnySource = Source | RowSource
 READERS = {  # dataset_type -> the module whose `open_source(spec, inputs)` opens it
     "text": "src.data.readers.text",
     "synthetic": "src.data.readers.synthetic",
-    "custom": "src.data.readers.custom",
+    "custom": "src.extras.readers.custom",
     "tfds": "src.extras.readers.tfds",
     "array_record": "src.extras.readers.array_record",
     "parquet": "src.extras.readers.parquet",
@@ -61,7 +62,7 @@ def open_source(spec: DatasetSpec, inputs: InputSpec) -> AnySource:
     except ImportError as error:
         extra = "streams" if spec.dataset_type == "hf" else "data"
         missing = f"{spec.setting('dataset_type')}: {error.name} is not installed"
-        raise UserError(f"{missing}. bash setup.sh {extra} installs it") from error
+        raise UserError(f"{missing}. {installing(extra)} installs it") from error
     if is_stream(source):
         source.check_hosts_differ()
     return source

@@ -4,7 +4,7 @@ Packing stream j fills row j of every batch (in a ramp, stream n mod B fills row
 hosts share nothing, and any number of hosts gives the same batches. A document of n ids has n - 1 inputs, `ids[:-1]`,
 with the targets `ids[1:]`; sizes, offsets and the length of a row all count targets. Each target of a stream's
 documents comes exactly once, wherever rows are cut. A layout plans the rows: texts are concatenated and cut at T
-(`best_fit.py` is for conversations).
+(`best_fit` in src/extras/conversation_packing.py is for conversations).
 
 T: tokens per row.  B: rows of a batch, over all hosts.
 """
@@ -28,8 +28,9 @@ Items = Callable[[int], Sequence[Document]]
 Sizes = Callable[[int], Sequence[int] | None]
 
 # The point at which a stream resumes: (finished items, targets taken from the next item). `best_fit` encodes the second
-# number differently.
+# number differently: negative numbers have PLACED_BITS bits for the later items that are finished.
 Position = tuple[int, int]
+PLACED_BITS = 19
 
 
 class Segment(NamedTuple):

@@ -42,7 +42,7 @@ def source_packer(
     """
     packer: SourcePacker
     if is_stream(source):
-        from src.data.streams import StreamPacker
+        from src.extras.readers.streams import StreamPacker
 
         packer = StreamPacker(inputs, source, len(streams), global_batch, start.saved)
     elif (count := rows_per_epoch(inputs, source)) is not None:

@@ -49,7 +49,7 @@ def make_tokenizer(data: Data, vocab_size: int, needed_by: str = "") -> Tokenize
         case "byte":
             tokenizer = ByteTokenizer()
         case "sentencepiece":
-            from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
+            from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 
             tokenizer = SentencePieceTokenizer(data.tokenizer_path)
         case _:

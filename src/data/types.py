@@ -101,6 +101,18 @@ class TrainData(NamedTuple):
     weights: tuple[float, ...]
 
 
+class DataPosition(NamedTuple):
+    """Holds the point in the training data from which a run continues."""
+
+    streams: np.ndarray | None = None  # int32 [B, S, 2]: where each packing stream resumes in each source; None: start
+    rows_taken: int = 0  # earlier rows of the run, over all hosts, since the batch or the data last changed
+    rows_before: Mapping[str, int] = {}  # for each source of rows, by name: the rows taken before `rows_taken`
+    saved: Mapping[str, Any] = {}  # this process's state of each `StreamSource`, by name
+
+
+START = DataPosition()
+
+
 class EvalSet(NamedTuple):
     """Holds an evaluation set: its name in the config ("" for a single set), source, and batches (-1: one epoch)."""
 

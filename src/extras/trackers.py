@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Self
 
 import jax
 
+from src import installing
 from src.checkpoint.run_folder import RunFolder, is_remote
 from src.config.load import from_yaml
 from src.config.schema import KEYS, defaults
@@ -61,7 +62,7 @@ class Tracking:
             spec = find_spec(name)
             # A `wandb` folder of offline runs looks like a package without origin.
             if spec is None or spec.origin is None:
-                raise UserError(f"report_to={name} needs a package that is not installed: bash setup.sh trackers")
+                raise UserError(f"report_to={name} needs a package that is not installed: {installing('trackers')}")
         if "mlflow" in report_to and not os.environ.get("MLFLOW_TRACKING_URI"):
             raise UserError(
                 "report_to=mlflow needs the environment variable MLFLOW_TRACKING_URI, such as http://HOST:5000; for a "

@@ -17,8 +17,8 @@ from src.model import params
 from src.model.block_scaled import BlockProducts
 from src.model.low_precision import FORMATS, Coded, Products, aligned, encode, largest
 from src.model.selection import Place, Quantization, multiplied, require_matches
+from src.parallel.chips import compute_capability, kinds_with, peak_flops
 from src.parallel.mesh import Layout
-from src.parallel.topology import compute_capability, kinds_with, peak_flops
 from src.system.errors import UserError, first_few
 
 EXCLUDED = Keys().quantization_exclude  # not every model has all of these

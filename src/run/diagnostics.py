@@ -1,20 +1,23 @@
 """Helps with runs that hang, crash, are slow or too large: stack traces, profiles, reports, advice on memory."""
 
 import contextlib
+import faulthandler
+import socket
 import statistics
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import jax
 import numpy as np
 
-from src.checkpoint.run_folder import RunFolder
+from src.checkpoint.run_folder import RunFolder, is_remote
 from src.config.command_keys import Diagnostics
-from src.system.errors import TRY_AGAIN, UserError, say
+from src.system.errors import TRY_AGAIN, UserError, say, show
 from src.system.exit_codes import end
 
 TIMED_STEPS = 10  # of a start, before the watch begins: the first step compiles, and with pgle=auto a later one too
@@ -25,7 +28,7 @@ def stack_traces(keys: Diagnostics) -> contextlib.AbstractContextManager[None]:
     """Writes all threads' stacks at an interval, on SIGUSR1 and on a crash, if `collect_stack_trace` is set."""
     if not keys.collect_stack_trace:
         return contextlib.nullcontext()
-    from src.run import stack_traces
+    from src.extras import stack_traces
 
     return stack_traces.written(keys)
 
@@ -106,9 +109,6 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         if self._keys.hang_after_steps:
-            from src.run.hang_report import HangReport  # now, as a disk may be what hangs
-
-            self._hang_report = HangReport
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
@@ -153,6 +153,41 @@ class Watchdog:
             end(TRY_AGAIN, "error: a hang, and hang_action=exit: run the same command to resume", at_once=True)
 
     def _report(self, problem: str) -> None:
+        """Writes hang-*.txt to the run's folder, or to stderr if that fails, and prints its location."""
+        process = jax.process_index()
+        name = time.strftime(f"hang-%Y-%m-%d-%H-%M-%S-process-{process}.txt")
+        local, where = self._folder.local / name, self._folder.path / name
+        try:
+            local.parent.mkdir(parents=True, exist_ok=True)
+            with local.open("x", encoding="utf-8") as out:
+                self._describe(problem, out)
+        except Exception as error:  # keep watching even if the report fails
+            where = f"stderr, because {where} cannot be written: {error}"
+            self._describe(problem, sys.stderr)
+        else:
+            if is_remote(self._folder.path):  # in a thread, because the store may be the one that does not answer
+                threading.Thread(target=lambda: where.write_text(local.read_text("utf-8")), daemon=True).start()
+        show(f"process {process}: {problem}: stacks, data position and device memory are in {where}")
+
+    def _describe(self, problem: str, out: TextIO) -> None:
+        """Prints the stacks of all threads, the position in the data, and the devices' memory."""
         dispatched, rows_taken, positions = self._at
-        of_rows = list(zip(self._rows, positions.tolist(), strict=True))
-        self._hang_report(problem, self._limit, dispatched, rows_taken, self._sources, of_rows).write(self._folder)
+        lines = [
+            f"{socket.gethostname()}, process {jax.process_index()}: {problem}, at {time.strftime('%F %T %z')}.",
+            f"Step {dispatched - 1} has ended, step {dispatched} was dispatched; the limit is {self._limit:.3g} s.",
+            f"\nThe run has taken {rows_taken:,} rows. Each of this host's rows continues with",
+        ]
+        for row, places in zip(self._rows, positions.tolist(), strict=True):
+            pairs = zip(self._sources, places, strict=True)
+            lines.append(f"  row {row}: {'; '.join(f'{s} document {n}, token {t}'.strip() for s, (n, t) in pairs)}")
+        lines += ["\nThreads", *(f"  {thread.ident or 0:#018x} {thread.name}" for thread in threading.enumerate())]
+        print(*lines, sep="\n", file=out, flush=True)
+        faulthandler.dump_traceback(out, all_threads=True)
+        print("\nDevice memory", file=out, flush=True)  # last, because the devices may not answer
+        for device in jax.local_devices():
+            try:
+                stats = device.memory_stats() or {}
+                known = [f"{name} {size / 2**30:.2f} GiB" for name, size in stats.items() if "bytes" in name]
+            except Exception as error:  # the device has failed, which may be why the step hangs
+                known = [f"{type(error).__name__}: {error}"]
+            print(f"  {device}: {', '.join(known) or 'not reported'}", file=out, flush=True)

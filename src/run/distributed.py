@@ -11,33 +11,30 @@ from src import FOLDER
 from src.config.schema import Mesh
 from src.config.yaml import dump
 from src.run.environment import version, versions
-from src.system import job, rendezvous
+from src.system import exit_codes, rendezvous
 from src.system.errors import show
-from src.system.exit_codes import end_now
-from src.system.job import ClusterEnv
 
 # Keys that may differ between the processes of a job: the process's index, and the local paths of shared files. The
 # fingerprint of training data and tokenizer shows whether their contents are the same (src/data/host_arrays.py).
 PER_PROCESS_KEYS = ("process_id", "coordinator_address", "jax_cache_dir", "dataset_path", "datasets", "tokenizer_path")
 
 
-def start_distributed(cluster: ClusterEnv, mesh: Mesh, settings: Mapping[str, str]) -> None:
-    """Joins a job of several processes.
+def start_distributed(cluster: tuple[str, int, int], mesh: Mesh, settings: Mapping[str, str]) -> None:
+    """Joins a job of several processes; `cluster`: address, number and index, as `jax.distributed.initialize` takes.
 
     Raises UserError if they differ in `settings` (`job_settings`), TransientError if not all of them connect.
     """
     timeout, silence = mesh.jax_distributed_initialization_timeout, mesh.jax_distributed_heartbeat_timeout_seconds
-    print(f"waiting for {cluster.num_processes} processes at {cluster.coordinator_address}", flush=True)
+    address, count, process_id = cluster
+    print(f"waiting for {count} processes at {address}", flush=True)
     disagree = (
         "the processes of this job were started with different configurations, code or packages: give all of them the "
         f"same, except {', '.join(PER_PROCESS_KEYS)}"
     )
-    meeting = rendezvous.Meeting(
-        cluster.coordinator_address, cluster.num_processes, settings, timeout, silence, disagree, show
-    )
-    job.current = rendezvous.Job(cluster.process_id, meeting.join(cluster.process_id), end_now)
+    meeting = rendezvous.Meeting(address, count, settings, timeout, silence, disagree, show)
+    exit_codes.job = rendezvous.Job(process_id, meeting.join(process_id), exit_codes.end_now)
     # Registered after JAX's exit handler, which waits for the other processes, so that this runs before it.
-    atexit.register(job.current.leave)
+    atexit.register(exit_codes.job.leave)
     # JAX aborts a process without explanation when heartbeats, sent at half this interval, stop: ours must come first.
     jax.distributed.initialize(*cluster, initialization_timeout=timeout, heartbeat_timeout_seconds=6 * silence)
 

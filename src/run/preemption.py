@@ -109,9 +109,10 @@ class Preemption:
             with contextlib.suppress(Exception):  # the run ends even if saving fails
                 if not self._distributed:  # the other processes are blocked in a step and cannot save
                     self.save()
-            note = f"; {describe_latest(self._folder)}" if self._folder else ""
-            hung = f"asked to end, but no data has arrived for {bound:.0f} s"
-            end(TRY_AGAIN, f"{hung}: the data reader hangs{note}", at_once=True)
+            self._end(TRY_AGAIN, f"asked to end, but no data has arrived for {bound:.0f} s: the data reader hangs")
+
+    def _end(self, code: int, message: str) -> None:
+        end(code, message + (f"; {describe_latest(self._folder)}" if self._folder else ""), at_once=True)
 
     def _is_asked(self) -> bool:
         if not self._distributed:
@@ -126,8 +127,7 @@ class Preemption:
         asked = False
         while number := os.read(self._reader, 1)[0]:
             if number == signal.SIGINT and asked:
-                note = f"; {describe_latest(self._folder)}" if self._folder else ""
-                end(INTERRUPTED, f"interrupted{note}", at_once=True)
+                self._end(INTERRUPTED, "interrupted")
             if number == signal.SIGINT:
                 note = "Finishing this step, then saving. Press Ctrl-C again to stop immediately."
                 print(note, file=sys.stderr, flush=True)

@@ -62,7 +62,7 @@ class Recorder:
         self._flops, self._devices = flops, mesh.size
         self._peak: float | None = None  # CPUs have no published peak rate
         if (device := mesh.devices.flat[0]).platform != "cpu":
-            from src.parallel.topology import run_peak
+            from src.parallel.chips import run_peak
 
             self._peak = run_peak(device.device_kind, keys.dtype, keys.matmul_precision)
         self._pending: tuple[int, Metrics, int, float] | None = None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.contents import compare_configs
+from src.checkpoint.contents import compare_configs, saved_meta
 from src.checkpoint.resume import starting_state
 from src.checkpoint.run_folder import RunFolder, dated_name, in_run_folder
 from src.config import load as configuration
@@ -29,7 +29,7 @@ from src.run.metrics import MetricsLog, StepPrinter, eval_key, eval_sets
 from src.run.preemption import Preemption
 from src.run.recorder import Recorder, Result
 from src.run.saver import Saver
-from src.run.summary import dates, ending, next_commands, print_header, run_header, stopped
+from src.run.summary import dates, ending, print_header, run_header, stopped
 from src.step.build import build
 from src.step.eval_step import ALWAYS
 from src.step.plan import Batch
@@ -102,16 +102,7 @@ class Run:
         self._exits.callback(self._checkpointer.close)
         changes = compare_configs(config, folder)
         accepted = (*config.run.accept_changes, *[EVALUATION] * (not config.evaluation.target_eval_loss))
-        start = starting_state(
-            config.checkpoint,
-            config.data,
-            accepted,
-            self.plan,
-            self.built.state,
-            self._checkpointer,
-            self._fingerprint,
-            inputs.tokenizer,
-        )
+        start = starting_state(inputs, accepted, self.plan, self.built.state, self._checkpointer, self._fingerprint)
         self.start, self.state, self.done = start, start.state, int(start.state.step)
         steps = config.run.steps
         if self.done > steps or (self.done == steps and not start.resumed):
@@ -131,18 +122,9 @@ class Run:
 
     def _open_batches(self) -> None:
         self._streams, position = self.schedule.streams()[self.rows], self.start.position
-        self._rows_taken = position.rows_taken
+        self._rows_taken, schedule = position.rows_taken, self.schedule
         self._batches = train_batches(
-            self.inputs,
-            self.data,
-            self._streams,
-            self.built.rows,
-            rows_taken=position.rows_taken,
-            position=None if position.streams is None else position.streams[self._streams],
-            rows_before=position.rows_before,
-            saved=position.saved,
-            schedule=self.schedule,
-            first_step=self.done,
+            self.inputs, self.data, self._streams, schedule.rows, position, schedule, self.done
         )
         self._exits.callback(self._batches.close)  # not before the report: it waits for rows that are being prepared
 
@@ -190,20 +172,11 @@ class Run:
         if self.eval_sets and not self.evaluators:
             raise ValueError("this run has evaluation sets: call evaluate_by before its steps")
         self.recorder = self._open_log()
-        self._saver = Saver(
-            config.checkpoint,
-            config.evaluation,
-            self.folder,
-            built,
-            self.rows,
-            self._checkpointer,
-            start,
-            self.recorder,
-            self._fingerprint,
-            self.inputs.tokenizer,
-            self.data,
-            eval_sources=[each.source for each in self.evaluators],
-        )
+        meta = saved_meta(self.plan, self.inputs, self.data, start.position, self._fingerprint)
+        eval_sources = [each.source for each in self.eval_sets]
+        sources = [*self.data.sources, *eval_sources * bool(config.evaluation.target_eval_loss)], eval_sources
+        settings = start, self.recorder, meta, sources, config.checkpoint.enable_checkpointing
+        self._saver = Saver(self.folder, built, self.rows, self._checkpointer, *settings)
         self._narrow = None
         if any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(self.state.weights.trainable)):
             from src.run.narrow_weights import NarrowWeights
@@ -368,8 +341,10 @@ class Run:
         folder.sync()
         if self._report:
             say([f"report: {self._report.finish()}"])
-        if config.checkpoint.enable_checkpointing and not (self.stopped_by or config.run.quiet):
-            say(next_commands(folder.path, tokenizer, config))
+        wanted = config.data, config.decoding.prompt, config.evaluation.eval_interval, config.run.steps
+        wants_commands = config.checkpoint.enable_checkpointing and not (self.stopped_by or config.run.quiet)
+        if wants_commands and (commands := optional("next_commands")):
+            say(commands.next_commands(folder.path, tokenizer, *wanted))
         metrics, eval_metrics = self.recorder.last if self._has_begun else {}, self.eval_metrics
         if self._report and not metrics:  # an earlier start made all steps
             metrics, last_eval = dict(self._report.history.last_train), self._report.history.last_eval

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import jax
 from ml_collections import ConfigDict
@@ -17,7 +18,14 @@ from src.parallel.slices import GPU_MEMORY_FRACTION
 from src.run import resolve_config
 from src.run.environment import version
 from src.system.errors import UserError, say, show
-from src.system.job import ClusterEnv
+
+
+class ClusterEnv(NamedTuple):
+    """This process's role in a cluster, as arguments of `jax.distributed.initialize`."""
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
 
 
 def configured(

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -10,19 +10,18 @@ import jax
 import numpy as np
 
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.contents import checkpoint_entries, saved_meta
+from src.checkpoint.contents import checkpoint_entries
 from src.checkpoint.format import EVALUATIONS, read_evaluations
 from src.checkpoint.resume import ResumePoint
 from src.checkpoint.run_folder import RunFolder, describe_latest, describe_step, latest_step
-from src.config.schema import Checkpoint, Evaluation
 from src.data.fingerprint import check_unchanged
 from src.data.host_arrays import gather_json
 from src.data.loader import HostBatch
-from src.data.types import RowSource, Source, Tokenizer, TrainData
+from src.data.types import RowSource, Source
 from src.run.recorder import NonFiniteError, Recorder
 from src.step.build import TracedStep
 from src.step.state import TrainState
-from src.system import job
+from src.system import exit_codes
 from src.system.errors import UserError, say
 
 KEPT_EVALUATIONS = 10  # so that a run that falls back to an older checkpoint need not repeat its evaluation
@@ -33,26 +32,20 @@ class Saver:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
-        evaluation: Evaluation,
         folder: RunFolder,
         built: TracedStep,
         rows: np.ndarray,
         checkpointer: Checkpointer,
         start: ResumePoint,
         recorder: Recorder,
-        fingerprint: Mapping[str, Any],
-        tokenizer: Tokenizer | None,
-        data: TrainData,
-        eval_sources: list[Source | RowSource],
+        meta: Mapping[str, Any],
+        sources: tuple[Sequence[Source | RowSource], Sequence[Source | RowSource]],
+        enabled: bool,
     ) -> None:
-        """`rows`: the indices of this host's rows in a global batch. `fingerprint`: the data's fingerprint."""
-        self._enabled, self._folder, self._built, self._rows = checkpoint.enable_checkpointing, folder, built, rows
-        self._checkpointer, self._recorder = checkpointer, recorder
-        self.meta = saved_meta(built.plan, checkpoint, fingerprint, tokenizer)  # of every checkpoint
-        self.meta |= {"eval_position": start.eval_position, "rows_before": start.position.rows_before}
-        self.meta["mixture"] = {"names": data.names, "weights": data.weights}
-        self._checked = [*data.sources, *eval_sources * bool(evaluation.target_eval_loss)], eval_sources
+        """`rows`: the indices of this host's rows in a global batch. `sources`: as `check_unchanged` takes them."""
+        self._folder, self._built, self._rows, self._sources = folder, built, rows, sources
+        self._checkpointer, self._recorder, self._enabled = checkpointer, recorder, enabled
+        self._meta = {**meta, "eval_position": start.eval_position}
         self._done, self._state = int(start.state.step), start.state
         self._saved = self._done if start.resumed else -1
         self._evaluated: dict[str, Any] = {}  # the results of this state's evaluation
@@ -60,7 +53,7 @@ class Saver:
     def reached(self, done: int, state: TrainState, batch: HostBatch, **meta: Any) -> None:
         """Takes the state after a step, its batch, and further `meta` for its checkpoint."""
         self._done, self._state, self._batch, self._evaluated = done, state, batch, {}
-        self.meta |= meta
+        self._meta |= meta
 
     def save(self) -> None:
         """Saves the state once, except while updates are skipped because they are not finite.
@@ -70,17 +63,17 @@ class Saver:
         if self._saved == self._done or self._recorder.skipped or not self._enabled:
             return
         try:
-            say(check_unchanged(*self._checked))
+            say(check_unchanged(*self._sources))
         except UserError as error:
             self._checkpointer.wait()
             error.kept_checkpoint = describe_latest(self._folder.path)
             raise
         self._sync()
         if self._batch.saved:
-            self.meta["streams"] = gather_json(self._batch.saved)
+            self._meta["streams"] = gather_json(self._batch.saved)
         positions, plan, schedule = self._batch.stream_positions, self._built.plan, self._built.schedule
         entries = checkpoint_entries(plan, self._state, positions, self._rows, schedule)
-        say(self._checkpointer.save(self._done, entries, self.meta | self._evaluated))
+        say(self._checkpointer.save(self._done, entries, self._meta | self._evaluated))
         self._saved = self._done
 
     def save_now(self) -> None:
@@ -99,8 +92,8 @@ class Saver:
         A run that is killed before that repeats the evaluation when it is resumed.
         """
         if position is not None:
-            self.meta["eval_position"] = position
-        self._evaluated = {"eval_loss": loss, "eval_position": self.meta["eval_position"]}
+            self._meta["eval_position"] = position
+        self._evaluated = {"eval_loss": loss, "eval_position": self._meta["eval_position"]}
         if self._saved == self._done:
             self._sync()
             known = read_evaluations(self._folder.path / "checkpoints")
@@ -139,7 +132,7 @@ class Saver:
             self._recorder.flush()
             gone = any(x.is_deleted() for x in jax.tree.leaves(self._state))
             alone = jax.process_count() == 1
-            agreed = alone or (job.current is not None and job.current.all_failed(place))
+            agreed = alone or (exit_codes.job is not None and exit_codes.job.all_failed(place))
             if gone or self._recorder.recorded != self._done or not agreed:
                 return
             self.save()

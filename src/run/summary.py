@@ -1,10 +1,7 @@
-"""Describes a run's settings and data before its first step, and the commands that use its model after its last."""
+"""Describes a run's settings and data before its first step, and how it ended after its last."""
 
 import datetime
-import os
-import shlex
 import signal
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
@@ -13,7 +10,7 @@ import numpy as np
 from src.checkpoint.run_folder import RunFolder, describe_step, latest_step
 from src.config import load as configuration
 from src.config.dataset_spec import DatasetSpec, train_specs
-from src.config.schema import KEYS, Config
+from src.config.schema import Config
 from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData, is_stream
 from src.model.flops import count_params, flops_per_token
@@ -21,7 +18,8 @@ from src.parallel.slices import describe_mesh
 from src.run.environment import read_environment
 from src.step.build import TracedStep
 from src.step.optimizer_rules import describe_rules
-from src.system.errors import UserError, counted, from_here, show
+from src.system.errors import UserError, counted, show
+from src.system.imports import optional
 
 _DOCUMENTS_LOOKED_AT = 8  # of each source
 _FEW_OF_ROW, _MANY_STEPS = 3, 100  # warn if a row reads fewer documents in a run of at least this many steps
@@ -63,49 +61,49 @@ def run_header(
     compiled = f"loaded from {file}" if (file := config.aot.compiled_trainstep_file) else compiled
     ramp = built.schedule.ramp
     mesh, whole = plan.layout.mesh, []
-    if mesh.size > 1:
-        from src.run.whole_arrays import whole_lines
+    if mesh.size > 1 and (whole_arrays := optional("aot.whole_arrays")):
+        from src.parallel.chips import memory_of
 
-        capacity = None
-        if plan.layout.platform != "cpu":
-            from src.parallel.topology import memory_of
+        whole = whole_arrays.whole_lines(plan, built.state, memory_of(mesh.devices.flat[0].device_kind))
+    chats = ""
+    if config.data.use_sft:
+        from src.extras.sft_summary import describe_conversations
 
-            capacity = memory_of(mesh.devices.flat[0].device_kind)
-        whole = whole_lines(plan, built.state, capacity)
+        chats = describe_conversations(inputs, data)
     about_data = describe_data(train_specs(config.data), data)
     about_data += few_documents(inputs, data, built.rows, config.run.steps)
     step = config.step
-    rows = [
-        ("run", f"{folder.path} (run_name={folder.name} resumes it)"),
-        ("software", ", ".join(f"{name} {software[name]}" for name in ("MinText", "jax", "Python"))),
-        ("devices", f"{software['devices']}, processes: {software['processes']}"),
-        ("mesh", describe_mesh(plan.layout.mesh.shape)),
-        ("whole", "\n".join(whole)),
-        ("pipeline", schedule.describe() if (schedule := plan.execution.schedule) else ""),
-        ("model", f"{count_params(plan.spec):,} parameters, {counted(len(plan.spec.layers), 'layer')}"),
-        ("optimizer", by_rule),
-        ("trained", trained if weights.frozen else "all parameters"),
-        ("step", f"{counted(built.rows, 'row')} x {config.batch.max_target_length} = {built.tokens:,} tokens"),
-        ("batch ramp", built.schedule.describe(config.run.steps) if ramp else ""),
-        ("FLOPs per token", f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)"),
-        ("precision", f"weights {step.weight_dtype}, compute {step.dtype}, matmul {step.matmul_precision}"),
-        ("8 bits", plan.quantization.description),
-        ("attention", f"{plan.kernel} ({plain})" if (plain := plan.why_not_fused) else plan.kernel),
-        ("layers", f"{'scanned' if plan.execution.scan_layers else 'unrolled'} (scan_layers={step.scan_layers})"),
-        ("loss", ", ".join(loss)),
-        ("recomputed", f"remat_policy {step.remat_policy}"),
-        ("train step", compiled + ", and for each smaller batch when it begins" * bool(ramp)),
-        ("data", "\n".join(about_data)),
-        ("evaluation", "\n".join(map(describe_eval_set, eval_sets))),
-        ("tokenizer", describe_tokenizer(config.data.tokenizer_type, tokenizer)),
-        ("vocabulary", f"{config.model.vocab_size:,}"),
-        ("order", order),
-        ("conversations", _describe_conversations(inputs, data) if config.data.use_sft else ""),
-        ("steps", f"{first_step} to {config.run.steps}"),
-        ("TensorBoard", f"tensorboard --logdir {folder.path / 'tensorboard'} (after pip install tensorboard)"),
-        ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),
-    ]
-    return [(name, value) for name, value in rows if value]
+    rows = {
+        "run": f"{folder.path} (run_name={folder.name} resumes it)",
+        "software": ", ".join(f"{name} {software[name]}" for name in ("MinText", "jax", "Python")),
+        "devices": f"{software['devices']}, processes: {software['processes']}",
+        "mesh": describe_mesh(plan.layout.mesh.shape),
+        "whole": "\n".join(whole),
+        "pipeline": schedule.describe() if (schedule := plan.execution.schedule) else "",
+        "model": f"{count_params(plan.spec):,} parameters, {counted(len(plan.spec.layers), 'layer')}",
+        "optimizer": by_rule,
+        "trained": trained if weights.frozen else "all parameters",
+        "step": f"{counted(built.rows, 'row')} x {config.batch.max_target_length} = {built.tokens:,} tokens",
+        "batch ramp": built.schedule.describe(config.run.steps) if ramp else "",
+        "FLOPs per token": f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)",
+        "precision": f"weights {step.weight_dtype}, compute {step.dtype}, matmul {step.matmul_precision}",
+        "8 bits": plan.quantization.description,
+        "attention": f"{plan.kernel} ({plain})" if (plain := plan.why_not_fused) else plan.kernel,
+        "layers": f"{'scanned' if plan.execution.scan_layers else 'unrolled'} (scan_layers={step.scan_layers})",
+        "loss": ", ".join(loss),
+        "recomputed": f"remat_policy {step.remat_policy}",
+        "train step": compiled + ", and for each smaller batch when it begins" * bool(ramp),
+        "data": "\n".join(about_data),
+        "evaluation": "\n".join(map(describe_eval_set, eval_sets)),
+        "tokenizer": describe_tokenizer(config.data.tokenizer_type, tokenizer),
+        "vocabulary": f"{config.model.vocab_size:,}",
+        "order": order,
+        "conversations": chats,
+        "steps": f"{first_step} to {config.run.steps}",
+        "TensorBoard": f"tensorboard --logdir {folder.path / 'tensorboard'} (after pip install tensorboard)",
+        "config": "\n".join(configuration.diff_from_base(config)) or "base.yml",
+    }
+    return [(name, value) for name, value in rows.items() if value]
 
 
 def dates(folder: RunFolder, first_step: int) -> dict[str, str]:
@@ -165,12 +163,6 @@ def amount(source: Source | RowSource) -> str:
     return counted(count, "conversation" if isinstance(source[0], Conversation) else "document") + cuts
 
 
-def _describe_conversations(inputs: InputSpec, data: TrainData) -> str:
-    from src.extras.sft_summary import describe_conversations
-
-    return describe_conversations(inputs, data)
-
-
 def few_documents(inputs: InputSpec, data: TrainData, rows: int, steps: int) -> list[str]:
     """Lists the sources that have fewer documents than rows, or documents so long that a row reads few in the run."""
     lines, tokens, spreads = [], steps * inputs.batch.max_target_length, inputs.rules > 1 and not inputs.data.use_sft
@@ -210,25 +202,3 @@ def stopped(folder: RunFolder, stopped_by: int, step: int) -> str:
     if latest is not None:
         note += f"; run the same command with run_name={folder.name} to resume"
     return f"stopped by {name} after step {step}; {note}"
-
-
-def next_commands(folder: os.PathLike[str], tokenizer: Tokenizer | None, config: Config) -> list[str]:
-    """Lists the commands that work with this run, one per line: to ask the model, measure it, and export it."""
-    if jax.process_count() > 1:  # the mesh of several hosts may not fit on one
-        return []
-    run, python = from_here(folder), from_here(sys.executable)
-    devices = jax.config.jax_num_cpu_devices  # the virtual devices of the run's mesh
-    environment = f"JAX_NUM_CPU_DEVICES={devices} " if devices > 1 else ""
-    commands = {}
-    if tokenizer:
-        chats = config.data.use_sft and tokenizer.chat_template
-        # The default prompt suits only the default data, Python's source: otherwise let the user type one.
-        own_data = config.data.dataset_path or config.data.datasets or config.data.dataset_type != "text"
-        asks = chats or (own_data and config.decoding.prompt == KEYS["prompt"].default)
-        arguments = ["interactive=true"] if asks else [f"prompt={config.decoding.prompt}"]
-        commands["ask it"] = ["src.decode", run, *arguments, *["use_chat_template=true"] * bool(chats)]
-    if config.evaluation.eval_interval > 0:  # otherwise the model was trained on all of the data
-        commands["measure it"] = ["src.evaluate", run]
-    if "://" not in run:
-        commands["export it"] = ["src.convert", "to-hf", run, os.path.join(run, f"hf-{config.run.steps}")]
-    return [f"{what + ':':12}{environment}{shlex.join([python, '-m', *words])}" for what, words in commands.items()]

@@ -11,11 +11,15 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from src.system import job
 from src.system.errors import BROKEN_PIPE, FAULT, INTERRUPTED, MISTAKE, TRY_AGAIN, TransientError, UserError, show
 from src.system.storage_errors import Failure, failure_of
+
+if TYPE_CHECKING:
+    from src.system.rendezvous import Job
+
+job: "Job | None" = None  # the connection to the other processes, once this one has joined a job of several
 
 
 def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = False) -> None:
@@ -44,9 +48,9 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
             raise
         if isinstance(error, BrokenPipeError) and _output_is_closed():
             end(BROKEN_PIPE, "")
-        if job.current:
+        if job:
             # This error may be a consequence of another process's end, whose message explains more.
-            job.current.await_news()
+            job.await_news()
         code, message = _code_and_message(error)
         end(code, f"error: {message}. {_write_traceback(error)}{_kept_checkpoint(error)}")
     if type(code) is int and code:
@@ -68,11 +72,11 @@ def end(code: int, message: str, *, at_once: bool = False) -> NoReturn:
     With `at_once`, and always in a job of several processes, it skips the exit handlers, which would wait for the other
     processes; it may then be called from any thread.
     """
-    if job.current:
-        job.current.tell(code, message)
+    if job:
+        job.tell(code, message)
     # After a failed save, Orbax's threads may wait minutes for each other.
     of_orbax = [thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")]
-    if at_once or job.current or any(thread.join(1) or thread.is_alive() for thread in of_orbax):
+    if at_once or job or any(thread.join(1) or thread.is_alive() for thread in of_orbax):
         end_now(code, message)
     _print(message)
     sys.exit(code)
@@ -116,7 +120,7 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
 def _write_traceback(error: BaseException) -> str:
     """Writes the traceback to the run's folder, or else to a temporary one; returns a sentence that names the file."""
     text = "".join(traceback.format_exception(error))
-    process = job.current.process if job.current else 0
+    process = job.process if job else 0
     name = time.strftime(f"traceback-%Y-%m-%d-%H-%M-%S-process-{process}.txt")
     for folder_of in (lambda: error.run_folder, lambda: Path(tempfile.mkdtemp(prefix="mintext-"))):
         with contextlib.suppress(Exception):  # no folder, or not writable: each store's client has its own types

@@ -1,13 +1,10 @@
-"""Parses JSON of unknown origin, and files with a value per line, without a traceback for any text."""
+"""Parses JSON of unknown origin, without a traceback for any text."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from src.system.errors import UserError
-
-T = TypeVar("T")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -32,24 +29,6 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{file} does not contain a JSON object")
     return value
-
-
-def read_lines(path: Path, key: str, of_json: Callable[[str], T]) -> list[str | T]:
-    """Reads a file's lines except empty ones, mapping a .jsonl file's by `of_json`; raises UserError if that fails."""
-    try:
-        # Editors on Windows begin files with a byte order mark. JSON strings may contain line ends of `splitlines`.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{key}={path} cannot be read: {error}") from None
-    values: list[str | T] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            values.append(of_json(line) if path.suffix == ".jsonl" else line)
-        except ValueError as error:
-            raise UserError(f"{key}={path}, line {number}: {error}") from None
-    return values
 
 
 def well_formed(text: str) -> str:

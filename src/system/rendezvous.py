@@ -208,30 +208,32 @@ class Job:
     def all_failed(self, place: str) -> bool:
         """Tells whether all processes have failed at the same place, waiting at most `AGREE_SECONDS` for them."""
         with self._failures:
-            for peer in self._peers.values() if self.process else ():
-                peer.send({"failed": place})
+            if self.process:
+                self._send({"failed": place})
             agreed = self._failures.wait_for(lambda: {*map(self._failed.get, self._peers)} == {place}, AGREE_SECONDS)
-            for peer in self._peers.values() if agreed and not self.process else ():
-                peer.send({"failed": place})
+            if agreed and not self.process:
+                self._send({"failed": place})
         return agreed
 
     def leave(self) -> None:
         """Tells the others that this process has finished without an error and no longer needs them."""
         self._has_left = True
-        for peer in self._peers.values():
-            peer.send({"leaves": True})
+        self._send({"leaves": True})
 
     def await_news(self) -> None:
         """Waits up to `NEWS_SECONDS` for news that another process has ended, and if so until this one is ended."""
         if self._news.wait(NEWS_SECONDS):
             self._watcher.join()
 
+    def _send(self, message: Mapping[str, Any]) -> None:
+        for peer in self._peers.values():
+            peer.send(message)
+
     def _tell_all(self, message: Mapping[str, Any]) -> None:
         if self._has_told:
             return
         self._has_told = True
-        for peer in self._peers.values():
-            peer.send(message)
+        self._send(message)
         if self.process == 0:  # JAX aborts processes whose coordinator is gone
             deadline = time.monotonic() + LEAVE_SECONDS
             for peer in self._peers.values():

@@ -12,8 +12,8 @@ from jax.sharding import SingleDeviceSharding
 
 from src.extras.aot import devices
 from src.extras.aot.devices import abstract_devices
+from src.extras.aot.topology import parse_topology
 from src.parallel.mesh import make_layout
-from src.parallel.topology import parse_topology
 from src.system.errors import UserError
 from tests.compilers import needs_cuda, needs_libtpu
 from tests.tiny import load
@@ -24,7 +24,7 @@ GPUS = [("a3", 1), ("a3-ultra:1", 1), ("a3", 4), ("a3-ultra", 2), ("a4", 2), ("a
 FRESH = """
 import src.extras.aot.compilers
 from src.extras.aot.devices import abstract_devices
-from src.parallel.topology import parse_topology
+from src.extras.aot.topology import parse_topology
 devices = abstract_devices(parse_topology("{name}", 1))
 import jax
 print(len(devices), devices[0].platform, jax.default_backend())

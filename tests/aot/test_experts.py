@@ -13,13 +13,13 @@ from scripts.evidence.program_stats import copies, instructions, kernels
 from src.extras.aot import eight_bits, hlo
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.hlo import collectives
+from src.extras.aot.topology import parse_topology
 from src.model import params, quantization
 from src.model.forward_context import ForwardContext
 from src.model.moe.grouped_gpu import TILE
 from src.model.moe.grouped_tpu import row_tile, tile_sizes
 from src.model.moe.layer import Experts
 from src.parallel.mesh import make_layout, weight_shardings
-from src.parallel.topology import parse_topology
 from src.step.compiler_flags import compiler_options
 from tests.compilers import NO_AUTOTUNING, needs_cuda, needs_libtpu
 from tests.tiny import load, spec_of

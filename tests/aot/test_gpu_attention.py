@@ -8,7 +8,7 @@ import pytest
 
 from src.extras.aot import hlo
 from src.extras.aot.devices import abstract_devices
-from src.parallel.topology import parse_topology
+from src.extras.aot.topology import parse_topology
 from src.run import resolve_config
 from src.step.build import build
 from src.step.compiler_flags import compiler_options

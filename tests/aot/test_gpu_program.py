@@ -9,7 +9,8 @@ import pytest
 from scripts.evidence.program_stats import statistics
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.replay import replay
-from src.parallel.topology import parse_topology, peak_flops
+from src.extras.aot.topology import parse_topology
+from src.parallel.chips import peak_flops
 from src.run import resolve_config
 from src.step.build import build
 from src.step.compiler_flags import compiler_options

@@ -7,7 +7,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from src.extras.aot.devices import abstract_devices
-from src.parallel.topology import parse_topology
+from src.extras.aot.topology import parse_topology
 from src.run import resolve_config
 from src.step.build import build
 from tests.compilers import SMALL, needs_cuda, needs_libtpu

@@ -10,7 +10,7 @@ import pytest
 
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.hlo import collectives
-from src.parallel.topology import parse_topology
+from src.extras.aot.topology import parse_topology
 from src.step.build import build
 from tests.compilers import needs_libtpu
 from tests.tiny import GPT3, load

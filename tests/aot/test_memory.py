@@ -13,8 +13,8 @@ from src.extras.aot import advice
 from src.extras.aot.advice import changes
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.memory import attention_workspace, device_bytes, memory, scores_bytes
+from src.extras.aot.topology import parse_topology
 from src.model.spec import VOCAB_MULTIPLE
-from src.parallel.topology import parse_topology
 from src.step.build import build
 from tests.compilers import needs_cuda, needs_libtpu
 from tests.runs import build_once

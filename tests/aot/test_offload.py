@@ -4,7 +4,7 @@ import pytest
 
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.memory import memory
-from src.parallel.topology import parse_topology
+from src.extras.aot.topology import parse_topology
 from src.step.build import build
 from tests.compilers import needs_libtpu
 from tests.tiny import TINY, load

@@ -13,7 +13,7 @@ from jax._src import profiler as jax_profiler
 
 from src.extras.aot import pgle, program, train_compile
 from src.extras.aot.devices import abstract_devices
-from src.parallel.topology import parse_topology
+from src.extras.aot.topology import parse_topology
 from src.run import resolve_config
 from src.step.build import build
 from src.step.compiler_flags import compiler_options

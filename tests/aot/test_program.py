@@ -21,7 +21,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, Part
 from src.config.schema import defaults, keys_of
 from src.extras.aot import program, train_compile
 from src.extras.aot.devices import abstract_devices
-from src.parallel.topology import parse_topology
+from src.extras.aot.topology import parse_topology
 from src.step import train_step
 from src.step.build import build
 from src.system.errors import UserError

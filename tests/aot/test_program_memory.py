@@ -6,7 +6,7 @@ import pytest
 
 from scripts.evidence.program_memory import main
 from src.extras.aot.devices import abstract_devices
-from src.parallel.topology import parse_topology
+from src.extras.aot.topology import parse_topology
 from src.system.errors import UserError
 from tests.compilers import needs_libtpu
 

@@ -15,7 +15,7 @@ from scripts.evidence.program_stats import dumped_bundles, instructions, kernels
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.replay import replay
 from src.extras.aot.roofline import COMPUTE_REACHED, MEMORY_REACHED
-from src.parallel.topology import parse_topology
+from src.extras.aot.topology import parse_topology
 from tests import runs
 from tests.compilers import SMALL, needs_cuda, needs_libtpu
 

@@ -13,11 +13,11 @@ from flax import nnx
 
 from src.extras.aot import eight_bits
 from src.extras.aot.devices import abstract_devices
+from src.extras.aot.topology import parse_topology
 from src.model import params, quantization
 from src.model.block import Block
 from src.model.forward_context import ForwardContext
 from src.parallel.mesh import make_layout, weight_shardings
-from src.parallel.topology import parse_topology
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
 from src.system.errors import UserError

@@ -7,7 +7,7 @@ from src.extras.aot.devices import abstract_devices
 from src.extras.aot.hlo import collectives
 from src.extras.aot.memory import memory
 from src.extras.aot.roofline import predict, work_of
-from src.parallel.topology import parse_topology
+from src.extras.aot.topology import parse_topology
 from src.run import resolve_config
 from src.step.build import build
 from tests.compilers import SMALL, needs_libtpu

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from src.extras.aot.report import change_lines, device_capacity, lines, make_report, verdict
-from src.parallel.topology import parse_topology
+from src.extras.aot.topology import parse_topology
 from src.step.build import build
 from src.system.errors import UserError
 from tests.tiny import load

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from src.extras.aot.devices import abstract_devices
+from src.extras.aot.topology import parse_topology
 from src.extras.aot.train_compile import main
-from src.parallel.topology import parse_topology
 from src.run import resolve_config
 from src.step.build import build
 from tests.compilers import SMALL, needs_libtpu

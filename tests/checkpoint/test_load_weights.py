@@ -4,11 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from src.checkpoint import load_weights as load_weights_module
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.load_weights import load_by_rules, load_weights
+from src.checkpoint.load_weights import load_weights
 from src.checkpoint.resume import all_weights, new_state
 from src.config.load import load
+from src.extras import weights_by_rules
+from src.extras.weights_by_rules import load_by_rules
 from src.model.params import by_path, dotted
 from src.step.state import abstract_state
 from src.system.errors import UserError
@@ -130,13 +131,13 @@ def test_rules_read_each_path_once(runs, monkeypatch):
     folder, kept = runs
     plan, tree = tree_of()
     read = []
-    original = load_weights_module.restore_weights
+    original = weights_by_rules.restore_weights
 
     def counted(path, *args, **named):
         read.append(path)
         return original(path, *args, **named)
 
-    monkeypatch.setattr(load_weights_module, "restore_weights", counted)
+    monkeypatch.setattr(weights_by_rules, "restore_weights", counted)
     rules = [
         {"match": f".*{name}", "path": str(folder / path), "name": "segments.0.0.attention_norm.scale"}
         for name, path in (("attention_norm.scale", "b"), ("embedding", "a"), ("feed_forward_norm.scale", "b"))

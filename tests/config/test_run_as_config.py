@@ -12,8 +12,8 @@ from src.config.load import to_yaml
 from src.extras.evaluation import evaluate
 from src.extras.generation import decode
 from src.extras.hf import convert
+from src.extras.next_commands import next_commands
 from src.run.resolve_config import load
-from src.run.summary import next_commands
 from src.system.errors import UserError
 from tests import runs
 
@@ -182,7 +182,9 @@ def test_a_run_that_is_not_there_names_those_beside_it(trained):
 def test_a_model_is_asked_as_its_data_are(tmp_path, keys, asked):
     config = load(keys or ["steps=1"])
     tokenizer = SimpleNamespace(chat_template="{{ messages }}")
-    ask, *_ = next_commands(tmp_path, tokenizer, config)
+    ask, *_ = next_commands(
+        tmp_path, tokenizer, config.data, config.decoding.prompt, config.evaluation.eval_interval, config.run.steps
+    )
     assert ask.endswith(f"src.decode {tmp_path} {asked}")
 
 

@@ -1,8 +1,10 @@
 """Data of one source, as a configuration without `datasets` and `eval_datasets` gives them."""
 
+import numpy as np
+
 from src.data import eval_batches as evaluation
 from src.data import fingerprint, loader, open
-from src.data.types import EvalSet, InputSpec, TrainData
+from src.data.types import DataPosition, EvalSet, InputSpec, TrainData
 
 
 def alone(source):
@@ -26,8 +28,14 @@ def open_sources(config, tokenizer):
 class train_batches:
     """The loader's batches, each as one dict of its arrays, `data_position` and, of conversations, `cuts`."""
 
-    def __init__(self, config, data, tokenizer, *rest, **named):
-        self._batches = loader.train_batches(inputs(config, tokenizer), data, *rest, **named)
+    def __init__(self, config, data, tokenizer, rows, global_batch, rows_taken=0, position=None):
+        """`position` is of these rows."""
+        streams = None
+        if position is not None:
+            streams = np.zeros((global_batch, *position.shape[1:]), np.int32)
+            streams[list(rows)] = position
+        start = DataPosition(streams, rows_taken)
+        self._batches = loader.train_batches(inputs(config, tokenizer), data, rows, global_batch, start)
         self._has_cuts = config.data.use_sft
         self.close = self._batches.close
 

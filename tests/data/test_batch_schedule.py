@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from src.config.schema import BatchKeys
 from src.data.batch_schedule import BatchSchedule
 from src.data.loader import train_batches
-from src.data.types import Document
+from src.data.types import DataPosition, Document
 from tests.data.batches import TOKENIZER, B, joined
 from tests.data.one_source import alone, inputs
 from tests.data.test_loader import mixed
@@ -92,10 +92,8 @@ def ramped(config, data, hosts, shards, steps, position=None):
     schedule = BatchSchedule(B, RAMP, shards)
     taken, found, positions = sum(SIZES[: steps[0]]), {}, None
     for part in np.split(schedule.streams(), hosts):
-        here = None if position is None else position[part]
-        batches = train_batches(
-            inputs(config, TOKENIZER), data, part, B, taken, here, schedule=schedule, first_step=steps[0]
-        )
+        start = DataPosition(position, taken)
+        batches = train_batches(inputs(config, TOKENIZER), data, part, B, start, schedule, steps[0])
         for step, batch in zip(steps, batches, strict=False):
             first = sum(SIZES[:step])
             in_batch = np.arange(first, first + SIZES[step])

@@ -10,9 +10,9 @@ from src.config.dataset_spec import eval_specs, train_specs
 from src.config.load import load
 from src.data.open import open_source
 from src.data.packing import empty_batch
-from src.data.readers import custom
 from src.data.types import InputSpec
 from src.data.user_transform import apply_transform
+from src.extras.readers import custom
 from src.system.errors import TransientError, UserError
 from src.system.user_code import load_function
 from tests import runs

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec
 from src.extras.datasets.train_tokenizer import train
 from src.extras.evaluation.scoring import TextBytes
 from src.extras.hf import untrusted
+from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.system.errors import UserError
 
 TEXTS = ["Hello world, hello you.\n\n  def f(x):\n\treturn 'é漢😀'\n", "What is it? It is what it is."] * 4

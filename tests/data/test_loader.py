@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.data.best_fit import remap_position
 from src.data.order import Mixture
 from src.data.readers.synthetic import SyntheticSource
 from src.data.readers.text import TextSource
+from src.data.stream_positions import remap_position
 from src.data.types import Document, TrainData
 from src.system.errors import TransientError, UserError
 from tests.data.batches import TOKENIZER, B, assert_same, hosts_of, joined, rows_of, take

@@ -5,10 +5,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from src.data.best_fit import WINDOW, best_fit, documents_consumed, remap_position
 from src.data.eval_batches import rows_needed
 from src.data.packing import PackingStream, concatenate, empty_batch, one_per_row
+from src.data.stream_positions import documents_consumed, remap_position
 from src.data.types import Document
+from src.extras.conversation_packing import WINDOW, best_fit
 from src.system.errors import UserError
 
 FAR = 1000

@@ -15,10 +15,10 @@ from src.config.dataset_spec import train_specs
 from src.data import loader
 from src.data.batch_schedule import BatchSchedule
 from src.data.open import open_source
-from src.data.streams import StreamReader, StreamSource
 from src.data.tokenizer import ByteTokenizer
-from src.data.types import InputSpec
+from src.data.types import DataPosition, InputSpec
 from src.extras.readers.hf import _check_inside
+from src.extras.readers.streams import StreamReader, StreamSource
 from src.run.summary import describe_data
 from src.system.errors import UserError
 from tests import runs
@@ -149,7 +149,7 @@ def open_data(tmp_path, monkeypatch, config):
 def batches_of(opened, count, saved=None):
     made, _, source = opened
     inputs = InputSpec.of(made, TOKENIZER)
-    return take(loader.train_batches(inputs, alone(source), range(B), B, saved=saved), count)
+    return take(loader.train_batches(inputs, alone(source), range(B), B, DataPosition(saved=saved or {})), count)
 
 
 def targets_of(batches):
@@ -218,7 +218,7 @@ def test_a_ramp_reads_a_stream_in_its_order(open_data):
     expected = np.concatenate([batch.arrays["tokens"] for batch in batches_of(open_data("stream"), 4)])
     np.testing.assert_array_equal([rows[n] for n in range(28)], expected[:28])
     saved = batches[3].saved
-    more = take(loader.train_batches(*place, 12, saved=saved, schedule=schedule, first_step=4), 2)
+    more = take(loader.train_batches(*place, DataPosition(rows_taken=12, saved=saved), schedule, 4), 2)
     for batch, again in zip(batches[4:], more, strict=True):
         np.testing.assert_array_equal(batch.arrays["tokens"], again.arrays["tokens"])
 
@@ -239,7 +239,7 @@ def test_hosts_have_other_files_of_another_length_in_each_epoch(open_data, monke
     for n, count in enumerate(counts):
         (folder / f"train-{n}.jsonl").write_text("".join(f'{{"text": "{n} {k} word"}}\n' for k in range(count)))
     monkeypatch.setattr("jax.process_count", lambda: 2)
-    monkeypatch.setattr("src.data.streams.gather_json", lambda value: [value])
+    monkeypatch.setattr("src.extras.readers.streams.gather_json", lambda value: [value])
     texts, lengths = [[], [], []], set()
     for host in range(2):
         monkeypatch.setattr("jax.process_index", lambda host=host: host)
@@ -362,7 +362,7 @@ def test_a_state_keeps_the_numbers_of_numpy():
 
 
 def test_two_hosts_that_read_the_same_are_refused(open_data, monkeypatch):
-    monkeypatch.setattr("src.data.streams.gather_json", lambda value: [value, value])
+    monkeypatch.setattr("src.extras.readers.streams.gather_json", lambda value: [value, value])
     with pytest.raises(UserError, match="streams of two processes begin with the same documents"):
         open_data("stream")
 

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.data.tokenizer import ByteTokenizer, make_tokenizer
 from src.extras.datasets.train_tokenizer import train
+from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.system.errors import UserError
 
 CODE = "class A:\n    def f(self,  x):\n\tif x:\n\t\treturn 'é漢😀'\n\n\n        # end  \n\r\n"

@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
+from src.extras.command_files import check_outputs
 from src.extras.evaluation import evaluate
 from src.system.errors import UserError
-from src.system.outputs import check_outputs
 from tests import runs
 
 LENGTH = 96

@@ -10,10 +10,10 @@ import transformers
 
 from src.checkpoint.checkpointer import Checkpointer
 from src.config.load import to_yaml
-from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.data.tokenizer import ByteTokenizer, make_tokenizer
 from src.extras.datasets.train_tokenizer import train
 from src.extras.hf import convert
+from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.extras.hf.tokenizer_json import save_tokenizer
 from src.model import params
 from src.run import resolve_config

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from src.extras.aot.devices import abstract_devices
+from src.extras.aot.topology import parse_topology
 from src.model import lookup
 from src.parallel.mesh import make_layout
-from src.parallel.topology import parse_topology
 from src.step.build import build
 from tests.compilers import SMALL, needs_libtpu
 from tests.tiny import TINY, Trainer, load, packed_rows

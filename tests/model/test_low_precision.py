@@ -17,8 +17,8 @@ from src.model.forward_context import ForwardContext
 from src.model.lora import Adapted
 from src.model.low_precision import FORMATS, MAX_SUMMED, Products, largest
 from src.model.quantization import Quantized, attach, select
+from src.parallel.chips import peak_flops
 from src.parallel.mesh import make_layout
-from src.parallel.topology import peak_flops
 from src.system.errors import UserError
 from tests.tiny import LENGTH, VOCAB, Trainer, assert_close, load, loss_and_gradients, make, packed_rows, random_weights
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.parallel.topology import parse_topology, peak_flops
+from src.extras.aot.topology import parse_topology
+from src.parallel.chips import peak_flops
 from src.system.errors import UserError
 
 # The devices of a slice or host, its chips, and what one has: HBM in GB and peak TFLOP/s as its maker advertises them.
@@ -194,5 +195,5 @@ def test_a_chip_is_what_its_maker_advertises(name):
 
 def test_topologies_are_known_without_jax():
     """A name is checked before JAX is imported, which takes a second."""
-    code = "import sys, src.parallel.topology; sys.exit('jax' in sys.modules)"
+    code = "import sys, src.extras.aot.topology; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

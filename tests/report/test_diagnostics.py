@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from src.config.command_keys import Diagnostics
-from src.run import diagnostics, stack_traces
+from src.extras import stack_traces
+from src.run import diagnostics
 from src.system.errors import UserError
 from tests import runs
 
@@ -20,7 +21,8 @@ PROGRAM = """
 import os, pathlib, signal, sys, threading, time
 from cloud_tpu_diagnostics.src.util import default
 from src.config.command_keys import Diagnostics
-from src.run import diagnostics, stack_traces
+from src.extras import stack_traces
+from src.run import diagnostics
 stack_traces._TRACES = pathlib.Path(sys.argv[1])
 default.STACK_TRACE_DIR_DEFAULT = sys.argv[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a script started pytest with &

@@ -12,7 +12,6 @@ import pytest
 from src.checkpoint.run_folder import RunFolder
 from src.config.command_keys import Diagnostics
 from src.run import diagnostics as module
-from src.run import hang_report
 from src.run.diagnostics import TIMED_STEPS, Watchdog
 from src.run.evaluator import Evaluator
 from tests import runs
@@ -200,7 +199,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_the_stacks_are_on_the_conso
 
 
 def test_a_remote_folder_gets_the_file_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(hang_report, "is_remote", lambda path: True)
+    monkeypatch.setattr(module, "is_remote", lambda path: True)
     store, local = tmp_path / "store", tmp_path / "local"
     store.mkdir()
     keys = Diagnostics(hang_after_steps=1, hang_after_seconds=0.1)

@@ -11,14 +11,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scripts.evidence.recipes import FOLDER, read
 from src.config.yaml import CONFIGS
+from src.extras.aot.whole_arrays import SHARE, whole_arrays, whole_lines
 from src.model import params
 from src.model.decoder import Decoder
 from src.model.latent_attention import place_latents
+from src.parallel.chips import memory_of
 from src.parallel.mesh import make_layout, weight_shardings
 from src.parallel.slices import mesh_sizes
-from src.parallel.topology import memory_of
 from src.run import resolve_config
-from src.run.whole_arrays import SHARE, whole_arrays, whole_lines
 from src.step.state import abstract_state
 from tests.tiny import BASE, abstract_layout, load, make, spec_of
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from src.extras.aot.devices import abstract_devices
+from src.extras.aot.topology import parse_topology
 from src.extras.migration_hints import RETIRED_FLAGS, read_table
-from src.parallel.topology import parse_topology
 from src.step import compiler_flags
 from src.step.compiler_flags import check_environment, compiler_options, environment_flags, parse_flags
 from src.system.errors import UserError

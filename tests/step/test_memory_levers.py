@@ -8,7 +8,7 @@ from src.checkpoint.checkpointer import Checkpointer
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.hlo import collectives
 from src.extras.aot.memory import device_bytes
-from src.parallel.topology import parse_topology
+from src.extras.aot.topology import parse_topology
 from src.step.build import build
 from src.step.state import TrainState, abstract_batch, abstract_state
 from tests.compilers import SMALL, needs_libtpu

@@ -12,15 +12,12 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from src.data.rules import PRESENT_RULES
 from src.data.types import Fingerprint
 from src.system.errors import changed_keys, counted, first_few, say
 from src.system.storage_errors import attempted
-
-if TYPE_CHECKING:
-    pass
 
 _MAX_NAMED = 100  # files that a fingerprint lists individually, so that an error can name a changed one
 _CHUNK_BYTES = 1 << 24

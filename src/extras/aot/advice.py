@@ -10,7 +10,7 @@ from src.config.schema import LOGICAL_AXES, Config, size_key
 from src.data.batch_schedule import size_keys
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.memory import memory
-from src.parallel.topology import parse_topology
+from src.extras.aot.topology import parse_topology
 from src.step.build import TracedStep, build
 from src.system.errors import UserError
 

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 import jax
 from jax.experimental import topologies
 
-from src.parallel.topology import Topology
+from src import installing
+from src.extras.aot.topology import Topology
 from src.system.errors import UserError
 
 # libtpu's names for TPU generations.
@@ -112,7 +113,7 @@ def _installed(package: str, topology: Topology) -> str:
     except metadata.PackageNotFoundError:
         raise UserError(
             f"compile_topology={topology.name} needs the package {package}, which is not installed here: "
-            "bash setup.sh aot installs the compilers for TPUs and GPUs."
+            f"{installing('aot')} installs the compilers for TPUs and GPUs."
         ) from None
 
 

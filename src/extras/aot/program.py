@@ -27,12 +27,12 @@ from src.config.schema import BatchKeys, Mesh, Model, Step
 from src.config.yaml import dump
 from src.data.batch_schedule import RAMP_KEYS
 from src.extras.aot.devices import CUDA
+from src.extras.command_files import write_output
 from src.parallel.slices import count_slices
 from src.step.build import TracedStep
 from src.step.compiler_flags import environment_flags
 from src.step.same_program import program_text
 from src.system.errors import UserError, changed_keys, first_few
-from src.system.outputs import write_output
 
 Header = dict[str, Any]
 

@@ -17,7 +17,7 @@ from src.extras.aot import hlo
 from src.extras.aot.hlo import Computation, Instruction, first_array, type_bytes
 from src.extras.aot.roofline import COMPUTE_REACHED, MEMORY_REACHED
 from src.model.attention_kernels.cudnn_segments import RATIO
-from src.parallel.topology import Chip
+from src.parallel.chips import Chip
 
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
 # cuDNN's attention [B, N, T, H] in matmuls of T x T x H per head: forward, and backward, which recomputes the scores.

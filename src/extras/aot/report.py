@@ -16,11 +16,12 @@ from src.extras.aot.hlo import collectives
 from src.extras.aot.memory import attention_workspace, memory, scores_bytes
 from src.extras.aot.replay import replay
 from src.extras.aot.roofline import predict, work_of
+from src.extras.aot.topology import Topology
+from src.extras.aot.whole_arrays import whole_lines
 from src.model.flops import count_active_params, count_params
+from src.parallel.chips import peak_flops, run_peak
 from src.parallel.slices import GPU_MEMORY_FRACTION, describe_mesh
-from src.parallel.topology import Topology, peak_flops, run_peak
 from src.run.metrics import duration
-from src.run.whole_arrays import whole_lines
 from src.step.build import TracedStep
 from src.system.errors import UserError
 

@@ -19,7 +19,7 @@ from src.model.low_precision import FORMATS
 from src.model.parts import layer_costs
 from src.model.selection import Quantization
 from src.model.spec import ModelSpec
-from src.parallel.topology import Chip
+from src.parallel.chips import Chip
 from src.step.build import TracedStep
 
 # The best matmuls reach 86% of the published peak on an A100 and 80% on an H100, whose clock falls under load (Bekman,

@@ -20,13 +20,13 @@ from src.config.usage import Usage
 from src.extras.aot import eight_bits, pgle, program, report
 from src.extras.aot.advice import changes
 from src.extras.aot.devices import abstract_devices
-from src.parallel.topology import Topology, parse_topology
+from src.extras.aot.topology import Topology, parse_topology
+from src.extras.command_files import check_outputs, write_output
 from src.run.run_setup import configured
 from src.run.summary import print_header
 from src.step.build import TracedStep, build
 from src.step.compiler_flags import check_environment, compiler_options
 from src.system.errors import UserError, show
-from src.system.outputs import check_outputs, write_output
 
 USAGE = Usage(
     """Compiles a run's step for hardware that need not be present: memory use, speed, and suggestions.

@@ -17,9 +17,8 @@ from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.loader import HostBatch, train_batches
 from src.data.open import open_sources
 from src.data.order import Mixture
-from src.data.streams import StreamSource
 from src.data.tokenizer import make_tokenizer
-from src.data.types import InputSpec, RowArrays, RowSource, Tokenizer, TrainData
+from src.data.types import DataPosition, InputSpec, RowArrays, RowSource, Tokenizer, TrainData, is_stream
 from src.extras.sft_summary import describe_conversations
 from src.run.run_setup import configured
 from src.run.summary import describe_data, describe_tokenizer, few_documents, print_header
@@ -61,11 +60,13 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     micro_batches = config.step.gradient_accumulation_steps
     global_batch, rows = rows_of_process(config.batch.per_device_batch_size, micro_batches, count, process)
     schedule = BatchSchedule.of(config.batch, lambda size, _: rows_of_process(size, micro_batches, count, process)[0])
-    is_stream = any(isinstance(source, StreamSource) for source in data.sources)
-    if count > 1 and (is_stream or schedule.ramp):
+    has_stream = any(map(is_stream, data.sources))
+    if count > 1 and (has_stream or schedule.ramp):
         ramped = "with enable_rampup_batch_size, a process's rows depend on the mesh"
         why = (
-            "this dataset is streamed per process, and only the first process's stream is here" if is_stream else ramped
+            "this dataset is streamed per process, and only the first process's stream is here"
+            if has_stream
+            else ramped
         )
         raise UserError(f"process_count={count}: {why}. Leave out process_count to see all rows on this host")
     about_data = describe_data(train_specs(config.data), data)
@@ -82,10 +83,10 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     )
     # Some data have a packing position that depends on earlier batches: create all batches before the first one shown.
     first = config.tools.inspect_first_step
-    computed = not is_stream and all(rows_per_epoch(inputs, source) is not None for source in data.sources)
+    computed = not has_stream and all(rows_per_epoch(inputs, source) is not None for source in data.sources)
     skipped, begin = (0, first) if computed else (first, 0)
-    taken = schedule.rows_before(begin)
-    batches = train_batches(inputs, data, rows, global_batch, taken, schedule=schedule, first_step=begin)
+    position = DataPosition(rows_taken=schedule.rows_before(begin))
+    batches = train_batches(inputs, data, rows, global_batch, position, schedule, begin)
     shown = list(itertools.islice(batches, skipped, skipped + config.tools.inspect_num_steps))
     mixture = Mixture(data.weights)
     for step, batch in enumerate(shown, start=first):
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     batches.close()
     # Decoding hides the special tokens of a chat template.
     is_chat = config.data.use_sft and tokenizer and tokenizer.chat_template
-    if tokenizer and not (is_stream or is_chat):
+    if tokenizer and not (has_stream or is_chat):
         summary.append(("round trip", _round_trip(inputs, data)))
     print_header(summary)
 

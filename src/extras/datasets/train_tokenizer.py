@@ -14,8 +14,8 @@ from src.config.run_configs import HUB
 from src.config.usage import Usage
 from src.data import order
 from src.data.open import open_sources
-from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.data.types import InputSpec, Source
+from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.extras.hf.tokenizer_json import save_tokenizer
 from src.run import resolve_config
 from src.system.errors import UserError, show

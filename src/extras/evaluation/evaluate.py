@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from src import installing
 from src.checkpoint.resume import run_rules
 from src.config import schema
 from src.config.dataset_spec import names_eval_data, train_specs
@@ -21,6 +22,7 @@ from src.config.yaml import file_name
 from src.data.open import open_eval_sets
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, missing_template
+from src.extras.command_files import check_outputs, write_output
 from src.extras.evaluation.answers import Answers
 from src.extras.evaluation.scoring import TextBytes, score_texts, write_logits
 from src.extras.generation.loaded_model import load_model
@@ -30,7 +32,6 @@ from src.run.resolve_config import load
 from src.run.run_setup import configured
 from src.step.eval_step import compile_eval_step
 from src.system.errors import UserError, say
-from src.system.outputs import check_outputs, write_output
 
 USAGE = Usage(
     """Measures a model's loss or its task scores, scores texts, computes logits.
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     if config is None:
         return None
     if config.harness.tasks and importlib.util.find_spec("lm_eval") is None:
-        raise UserError("tasks needs lm-evaluation-harness, which is not installed: bash setup.sh eval")
+        raise UserError(f"tasks needs lm-evaluation-harness, which is not installed: {installing('eval')}")
     scores = config.evaluation.texts_path or config.evaluation.tokens_path or config.harness.tasks
     run = run_folder(file_name(argv[0])) if not isinstance(argv, ConfigDict) else None
     if jax.process_index() == 0:  # fail before an evaluation, not after it

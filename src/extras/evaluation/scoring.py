@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from src.config.schema import BatchKeys, Evaluation
 from src.data.host_arrays import gather_json
 from src.data.types import END, Document, Tokenizer
+from src.extras.command_files import read_lines
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
 from src.model.parts import kernel_for
@@ -25,7 +26,7 @@ from src.step.eval_step import eval_batch_size, token_scores
 from src.step.loss import LogitsOf
 from src.step.plan import StepPlan
 from src.system.errors import UserError
-from src.system.json_text import parse_json, read_lines
+from src.system.json_text import parse_json
 
 _SHORTEST_ROW = 128  # tokens; kernels need sequence lengths that are multiples of this
 

@@ -19,9 +19,9 @@ from src.config.usage import Usage
 from src.data.document_stream import encode
 from src.data.host_arrays import gather_json
 from src.data.open import open_source
-from src.data.streams import StreamReader, StreamSource
 from src.data.tokenizer import make_tokenizer
-from src.data.types import Conversation, InputSpec, Message, Tokenizer, missing_template
+from src.data.types import Conversation, InputSpec, Message, Tokenizer, is_stream, missing_template
+from src.extras.command_files import check_outputs, read_lines, write_output
 from src.extras.conversations import ChatFields, read_message
 from src.extras.generation.completion import Completion, Prompt, generate, length_note, make_generator, write_now
 from src.extras.generation.generate import Generator, in_training
@@ -31,8 +31,7 @@ from src.model.params import Weights
 from src.run.run_setup import configured
 from src.step.plan import StepPlan
 from src.system.errors import UserError, changed_keys, first_few, printable, say
-from src.system.json_text import parse_json, read_lines, read_object
-from src.system.outputs import check_outputs, write_output
+from src.system.json_text import parse_json, read_object
 from src.system.user_code import call, load_function
 
 USAGE = Usage(
@@ -123,10 +122,12 @@ class DocumentPrompts(Sequence[Prompt]):
             say([f"decode_metrics takes prompts only from {specs[0].name}, the first dataset of {key}: {names}"])
         source, limit = open_source(specs[0], self._inputs), decoding.decode_num_prompts
         self._tokens, self.fingerprint = decoding.decode_prompt_tokens, source.fingerprint()
-        if isinstance(source, StreamSource) and limit != -1:
+        if is_stream(source) and limit != -1:
             if jax.process_count() > 1:
                 raise UserError(f"{source.name} is streamed per process: use a job with one process")
             # A stream only reads forward, but each evaluation takes all prompts again: store them.
+            from src.extras.readers.streams import StreamReader
+
             source = list(map(StreamReader(source, inputs.data.data_shuffle_seed, None), range(limit)))
         self._items, self._limit = source, len(source) if limit == -1 else limit
 

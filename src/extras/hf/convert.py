@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,14 +29,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.load_weights import load_adapters, load_weights
+from src.checkpoint.load_weights import load_weights, undotted
+from src.checkpoint.restore import restore_any
 from src.checkpoint.resume import all_weights
 from src.config.dataset_spec import all_synthetic
 from src.config.load import from_yaml
 from src.config.run_configs import has_tokenizer
 from src.config.schema import KEYS, BatchKeys, Data, Model, Step, section_of
 from src.config.yaml import BASE, file_name
-from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import Tokenizer
 from src.extras.evaluation.scoring import compute_logits
@@ -49,6 +49,7 @@ from src.extras.hf.load import match_tensors
 from src.extras.hf.model_keys import find_family, folder_model, model_yaml, read_model_keys
 from src.extras.hf.peft import save_adapters
 from src.extras.hf.save import save_folder
+from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.extras.hf.tokenizer_json import save_tokenizer
 from src.model import params
 from src.model.decoder import Decoder
@@ -57,7 +58,7 @@ from src.model.spec import ModelSpec, model_spec
 from src.parallel.mesh import make_layout
 from src.run import resolve_config
 from src.step.state import abstract_state
-from src.system.errors import UserError, say
+from src.system.errors import UserError, first_few, say
 from src.system.json_text import read_object
 
 USAGE = "\n".join(line.strip() for line in __doc__.splitlines() if line.startswith("    python"))
@@ -156,12 +157,36 @@ def to_peft(source: Path, out_dir: Path) -> None:
     keys, checkpoint, model_folder = _find(source)
     model, step, length = _model_sections(keys)
     family, _ = find_family(model, length, _original_config(model_folder).get("model_type", ""))
-    adapters, meta = load_adapters(str(checkpoint))
+    adapters, meta = _load_adapters(str(checkpoint))
     tree, _ = declared_weights(model_spec(model, step, length))
     shapes = {weight: leaf.shape for weight, leaf in params.by_path(tree).items()}
     _make_empty(out_dir)
     save_adapters(out_dir, family, shapes, model.vocab_size, adapters, meta["lora"])
     say([f"wrote {out_dir}: adapters of {len(adapters)} weights for the model {meta['lora']['base']}"])
+
+
+def _load_adapters(path: str) -> tuple[dict[tuple[str | int, ...], tuple[np.ndarray, np.ndarray]], dict[str, Any]]:
+    """Loads the adapters of a run with `lora_rank`: `down` and `up` of each adapted weight, and the checkpoint's meta.
+
+    Raises UserError if the run trained no adapters, or whole weights as well.
+    """
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def entries(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        trained = [name for name in saved if name.startswith("trainable.")]
+        if "lora" not in meta or (others := [name for name in trained if not name.startswith("trainable.lora.")]):
+            what = f"whole weights with adapters: {first_few(others)}" if "lora" in meta else "no adapters (lora_rank)"
+            raise UserError(f"{path} has {what}. `convert to-hf` exports the whole model")
+        return {
+            name: jax.ShapeDtypeStruct(saved[name]["shape"], saved[name]["dtype"], sharding=device) for name in trained
+        }
+
+    arrays, meta, _ = restore_any(path, entries, "the adapters")
+    pairs: dict[Any, dict[str, np.ndarray]] = {}
+    for name, array in arrays.items():
+        *weight, kind = undotted(name)[2:]  # after trainable.lora
+        pairs.setdefault(tuple(weight), {})[kind] = np.asarray(array)
+    return {weight: (pair["down"], pair["up"]) for weight, pair in pairs.items()}, meta
 
 
 def _write_tokenizer(data: Data, model_folder: Path | None, out_dir: Path, notes: list[str]) -> dict[str, Any]:

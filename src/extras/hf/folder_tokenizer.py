@@ -20,7 +20,7 @@ def folder_tokenizer(path: Path, model_vocab_size: int) -> Tokenizer:
         if file.is_file():
             return HuggingFaceTokenizer(file, model_vocab_size)
     if (path / "tokenizer.model").is_file():
-        from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
+        from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 
         return SentencePieceTokenizer(str(path / "tokenizer.model"))
     if path.is_dir():

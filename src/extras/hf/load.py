@@ -2,7 +2,9 @@
 
 import functools
 import os
+import zlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,14 +13,22 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from src.checkpoint.format import Restored
+from src.checkpoint.load_weights import identity
+from src.config.run_configs import has_tokenizer
 from src.extras.hf.folder import HfFolder, open_folder
-from src.extras.hf.model_keys import folder_model
+from src.extras.hf.folder_tokenizer import folder_tokenizer
+from src.extras.hf.model_keys import folder_model, read_model_keys
+from src.extras.hf.peft import base_model
 from src.extras.hf.safetensors import DTYPES, UNREADABLE, Tensor
 from src.extras.hf.tensor_map import Piece, Range, WeightPath, lay_out
 from src.model.params import Tree, by_path, nested
 from src.system.errors import UserError, first_few
 
 ROWS = 4096  # rows in memory when comparing tensors
+
+
+TAIL_BYTES = 2**16  # read at the end of each file, which training changes too
 
 
 def load_weights(path: str | os.PathLike[str], tree: Tree, notes: list[str] | None = None) -> Tree:
@@ -34,6 +44,35 @@ def load_weights(path: str | os.PathLike[str], tree: Tree, notes: list[str] | No
             arrays[piece.weight] = _PartialArray(leaves[piece.weight])
         arrays[piece.weight].put(piece, tensor)
     return nested({weight: array.whole() for weight, array in arrays.items()})
+
+
+def restore_folder(path: str, folder: str, tree: Tree) -> Restored:
+    """Loads a folder's weights, named `path` in messages, with its `vocab_size` and the fingerprint of its tokenizer.
+
+    Raises UserError as `load_weights` does.
+    """
+    notes: list[str] = []
+    arrays = load_weights(folder, tree, notes)
+    vocab_size = read_model_keys(folder)["vocab_size"]
+    meta = {"vocab_size": vocab_size, "tokenizer": None}
+    if has_tokenizer(place := Path(folder).expanduser()):
+        try:
+            meta["tokenizer"] = folder_tokenizer(place, vocab_size).fingerprint()
+        except UserError as error:
+            notes.append(f"the tokenizer of these weights is unknown: {error}")
+    return Restored(arrays, meta, [*notes, f"read the weights of {path}."])
+
+
+def folder_identity(path: str) -> str:
+    """Makes a text that changes with a folder's weights, from the ends of its files."""
+    folder = Path(path).expanduser()
+    crc = int(identity(base), 16) if (base := base_model(folder)) else 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with open(file, "rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - TAIL_BYTES))
+            crc = zlib.crc32(f"{file.name} {size}".encode() + stream.read(), crc)
+    return f"{crc:08x}"
 
 
 def match_tensors(folder: HfFolder, tree: Tree, notes: list[str] | None = None) -> list[tuple[Piece, Tensor]]:

@@ -7,8 +7,8 @@ import tokenizers
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from src.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.data.tokenizer import ByteTokenizer
+from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.system.errors import UserError
 
 _SPACE = "▁"  # SentencePiece's symbol for a space

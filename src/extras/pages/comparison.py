@@ -16,13 +16,13 @@ from src import as_installed
 from src.config.run_configs import similar_runs
 from src.config.schema import KEYS
 from src.config.yaml import dump, literal, parse_keys
+from src.extras.command_files import write_output
 from src.extras.pages.history import Curve, History, key_figures
 from src.extras.pages.page import card, loss_unit, page, table, whole_page
 from src.run.environment import read_environment
 from src.run.metrics import eval_key, eval_sets
 from src.system.disk import any_path
 from src.system.errors import UserError, clipped, counted, first_few, show
-from src.system.outputs import write_output
 
 USAGE = """usage: python -m src.report RUN_DIR [OTHER_RUN_DIR ...]
 

@@ -9,10 +9,10 @@ import jax
 
 from src.config.dataset_spec import DatasetSpec
 from src.data.readers import files, find_files
-from src.data.readers.custom import document_of
 from src.data.readers.records import Nulls
-from src.data.streams import StreamSource
 from src.data.types import Fingerprint, InputSpec
+from src.extras.readers.custom import document_of
+from src.extras.readers.streams import StreamSource
 from src.system.errors import UserError, first_few
 from src.system.user_code import call
 

@@ -54,7 +54,7 @@ def kernel_obstacle(
             return f"needs dtype=bfloat16, not {dtype}"
         if length % 2:
             return f"needs an even max_target_length, not {length}"
-        from src.parallel.topology import compute_capability
+        from src.parallel.chips import compute_capability
 
         # The same checks as JAX's own function makes (cuDNN 9.10 and newer).
         hopper = compute_capability(layout.mesh.devices.flat[0]) >= 9.0

@@ -30,9 +30,9 @@ from src.model.attention_kernels.cudnn_segments import RATIO, Segments, can_list
 from src.model.attention_kernels.scores import CONTEXT, MASKED, ScoreSpec
 from src.model.forward_context import ForwardContext
 from src.model.products import with_gradient
+from src.parallel.chips import compute_capability
 from src.parallel.mesh import Layout
 from src.parallel.sequence import replicate_rows, zigzag_order, zigzag_parts
-from src.parallel.topology import compute_capability
 
 LONGEST_MASK = 4096  # longest sequence whose mask [T, T] is built
 BLOCK = 1024  # most tokens in a block of a longer sequence

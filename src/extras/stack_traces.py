@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from src import installing
 from src.config.command_keys import Diagnostics
 from src.system.errors import UserError
 
@@ -33,8 +34,8 @@ def written(keys: Diagnostics) -> Iterator[None]:
                 _begin_cloud_tpu_diagnostics(keys.stack_trace_interval_seconds, exits)
             except (OSError, ImportError) as error:
                 raise UserError(
-                    f"stack_trace_to_cloud=true writes to {_TRACES} by the package cloud-tpu-diagnostics, which bash "
-                    f"setup.sh tpu installs: {error}. Set it to false to have the stacks on the console."
+                    f"stack_trace_to_cloud=true writes to {_TRACES} by the package cloud-tpu-diagnostics, which "
+                    f"{installing('tpu')} installs: {error}. Set it to false to have the stacks on the console."
                 ) from None
         faulthandler.enable(out)
         exits.callback(faulthandler.disable)

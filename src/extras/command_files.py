@@ -1,14 +1,16 @@
-"""Writes the output files of commands; replaces an existing file only if it is of the same kind."""
+"""Reads and writes the files that keys of commands name; replaces a file only by one of the same kind."""
 
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from src.system.disk import any_path, new_file
 from src.system.errors import UserError
+
+T = TypeVar("T")
 
 # The beginnings of files that commands write, by the key with their path or by their name. No others are replaced.
 _BEGINNINGS = {
@@ -21,7 +23,6 @@ _BEGINNINGS = {
     "compiled_trainstep_file": rb"MinText compiled training step, ",
     "pgle_profile": rb"MinText PGLE profile, ",
     "report": rb"<!doctype html>.*\n  --page: #",
-    "run": rb"run_name: .*\nbase_output_directory: .*\nmodel_name: .*\naccept_changes: ",
 }
 
 
@@ -30,6 +31,24 @@ def is_own(kind: str, file: Any) -> bool:
     with file.open("rb") as opened:
         beginning = opened.read(2**24)
     return not beginning or re.match(_BEGINNINGS[kind], beginning, re.DOTALL) is not None
+
+
+def read_lines(path: Path, key: str, of_json: Callable[[str], T]) -> list[str | T]:
+    """Reads a file's lines except empty ones, mapping a .jsonl file's by `of_json`; raises UserError if that fails."""
+    try:
+        # Editors on Windows begin files with a byte order mark. JSON strings may contain line ends of `splitlines`.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{key}={path} cannot be read: {error}") from None
+    values: list[str | T] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            values.append(of_json(line) if path.suffix == ".jsonl" else line)
+        except ValueError as error:
+            raise UserError(f"{key}={path}, line {number}: {error}") from None
+    return values
 
 
 def check_outputs(paths: Mapping[str, str]) -> None:

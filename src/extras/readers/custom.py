@@ -12,8 +12,8 @@ import numpy as np
 from src.config.dataset_spec import DatasetSpec
 from src.data.readers.fields import as_document, from_fields
 from src.data.readers.records import Nulls
-from src.data.streams import StreamSource
 from src.data.types import Fingerprint, InputSpec, Source
+from src.extras.readers.streams import StreamSource
 from src.system.code_digests import code_digests
 from src.system.errors import UserError
 from src.system.user_code import call, class_name, load_function

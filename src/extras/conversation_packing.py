@@ -1,14 +1,12 @@
-"""Packs conversations without cutting any that fits into a row; reads and converts the positions of any layout."""
+"""Packs conversations without cutting any that fits into a row: the layout `best_fit`."""
 
 import bisect
 from collections.abc import Sequence
 
-import numpy as np
-
-from src.data.packing import Position, Segment, Sizes, remaining
+from src.data.packing import PLACED_BITS, Position, Segment, Sizes, remaining
 from src.system.errors import UserError
 
-WINDOW = 20  # items to choose from: a position has one bit for each of them except the oldest
+WINDOW = PLACED_BITS + 1  # items to choose from: a position has one bit for each of them except the oldest
 _MAX_ROWS = (1 << 32 - WINDOW) - 1  # together with the window's bits, this fills the 31 bits of a positive int32
 
 
@@ -20,12 +18,12 @@ def best_fit(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Seg
     document longer than a row is cut at the row's end.
 
     The second number of a position counts the targets taken from the oldest item, as in the other layouts. If a later
-    item is placed, it is -(rows << WINDOW - 1 | placed) instead: the full rows taken from the oldest item, and bit i is
-    set if item i + 1 after it is placed. Raises UserError if an item has more rows than a position can count.
+    item is placed, it is -(rows << PLACED_BITS | placed) instead: the full rows taken from the oldest item, and bit i
+    is set if item i + 1 after it is placed. Raises UserError if an item has more rows than a position can count.
     """
     item, offset, placed = position[0], max(position[1], 0), 0  # bit i of placed: item i after the oldest is placed
     if position[1] < 0:
-        rows, placed = divmod(-position[1], 1 << WINDOW - 1)
+        rows, placed = divmod(-position[1], 1 << PLACED_BITS)
         placed <<= 1
         ends = _row_ends(sizes_of(item) or (), length) if rows else [0]
         offset = ends[min(rows, len(ends) - 1)]
@@ -60,7 +58,7 @@ def best_fit(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Seg
             f"a conversation takes more than {_MAX_ROWS:,} rows of max_target_length={length}: raise "
             "max_target_length, or set packing=false"
         )
-    return segments, (item, -(rows << WINDOW - 1 | placed >> 1))
+    return segments, (item, -(rows << PLACED_BITS | placed >> 1))
 
 
 def _oldest(sizes_of: Sizes, item: int, placed: int) -> tuple[int, int]:
@@ -87,21 +85,3 @@ def _row_ends(sizes: Sequence[int], length: int) -> list[int]:
     while ends[-1] < sum(sizes):
         ends.append(ends[-1] + sum(segment.length for segment in _leading(0, sizes, ends[-1], length)))
     return ends
-
-
-def documents_consumed(positions: np.ndarray) -> np.ndarray:
-    """Counts the items that each stream has finished, int64 [B], given positions int32 [B, 2]."""
-    placed = -np.minimum(positions[:, 1].astype(np.int64), 0) & (1 << WINDOW - 1) - 1
-    return positions[:, 0].astype(np.int64) + np.bitwise_count(placed)
-
-
-def remap_position(positions: np.ndarray, rows: int) -> np.ndarray:
-    """Converts positions, int32 [B, 2], to another number of streams: int32 [rows, 2].
-
-    The new streams continue after the number of documents consumed so far. If some streams were ahead of the others,
-    the documents that they consumed early repeat, and documents that slower streams did not reach are missed.
-    """
-    consumed = documents_consumed(positions).sum()
-    # Stream j has the documents j, j + rows, ..., which are ceil((n - j) / rows) of the first n.
-    of_stream = np.maximum(-((np.arange(rows) - consumed) // rows), 0)
-    return np.stack([of_stream, np.zeros_like(of_stream)], axis=1).astype(np.int32)

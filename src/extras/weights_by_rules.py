@@ -1,0 +1,79 @@
+"""Loads the weights that rules choose, from several places (`load_weights_rules`)."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from src.checkpoint.format import Restored
+from src.checkpoint.load_weights import hf_folder, load_weights
+from src.checkpoint.restore import restore_weights
+from src.model.params import Tree, by_path, dotted, nested
+from src.system.errors import UserError, counted, first_few
+
+
+def load_by_rules(
+    rules: Sequence[Mapping[str, str]], tree: Tree, axes: Tree, ema: bool = False
+) -> tuple[Tree, list[dict[str, Any]], list[str]]:
+    """Loads the weights of `tree` that match `load_weights_rules`, each by the first matching rule, each path once.
+
+    `tree` and `ema` are as in `load_weights`. Returns the weights; the meta of each path that provided a weight with a
+    vocabulary axis, by its logical `axes`; messages. Raises UserError for a rule that matches no remaining weight, for
+    a missing name, and as `load_weights` does.
+    """
+    leaves, axes_of, metas, messages = by_path(tree), by_path(axes), [], []
+    sources: dict[str, dict[Any, str]] = {}  # by path: the weights to load and their names there
+    taken: set[Any] = set()
+    loaded: dict[Any, jax.Array] = {}
+    for rule in rules:
+        fitting = {path: re.fullmatch(rule["match"], dotted(path)) for path in leaves if path not in taken}
+        try:
+            names = {path: fit.expand(rule.get("name") or r"\g<0>") for path, fit in fitting.items() if fit}
+        except (re.error, IndexError) as error:
+            raise UserError(f"load_weights_rules: name={rule['name']} does not fit {rule['match']}: {error}") from None
+        if not names:
+            left = first_few(sorted(map(dotted, leaves.keys() - taken)), near=rule["match"])
+            raise UserError(f"load_weights_rules: {rule['match']} fits none of the remaining weights: {left}")
+        if len(set(names.values())) < len(names):
+            twice = first_few(names.values())
+            raise UserError(f"load_weights_rules: {rule['match']} gives two weights the same name: {twice}")
+        taken |= names.keys()
+        sources[rule["path"]] = sources.get(rule["path"], {}) | names
+    for source, names in sources.items():
+        arrays, meta, notes = _load_named(source, {name: leaves[path] for path, name in names.items()}, tree, ema)
+        for path, name in names.items():
+            array = arrays[name]
+            if array.shape != (shape := leaves[path].shape):
+                there, here = f"{name} of {source} has the shape {list(array.shape)}", f"{dotted(path)} {list(shape)}"
+                raise UserError(f"load_weights_rules: {there}, and {here}")
+            # Arrays are donated, so two weights loaded from the same name must not share an array.
+            loaded[path] = array if list(names.values()).count(name) == 1 else jnp.array(array, leaves[path].dtype)
+        metas += [meta] if any("vocab" in axes_of[path] for path in names) else []
+        pairs = [dotted(path) + f" (there {name})" * (dotted(path) != name) for path, name in names.items()]
+        messages += [*notes, f"load_weights_rules: from {source}: {', '.join(pairs)}"]
+    if rules:
+        messages.append(f"load_weights_rules: {counted(len(leaves) - len(taken), 'weight')} not affected by rules")
+    return nested(loaded), metas, messages
+
+
+def _load_named(path: str, wanted: Tree, tree: Tree, ema: bool) -> Restored:
+    """Loads the weights with these dotted names; a Hugging Face folder must have all of `tree`."""
+    if hf_folder(path):
+        arrays, meta, messages = load_weights(path, tree, ema)
+        arrays = {dotted(where): array for where, array in by_path(arrays).items()}
+        _check_names(path, wanted, arrays)
+        return Restored(arrays, meta, messages)
+
+    def named(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> Tree:
+        _check_names(path, wanted, saved)
+        return wanted
+
+    return restore_weights(path, named, ema, some=f"{len(wanted)} weights")
+
+
+def _check_names(path: str, wanted: Iterable[str], available: Iterable[str]) -> None:
+    for name in wanted:
+        if name not in available:
+            raise UserError(f"load_weights_rules: {path} has no {name}: it has {first_few(available, near=name)}")

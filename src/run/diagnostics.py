@@ -28,9 +28,9 @@ def stack_traces(keys: Diagnostics) -> contextlib.AbstractContextManager[None]:
     """Writes all threads' stacks at an interval, on SIGUSR1 and on a crash, if `collect_stack_trace` is set."""
     if not keys.collect_stack_trace:
         return contextlib.nullcontext()
-    from src.extras import stack_traces
+    from src.extras.stack_traces import written
 
-    return stack_traces.written(keys)
+    return written(keys)
 
 
 @contextlib.contextmanager

@@ -78,11 +78,6 @@ def key(
     return dataclasses.field(default_factory=lambda: declared.default, metadata={"key": declared})
 
 
-def fact(default: Any, comment: str, *limits: Any, **more: Any) -> Any:
-    """Declares a key of the model that may differ from layer to layer."""
-    return key(default, comment, *limits, per_layer=True, **more)
-
-
 def path(default: str, comment: str, **more: Any) -> Any:
     """Declares a key whose value is a path."""
     return key(default, comment, is_path=True, **more)

@@ -47,8 +47,8 @@ def _of_group(start: str, *without: str) -> tuple[str, ...]:
 
 _PER_HEAD = ("global", "local_sliding", "chunk")  # attention_type with keys and values per head
 _SCORED = (*_PER_HEAD, "mla")  # attention_type in which queries score earlier keys
-_OF_SCORES = _of_group("Model: attention", "attention_type", "gdn_")
-_OF_ROPE = _of_group("Model: positions", "position_type", "trainable_position_size")
+_OF_SCORES = _of_group("Model: attention", "attention_type", "gdn_", "head_dim")
+_OF_ROPE = _of_group("Model: positions", "position_type")
 _BY_LENGTH = ("llama3.1", "yarn", "dynamic", "longrope")  # rope_type that reads the length of earlier training
 _SCALED_ROPE = ("linear", *_BY_LENGTH, "proportional")
 _WITHOUT_FACTOR = ("dynamic", "longrope", "proportional")  # rope_type that has an effect even if rope_factor is 1
@@ -72,7 +72,7 @@ LAYER_REQUIREMENTS = (
     Requires("rope_short_factor rope_long_factor", rope_type="longrope"),
     Requires("rope_low_freq_factor rope_high_freq_factor", rope_type="llama3.1"),
     Requires("beta_fast beta_slow rope_truncate mscale mscale_all_dim", rope_type="yarn"),
-    Requires(_of_group("Model: feed-forward", "mlp_"), num_experts=FROM_2),
+    Requires(["base_moe_mlp_dim", *_of_group("Model: feed-forward", "mlp_")], num_experts=FROM_2),
     Requires("shared_expert_gate", shared_experts=FROM_1),
     Requires("topk_routing_group routing_group_score", n_routing_groups=FROM_2),
     Requires("base_mlp_dim", num_experts=1, base_moe_mlp_dim=0),

@@ -20,7 +20,18 @@ from src.config.command_keys import (
     Tools,
 )
 from src.config.keys import ABOVE_0, AXIS_SIZE, FROM_0, FROM_1, FROM_1_OR_UNSET, FROM_64, Key, frozen, group, key, path
-from src.config.model_keys import AttentionFacts, FeedForwardFacts, LayerFacts, Model, ModelSize, PositionFacts
+from src.config.model_keys import (
+    AttentionSettings,
+    BlockSettings,
+    EmbeddingSettings,
+    FeedForwardSettings,
+    LayerKeys,
+    LayerSize,
+    Model,
+    ModelSize,
+    NormSettings,
+    PositionSettings,
+)
 from src.config.step_keys import Compilation, Numerics, Optimizer, Quantization, Step, Trainable
 
 # The mesh's axes, and the word for each in the keys of its sizes: ici_WORD_parallelism and dcn_WORD_parallelism.
@@ -246,8 +257,9 @@ class Config(Mapping[str, Any]):
 SECTIONS: dict[str, type] = {field.name: field.type for field in dataclasses.fields(Config)}
 # In the order of base.yml, whose titles are the docstrings.
 GROUPS: list[type] = [
-    *(Run, ModelSize, LayerFacts, AttentionFacts, PositionFacts, FeedForwardFacts, Numerics, Quantization),
-    *(Compilation, Aot, Optimizer, BatchKeys, DataSources, Tools, Conversations, Trainable, Preferences, Evaluation),
+    *(Run, ModelSize, LayerSize, EmbeddingSettings, NormSettings, BlockSettings, AttentionSettings),
+    *(PositionSettings, FeedForwardSettings, Numerics, Quantization, Compilation),
+    *(Aot, Optimizer, BatchKeys, DataSources, Tools, Conversations, Trainable, Preferences, Evaluation),
     *(HarnessTasks, Decoding, Checkpoint, Mesh, Diagnostics),
 ]
 # A run cannot resume with another value of one of their keys, unless the key is declared resume_invariant=False.
@@ -263,8 +275,12 @@ def collect(groups: Sequence[type], sections: Mapping[str, type]) -> dict[str, K
             invariant = declared.resume_invariant
             if invariant is None:
                 invariant = title in RESUME_INVARIANT_GROUPS
-            place = {"name": field.name, "section": section, "group": title.__doc__}
-            keys[field.name] = dataclasses.replace(declared, **place, resume_invariant=invariant or section == "model")
+            keys[field.name] = dataclasses.replace(
+                declared,
+                **{"name": field.name, "section": section, "group": title.__doc__},
+                per_layer=declared.per_layer or issubclass(LayerKeys, title),
+                resume_invariant=invariant or section == "model",
+            )
     return keys
 
 

@@ -39,12 +39,12 @@ class Decoder(nnx.Module):
         # sums over D.
         fan_in = (1,) if spec.logits_via_embedding else ()
         self.embedding = weight(rngs, (V, D), ("vocab", "embed"), dtype, fan_in=fan_in)
-        if spec.position_type == "learned":
+        if spec.added_positions == "learned":
             shape = (spec.trainable_position_size, D)
             self.position_embedding = weight(rngs, shape, ("position", "embed"), dtype, fan_in=(1,))
         # The blocks of the layer groups; checkpoints use the name segments.
         self.segments = nnx.List([_group_blocks(spec, index, rngs) for index in range(len(spec.layer_groups))])
-        self.final_norm = Norm(spec, (D,), dtype, rngs)
+        self.final_norm = Norm(spec.final_norm, (D,), dtype, rngs)
         if not spec.logits_via_embedding:
             self.output = weight(rngs, (D, V), ("embed", "vocab"), dtype, fan_in=(0,))
         bias = {"constant": 0.0, "decays": False}
@@ -65,13 +65,13 @@ class Decoder(nnx.Module):
         """
         with jax.named_scope("embedding"):
             x_BTD = self._embed(tokens_BT, context)
-            if self.spec.position_type == "learned":
+            if self.spec.added_positions == "learned":
                 table_SD = self.position_embedding[...].astype(x_BTD.dtype)
                 x_BTD += look_up(table_SD, context.positions_BT, context.layout, "position")
-            elif self.spec.position_type == "sinusoidal":
+            elif self.spec.added_positions == "sinusoidal":
                 x_BTD += sinusoidal(context.positions_BT, self.spec.emb_dim).astype(x_BTD.dtype)
             site = 2 * (len(self.spec.layers) + self.spec.mtp_num_layers)  # after the sites of all blocks
-            x_BTD = context.dropout(x_BTD, self.spec.dropout_rate, site)
+            x_BTD = context.dropout(x_BTD, self.spec.embedding_dropout, site)
             x_BTD = context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
         reports, new_caches, first_layer = {}, [], 0
         for index, (group, blocks) in enumerate(zip(self.spec.layer_groups, self.segments, strict=True)):

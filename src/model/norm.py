@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from src.config.model_keys import Model
+from src.config.model_keys import NormSettings
 from src.model.params import Axes, Rngs, weight
 
 
@@ -13,7 +13,13 @@ class Norm(nnx.Module):
     """RMSNorm (Zhang and Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dims `shape`."""
 
     def __init__(
-        self, spec: Model, shape: tuple[int, ...], dtype: str, rngs: Rngs, axes: Axes = (None,), epsilon: float = 0.0
+        self,
+        spec: NormSettings,
+        shape: tuple[int, ...],
+        dtype: str,
+        rngs: Rngs,
+        axes: Axes = (None,),
+        epsilon: float = 0.0,
     ) -> None:
         self.spec, self.epsilon = spec, epsilon or spec.normalization_layer_epsilon
         self.dims = tuple(range(-len(shape), 0))

@@ -11,7 +11,7 @@ from src.system.imports import named
 
 # Token mixers by attention_type; a module is imported when a layer uses it. Blocks, caches and counts rely on its
 # `__call__`, `costs`, `cache_arrays` and `__init__`, in which `out_scale` scales the output's initial values. To add a
-# mixer, write a module, add an entry here, and add a choice of that key next to its settings in `AttentionFacts`
+# mixer, write a module, add an entry here, and add a choice of that key next to its settings in `AttentionSettings`
 # (config/model_keys.py); config/requirements.py lists the settings that each kind uses.
 MIXERS = {
     "global": "src.model.attention:Attention",

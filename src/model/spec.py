@@ -1,4 +1,4 @@
-"""Describes a model: the config's section `model`, resolved for the whole and for each layer, and how layers repeat.
+"""Describes a model: its layers, each with its own settings, how they repeat, and what is before and after them.
 
 Tensor letters, here and in every file of the model: B batch, T query position, S key position, D embedding, F
 feed-forward hidden, N query heads, K key/value heads, H head size, A factors of a feed-forward layer, E experts, M
@@ -8,33 +8,32 @@ tokens sorted by expert, Q compressed query, R compressed keys and values, V voc
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 from src.config.keys import frozen
-from src.config.model_keys import Model
+from src.config.model_keys import EmbeddingSettings, LayerSettings, LayerSize, Model, NormSettings
 from src.config.requirements import LAYER_REQUIREMENTS
-from src.config.schema import KEYS, keys_of
 from src.config.step_keys import Numerics
 from src.model.patterns import shortest_patterns
 
 VOCAB_MULTIPLE = 128  # the vocabulary is padded to a multiple of this, so that it shards over powers of two up to it
 
-PER_LAYER = tuple(key for key in keys_of("model") if KEYS[key].per_layer)
-OF_MODEL = (  # including settings that layers and the model both have
-    *(key for key in keys_of("model") if key not in PER_LAYER),
-    *("normalization", "normalization_layer_epsilon", "normalization_scale_offset", "dropout_rate"),
-)
 
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec(LayerSettings):
+    """One decoder layer's resolved settings and sizes. Layers with the same `shared_weights` share weights.
 
-@dataclass(frozen=True)
-class LayerSpec(Model):
-    """One decoder layer's resolved settings. Layers with the same `shared_weights` share weights; "": not shared.
-
-    Sizes are scaled (`global_parameter_scale` is 1), and settings without effect on the layer have their defaults, so
-    that layers that compute the same function compare equal.
+    Settings without effect on the layer have their defaults, and sizes without effect are 0, so that layers that
+    compute the same function compare equal.
     """
 
-    shared_weights: str = ""
+    emb_dim: int
+    mlp_dim: int = 0
+    moe_mlp_dim: int = 0
+    num_query_heads: int = 0
+    num_kv_heads: int = 0
     max_length: int = 0  # of a run's texts, if positions depend on it
+    shared_weights: str = ""  # empty: not shared
 
 
 @dataclass(frozen=True)
@@ -50,20 +49,23 @@ class LayerGroup:
         return bool(self.pattern[0].shared_weights)
 
 
-@dataclass(frozen=True)
-class ModelSpec(Model):
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(EmbeddingSettings):
     """A decoder-only Transformer: its layers, and the resolved settings of everything before and after them.
 
-    `position_type` is learned or sinusoidal if positions are added to the embedding, otherwise none;
-    `trainable_position_size` is the number of rows of a learned table, otherwise -1.
+    `trainable_position_size` is the number of rows of a learned table of positions, otherwise -1.
     """
 
-    layers: tuple[LayerSpec, ...] = ()
-    weight_dtype: str = "float32"
-    dtype: str = "bfloat16"
+    emb_dim: int
+    added_positions: str  # positions added to the embedding: learned, sinusoidal or none
+    embedding_dropout: float
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSettings
+    weight_dtype: str
+    dtype: str
     stacked: bool = True  # stack the weights of repeated layers, for a scan over them; otherwise each has its own
 
-    @property
+    @functools.cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
         """Groups the layers in the nesting of weights and caches."""
         groups = group_layers(self.layers)
@@ -95,19 +97,26 @@ class ModelSpec(Model):
 
 def model_spec(model: Model, numerics: Numerics, max_target_length: int) -> ModelSpec:
     """Resolves the model that the section describes; sequences have at most `max_target_length` tokens."""
-    resolved = {key: getattr(model, key) for key in OF_MODEL} | {
-        "global_parameter_scale": 1,
-        "base_emb_dim": model.emb_dim,
-        "base_num_decoder_layers": model.num_decoder_layers,
-        "decoder_segments": (),
-        "position_type": "none" if model.position_type == "rope" else model.position_type,
-    }
+    settings = _values(EmbeddingSettings, model)
     if model.position_type != "learned":
-        resolved["trainable_position_size"] = -1
+        settings["trainable_position_size"] = -1
     elif model.trainable_position_size == -1:
-        resolved["trainable_position_size"] = max_target_length
-    layers = tuple(_layer_spec(*layer, max_target_length) for layer in layer_models(model))
-    return ModelSpec(**resolved, layers=layers, weight_dtype=numerics.weight_dtype, dtype=numerics.dtype)
+        settings["trainable_position_size"] = max_target_length
+    return ModelSpec(
+        **settings,
+        emb_dim=model.emb_dim,
+        added_positions="none" if model.position_type == "rope" else model.position_type,
+        embedding_dropout=model.dropout_rate,
+        layers=tuple(_layer_spec(*layer, max_target_length) for layer in layer_models(model)),
+        final_norm=NormSettings(**_values(NormSettings, model)),
+        weight_dtype=numerics.weight_dtype,
+        dtype=numerics.dtype,
+    )
+
+
+def _values(keys: type, model: Model) -> dict[str, Any]:
+    """Maps the names of the fields of a group of `keys` to their values in the section."""
+    return {field.name: getattr(model, field.name) for field in dataclasses.fields(keys)}
 
 
 def layer_models(model: Model) -> list[tuple[Model, str]]:
@@ -118,12 +127,12 @@ def layer_models(model: Model) -> list[tuple[Model, str]]:
     counted = sum(max(entry.get("repeats", 1), 0) * len(entry["pattern"]) for entry in model.decoder_segments)
     layers: list[tuple[Model, str]] = []
     for index, entry in enumerate(model.decoder_segments):
-        pattern, repeats = entry["pattern"], entry.get("repeats", 1)
+        pattern, repeats, shared = entry["pattern"], entry.get("repeats", 1), entry.get("shared", False)
         if repeats == -1:
             repeats = (count - counted) // len(pattern)
         layers += repeats * [
-            (dataclasses.replace(model, **frozen(facts)), f"{index}.{position}" if entry.get("shared", False) else "")
-            for position, facts in enumerate(pattern)
+            (dataclasses.replace(model, **frozen(keys)), f"{index}.{position}" if shared else "")
+            for position, keys in enumerate(pattern)
         ]
     assert len(layers) == count, "config.load checks that decoder_segments add up"
     return layers
@@ -131,21 +140,17 @@ def layer_models(model: Model) -> list[tuple[Model, str]]:
 
 def _layer_spec(layer: Model, shared_weights: str, max_target_length: int) -> LayerSpec:
     head_dim = layer.qk_nope_head_dim + layer.qk_rope_head_dim if layer.attention_type == "mla" else layer.head_dim
-    resolved = {key: getattr(layer, key) for key in PER_LAYER} | {
-        "base_emb_dim": layer.emb_dim,
-        "base_mlp_dim": layer.mlp_dim,
-        "base_moe_mlp_dim": layer.moe_mlp_dim,
-        "base_num_query_heads": layer.num_query_heads,
-        "base_num_kv_heads": layer.num_kv_heads,
+    settings = _values(LayerSettings, layer) | {
+        **{size.name: getattr(layer, size.name.removeprefix("base_")) for size in dataclasses.fields(LayerSize)},
         "latent_norm_epsilon": layer.latent_norm_epsilon or layer.normalization_layer_epsilon,
         "query_pre_attn_scalar": layer.query_pre_attn_scalar or float(head_dim),
         "position_type": "rope" if layer.position_type == "rope" else "none",
     }
-    keys = {**vars(layer), **resolved}
-    idle = {fact for need in LAYER_REQUIREMENTS if not need.satisfied(keys) for fact in need.keys}
-    facts = {key: value for key, value in resolved.items() if key not in idle}
-    by_length = facts.get("rope_type") in ("dynamic", "longrope")
-    return LayerSpec(**facts, shared_weights=shared_weights, max_length=max_target_length if by_length else 0)
+    idle = {key for need in LAYER_REQUIREMENTS if not need.satisfied(settings) for key in need.keys}
+    settings = {key.removeprefix("base_"): value for key, value in settings.items() if key not in idle}
+    by_length = settings.get("rope_type") in ("dynamic", "longrope")
+    max_length = max_target_length if by_length else 0
+    return LayerSpec(**settings, emb_dim=layer.emb_dim, shared_weights=shared_weights, max_length=max_length)
 
 
 @functools.cache  # a hundred layers take a second

@@ -113,7 +113,7 @@ def loss_metrics(losses: Metrics, counts: TokenCounts) -> Metrics:
 
 def with_dropout_keys(batch: Batch, step: jax.Array, plan: StepPlan) -> Batch:
     """Adds each token's dropout key for this step to the batch, if the model has dropout."""
-    if plan.spec.dropout_rate == 0 and all(layer.dropout_rate == 0 for layer in plan.spec.layers):
+    if plan.spec.embedding_dropout == 0 and all(layer.dropout_rate == 0 for layer in plan.spec.layers):
         return batch
     step_key = jax.random.fold_in(random_stream(plan.step.init_weights_seed, DROPOUT), step)
     token_BT = jnp.arange(batch["tokens"].size).reshape(batch["tokens"].shape)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from src.config import schema
 from src.config.base_yml import base_yml, help_text
-from src.config.keys import fact
+from src.config.keys import key as declare
 from src.config.load import compare_runs, diff_from_base, from_yaml, to_yaml
 from src.config.usage import Usage, help_for
 from src.run.resolve_config import load
@@ -365,7 +365,9 @@ def test_configuration_needs_no_jax():
 class Gate:
     """Model: attention"""
 
-    attention_gate: str = fact("none", "a gate on attention's output: none or sigmoid", ("none", "sigmoid"))
+    attention_gate: str = declare(
+        "none", "a gate on attention's output: none or sigmoid", ("none", "sigmoid"), per_layer=True
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from src.config.model_keys import AttentionFacts
-from src.config.schema import KEYS
+from src.config.model_keys import AttentionSettings, LayerSize
+from src.config.schema import KEYS, keys_of
 from src.model.params import Weights
 from src.model.parts import MIXERS
 from src.model.spec import layer_models
 from src.step.loss import next_token_loss
 from src.system.errors import UserError
-from tests.tiny import load, make
+from tests.tiny import load, make, spec_of
 
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "q_lora_rank": 12}
 KINDS = {
@@ -27,9 +27,9 @@ KINDS = {
         "gdn_conv_kernel_dim": 3,
     },
 }
-ATTENTION_FACTS = [field.name for field in dataclasses.fields(AttentionFacts)]
+ATTENTION_FACTS = [field.name for field in dataclasses.fields(AttentionSettings)]
 LAYER_FACTS = {key.name for key in KEYS.values() if key.per_layer}
-FACTS = ("base_num_query_heads", "base_num_kv_heads", "head_dim", *ATTENTION_FACTS[1:])
+FACTS = ("base_num_query_heads", "base_num_kv_heads", *ATTENTION_FACTS[1:])
 
 
 def other_value(key, value):
@@ -76,16 +76,37 @@ def test_a_fact_of_attention_changes_the_model_or_is_refused(kind):
 
 
 OF_THE_MODEL = {
-    *("decoder_segments", "trainable_position_size", "logits_via_embedding", "scale_embedding"),
-    *("final_logits_soft_cap", "mtp_num_layers", "embedding_multiplier", "logits_scaling", "logits_bias"),
+    *("global_parameter_scale", "base_emb_dim", "base_num_decoder_layers", "decoder_segments", "vocab_size"),
+    *("trainable_position_size", "logits_via_embedding", "scale_embedding", "final_logits_soft_cap"),
+    *("mtp_num_layers", "embedding_multiplier", "logits_scaling", "logits_bias"),
 }
 
 
 def test_every_key_about_layers_may_differ_by_layer():
-    sizes = {"base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim"}
-    groups = ("Model: layer settings", "Model: attention", "Model: positions", "Model: feed-forward")
-    in_groups = {key.name for key in KEYS.values() if key.group.startswith(groups)}
-    assert in_groups - OF_THE_MODEL == LAYER_FACTS - sizes
+    assert set(keys_of("model")) - OF_THE_MODEL == LAYER_FACTS
+
+
+def test_a_model_has_no_setting_that_its_layers_may_contradict():
+    """What layers and the model both need is under its own name in the model: `final_norm`, `embedding_dropout`."""
+    pattern = "{base_mlp_dim: 48, attention_bias: true, normalization: layer, dropout_rate: 0.5}"
+    spec = spec_of(load(decoder_segments=f"[{{pattern: [{pattern}, {{}}]}}]"))
+    for key in sorted(LAYER_FACTS | {key.removeprefix("base_") for key in LAYER_FACTS}):
+        with pytest.raises(AttributeError, match=key):
+            getattr(spec, key)
+    first, second = spec.layers
+    assert (first.mlp_dim, first.attention_bias, first.normalization, first.dropout_rate) == (48, True, "layer", 0.5)
+    assert (second.normalization, second.dropout_rate) == (spec.final_norm.normalization, spec.embedding_dropout)
+    assert (spec.final_norm.normalization, spec.embedding_dropout) == ("rms", 0.0)
+
+
+@pytest.mark.parametrize("scale", [1, 8])
+def test_a_layer_has_its_sizes_and_no_key_that_they_are_computed_from(scale):
+    config = load(global_parameter_scale=scale, base_num_decoder_layers=1)
+    (layer,) = set(spec_of(config).layers)
+    keys = {field.name for field in dataclasses.fields(LayerSize)} | OF_THE_MODEL
+    assert not [key for key in keys if hasattr(layer, key)]
+    sizes = (config.model.emb_dim, config.model.mlp_dim, config.model.num_query_heads, config.model.num_kv_heads)
+    assert (layer.emb_dim, layer.mlp_dim, layer.num_query_heads, layer.num_kv_heads) == sizes
 
 
 # A fact has effect in one of these models.

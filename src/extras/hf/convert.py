@@ -199,7 +199,8 @@ def _longest(family: Family, hf: Json, original: Json) -> int:
 
     def positions(entries: Json) -> Json:
         keys = family.read_config(entries)
-        return {key: value for key, value in keys.items() if KEYS[key].group == "Model: positions"}
+        others = [key for key in keys if KEYS[key].group != "Model: positions" and key != "trainable_position_size"]
+        return {key: value for key, value in keys.items() if key not in others}
 
     try:
         return (original if positions(original) == positions(hf) else hf)[LONGEST]

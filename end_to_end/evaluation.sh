@@ -77,7 +77,7 @@ for task in tasks:
             assert math.isclose(found[task][name], value, rel_tol=1e-5, abs_tol=1e-9), name
 
 config = load([f"{out}/run"], uses_weights=True)
-tokenizer = make_tokenizer(config.data, config.vocab_size)
+tokenizer = make_tokenizer(config.data, config.model.vocab_size)
 plan, weights, _ = load_model(config, tokenizer)
 ours = Answers(config.evaluation, config.batch, config.decoding, plan, weights, tokenizer)
 rows = [sample["arguments"] for task in tasks for sample in expected["samples"][task]]

@@ -62,21 +62,21 @@ def main(argv: list[str]) -> None:
 def bench_step(argv: list[str], steps: int) -> None:
     """Prints a training step's time, tokens per second, peak memory, and MFU if the device's peak is known."""
     config = resolve_config.load(argv)
-    jax.config.update("jax_default_matmul_precision", config.matmul_precision)
+    jax.config.update("jax_default_matmul_precision", config.step.matmul_precision)
     layout = make_layout(config.mesh, jax.devices())
     device = jax.devices()[0]
-    spec = model_spec(config.model, config.step, config.max_target_length)
+    spec = model_spec(config.model, config.step, config.batch.max_target_length)
     plan = plan_step(config, layout)
     rows = global_batch_size(
-        layout, config.per_device_batch_size, config.gradient_accumulation_steps, "per_device_batch_size"
+        layout, config.batch.per_device_batch_size, config.step.gradient_accumulation_steps, "per_device_batch_size"
     )
-    shape = (rows, config.max_target_length)
-    hparams = hparams_at(config.step, config.steps, 0)
+    shape = (rows, config.batch.max_target_length)
+    hparams = hparams_at(config.step, config.run.steps, 0)
     abstract = abstract_state(plan)
     train_step, _ = compile_steps(plan, abstract)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     state = jax.jit(lambda: init_state(plan), out_shardings=shardings)()
-    batch = jax.device_put(random_batch(*shape, config.vocab_size), batch_sharding(layout))
+    batch = jax.device_put(random_batch(*shape, config.model.vocab_size), batch_sharding(layout))
 
     start = time.perf_counter()
     compiled = train_step.lower(state, batch, hparams).compile()
@@ -91,8 +91,8 @@ def bench_step(argv: list[str], steps: int) -> None:
 
     median = statistics.median(seconds)
     tokens_per_device = shape[0] * shape[1] / median / layout.mesh.size
-    flops = flops_per_token(spec, config.max_target_length)
-    peak = run_peak(device, config.dtype, config.matmul_precision)
+    flops = flops_per_token(spec, config.batch.max_target_length)
+    peak = run_peak(device, config.step.dtype, config.step.matmul_precision)
     print(
         f"  jax {jax.__version__}, {layout.mesh.size} x {device.device_kind}, mesh {describe_mesh(layout.mesh.shape)}"
     )
@@ -137,8 +137,8 @@ def bench_input(argv: list[str], steps: int) -> None:
     from src.data.types import InputSpec
 
     config = resolve_config.load(argv)
-    rows = np.arange(round(config.per_device_batch_size))
-    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    rows = np.arange(round(config.batch.per_device_batch_size))
+    tokenizer = make_tokenizer(config.data, config.model.vocab_size)
     inputs = InputSpec.of(config, tokenizer)
     data, _ = open_sources(inputs, config.evaluation)
     batches = train_batches(inputs, data, rows, len(rows))
@@ -148,8 +148,8 @@ def bench_input(argv: list[str], steps: int) -> None:
     for _ in range(count):
         next(batches)
     seconds = time.perf_counter() - start
-    print(f"  {len(rows)} rows x {config.max_target_length} tokens, {config.tokenizer_type} tokenizer")
-    print(f"  tokens         {count * len(rows) * config.max_target_length / seconds:,.0f} per second")
+    print(f"  {len(rows)} rows x {config.batch.max_target_length} tokens, {config.data.tokenizer_type} tokenizer")
+    print(f"  tokens         {count * len(rows) * config.batch.max_target_length / seconds:,.0f} per second")
 
 
 if __name__ == "__main__":

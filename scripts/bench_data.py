@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
 def compare(argv: list[str], turns: int, seconds: float, has_short_documents: bool) -> None:
     """Prints both sides' tokens per second on one thread, and with each side's fastest setting for two cores."""
     config = resolve_config.load(argv)
-    path, tokenizer = config.dataset_path, make_tokenizer(config.data, config.vocab_size)
+    path, tokenizer = config.data.dataset_path, make_tokenizer(config.data, config.model.vocab_size)
     packers = {"concat then split": concat_then_split}
     if has_short_documents:
         packers["first fit"] = first_fit
@@ -138,7 +138,7 @@ def measure(make: Callable[[], Batches], seconds: float) -> tuple[float, float]:
 def ours(argv: list[str], threads: int) -> Batches:
     """Yields MinText's batches."""
     config = resolve_config.load([*argv, f"max_target_length={T}", f"data_threads={threads}"])
-    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    tokenizer = make_tokenizer(config.data, config.model.vocab_size)
     inputs = InputSpec.of(config, tokenizer)
     data, _ = open_sources(inputs, config.evaluation)
     with contextlib.closing(train_batches(inputs, data, range(B), B)) as batches:

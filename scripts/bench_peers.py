@@ -152,7 +152,7 @@ def mintext(case: Case, root: Path, keys: list[str]) -> Callable[[int], None]:
         config = resolve_config.load(argv)
         configure_jax(config.step)
         built = build(config, jax.devices())
-        hparams = hparams_at(config.step, config.steps, 0)
+        hparams = hparams_at(config.step, config.run.steps, 0)
         plan, abstract, train_step = built.plan, built.state, built.train
         init = functools.partial(init_state, plan)
         placed = jax.device_put(batch, {name: leaf.sharding for name, leaf in built.batch.items()})

@@ -99,7 +99,7 @@ def rate(keys: list[str], seconds: float) -> float:
     from src.run import resolve_config
 
     config = resolve_config.load([BASE, f"max_target_length={T}", "eval_interval=-1", *keys])
-    inputs = InputSpec.of(config, make_tokenizer(config.data, config.vocab_size))
+    inputs = InputSpec.of(config, make_tokenizer(config.data, config.model.vocab_size))
     data, _ = open_sources(inputs, config.evaluation)
     batches = train_batches(inputs, data, range(B), B)
     for _ in itertools.islice(batches, 8):

@@ -66,11 +66,11 @@ def predicted() -> Iterator[Row]:
     for recipe in recipes():
         config, chip = recipe.load(), recipe.topology().chip
         spec = model_spec(config.model, config.step, config.batch.max_target_length)
-        execution = Execution(remat_policy=config.remat_policy, remat_custom=dict(config.remat_custom))
+        execution = Execution(remat_policy=config.step.remat_policy, remat_custom=dict(config.step.remat_custom))
         # The only GPU recipe shares the weights among hosts, for which the form below does not hold.
         if spec.has_experts or recipe.topology().platform == "gpu":
             continue
-        mesh = {"data": config.ici_data_parallelism, "tensor": config.ici_tensor_parallelism}
+        mesh = {"data": config.mesh.ici_data_parallelism, "tensor": config.mesh.ici_tensor_parallelism}
         mesh["fsdp"] = recipe.topology(1).num_devices // math.prod(mesh.values())
         tokens = recipe.tokens / recipe.topology().num_devices
         work = step_work(
@@ -78,7 +78,7 @@ def predicted() -> Iterator[Row]:
             execution,
             "flash",
             tokens=tokens,
-            length=config.max_target_length,
+            length=config.batch.max_target_length,
             sharing=mesh["tensor"],
             state_bytes=STATE_BYTES * count_params(spec) // (mesh["fsdp"] * mesh["tensor"]),
         )

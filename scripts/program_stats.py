@@ -89,10 +89,10 @@ def main(argv: list[str]) -> None:
 def compiled(argv: Sequence[str]) -> tuple[str, Mesh, str, dict[str, int]]:
     """Compiles a config's step: returns the program's text, mesh, device kind, and bytes of memory."""
     config = configured(argv, USAGE, joins=False)
-    topology = parse_topology(config.compile_topology, config.compile_topology_num_slices)
+    topology = parse_topology(config.aot.compile_topology, config.aot.compile_topology_num_slices)
     devices = abstract_devices(topology)
     jax.config.update("jax_enable_compilation_cache", False)  # cached programs have no text
-    built = build(config, devices, compiler_options(config.compile_xla_flags, devices[0], topology.slices))
+    built = build(config, devices, compiler_options(config.aot.compile_xla_flags, devices[0], topology.slices))
     program = built.traced.lower().compile()
     stated = program.memory_analysis()
     memory = {"arguments": stated.argument_size_in_bytes, "temporaries": stated.temp_size_in_bytes}

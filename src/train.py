@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
     config = configured(argv)
     if config is None:
         return None
-    advice = advice_on_memory(config.per_device_batch_size, config.remat_policy)
+    advice = advice_on_memory(config.batch.per_device_batch_size, config.step.remat_policy)
     with stack_traces(config.diagnostics), advice, contextlib.ExitStack() as exits:
         return train(config, exits)
 
@@ -36,7 +36,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     run = Run(config, exits)
     built = run.built
     train_step = built.train
-    if config.compiled_trainstep_file or config.pgle or config.pgle_profile:
+    if config.aot.compiled_trainstep_file or config.aot.pgle or config.aot.pgle_profile:
         from src.extras.aot import pgle, program  # these import private JAX modules, which other versions may move
 
         program_header = program.header(built, config.model, config.step, config.batch, config.mesh)
@@ -47,13 +47,14 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         train_step = eight_bits.compiled(built)  # in a ramp, compile the full batch first, because it must fit
 
     # ---- Data
-    tokenizer = make_tokenizer(config.data, config.vocab_size, "decode_metrics" * bool(config.decode_metrics))
+    needed_by = "decode_metrics" * bool(config.decoding.decode_metrics)
+    tokenizer = make_tokenizer(config.data, config.model.vocab_size, needed_by)
     inputs = InputSpec.of(config, tokenizer, run_rules(config.run, config.checkpoint))
     data, eval_sets = open_sources(inputs, config.evaluation)
-    if config.sample_length and tokenizer and (completion := optional("generation.completion")):
+    if config.decoding.sample_length and tokenizer and (completion := optional("generation.completion")):
         # Reject a prompt that is too long now rather than after the run.
-        say(completion.check_sample(config.decoding, config.max_target_length, tokenizer))
-    if config.decode_metrics:
+        say(completion.check_sample(config.decoding, config.batch.max_target_length, tokenizer))
+    if config.decoding.decode_metrics:
         from src.extras.generation.decode import DecodeMetrics
 
         run.generated = DecodeMetrics(config.decoding, inputs, built.rows)
@@ -71,7 +72,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
             batch = run.next_batch()
             is_full = run.schedule.size(step) == built.rows  # false during a ramp of the batch size
             step_fn = train_step if is_full else built.train
-            hparams = hparams_at(config.step, config.steps, step)
+            hparams = hparams_at(config.step, config.run.steps, step)
             state, metrics = step_fn(run.state, run.to_devices(batch), hparams)
             run.record(state, metrics, batch)
             if run.saves():

@@ -71,7 +71,7 @@ _BUILT, _NO_FIELDS = {}, {}
 
 def build_once(config, devices, options, fields=_NO_FIELDS):
     """In place of `run.build`: tracing and compiling a step again takes half of a short run's time."""
-    sections = (config.model, config.step, config.batch, config.mesh, config.eval_metrics)
+    sections = (config.model, config.step, config.batch, config.mesh, config.evaluation.eval_metrics)
     key = repr((sections, devices, dict(options), fields))
     if key not in _BUILT:
         _BUILT[key] = build(config, devices, options, fields)

@@ -92,8 +92,8 @@ def test_a_hundred_steps_on_converted_weights_lower_the_loss_of_responses(folder
 def test_prompt_tokens_have_no_gradient(folders):
     """The gradient of the output projection is the sum over response tokens alone of h (p - y)."""
     config = resolve_config.load(keys_of(folders))
-    plan, weights = load_model(config, make_tokenizer(config.data, config.vocab_size))
-    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    plan, weights = load_model(config, make_tokenizer(config.data, config.model.vocab_size))
+    tokenizer = make_tokenizer(config.data, config.model.vocab_size)
     data, _ = open_sources(InputSpec.of(config, tokenizer), config.evaluation)
     batches = train_batches(config, data, tokenizer, range(8), 8)
     batch = {name: jnp.asarray(array) for name, array in next(batches).items()}
@@ -222,7 +222,7 @@ def test_a_folders_tokenizer_is_its_models_and_another_is_refused(folders, tmp_p
     (tmp_path / "hf" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     paths = {"model_name": tmp_path / "hf", "load_parameters_path": tmp_path / "hf"}
     config = resolve_config.load(keys_of(folders, **paths))
-    assert (config.tokenizer_type, config.tokenizer_path) == ("huggingface", str(tmp_path / "hf"))
+    assert (config.data.tokenizer_type, config.data.tokenizer_path) == ("huggingface", str(tmp_path / "hf"))
     with pytest.raises(UserError, match=r"another tokenizer.*\n.*type: huggingface -> byte"):
         evaluated(folders, **paths, tokenizer_type="byte", tokenizer_path="")
     accepted = {"tokenizer_type": "byte", "tokenizer_path": "", "accept_changes": "[tokenizer_path]"}

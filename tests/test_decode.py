@@ -362,7 +362,7 @@ def generated(devices, stacked, **keys):
     shardings = plan.shardings
     weights = jax.tree.map(jax.device_put, tiny.random_weights(plan), shardings)
     use = in_training if stacked else unrolled
-    generator = Generator(*use(plan, plan.split(weights)), Sampling(1.0, 0, 0.9), config.decode_seed, LENGTH)
+    generator = Generator(*use(plan, plan.split(weights)), Sampling(1.0, 0, 0.9), config.decoding.decode_seed, LENGTH)
     completions = [Completion(config.decoding, LENGTH, BYTES, prompt) for prompt in PROMPTS]
     generate(generator, completions, len(completions), 0)
     if devices == 1 or "decoder_segments" in keys:  # on a mesh, one case of a batch of another size is enough

@@ -138,7 +138,7 @@ def test_a_run_has_the_losses_of_the_local_folder_and_goes_on_with_its_commit(tm
     assert losses(run) == losses(tmp_path / "local" / "run")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     config = resolve_config.load(keys_of("hf://org/tiny", texts, tmp_path / "new"))  # a new run takes the new commit
-    assert config.load_parameters_path == f"hf://org/tiny@{other}" != pinned
+    assert config.checkpoint.load_parameters_path == f"hf://org/tiny@{other}" != pinned
 
 
 def test_adapters_go_on_with_the_weights_they_began_with(tmp_path, server):
@@ -158,12 +158,13 @@ def test_other_commands_and_keys_take_it(tmp_path, server, llama, capsys):
     pinned = f"hf://org/tiny@{server.commit}"
     texts = runs.write_corpus(tmp_path / "texts", documents=4)
     config = resolve_config.load(["configs/base.yml", "tokenizer_type=huggingface", "tokenizer_path=hf://org/tiny"])
-    assert config.tokenizer_path == pinned
+    assert config.data.tokenizer_path == pinned
     assert "org/tiny/model.safetensors" not in server.fetched
     rules = "load_weights_rules=[{match: token_embedder.*, path: 'hf://org/tiny'}]"
-    assert resolve_config.load(["configs/base.yml", rules]).load_weights_rules[0]["path"] == pinned
+    assert resolve_config.load(["configs/base.yml", rules]).checkpoint.load_weights_rules[0]["path"] == pinned
     config = resolve_config.load(["configs/base.yml", "model_name=hf://org/tiny@main"], uses_weights=True)
-    assert (config.model_name, config.load_parameters_path, config.base_emb_dim) == (pinned, pinned, HIDDEN)
+    assert config.run.model_name == config.checkpoint.load_parameters_path == pinned
+    assert config.model.base_emb_dim == HIDDEN
 
     convert.main(["from-hf", "hf://org/tiny", str(tmp_path / "made")])
     assert (tmp_path / "made" / "tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
@@ -184,8 +185,9 @@ def test_a_run_that_goes_on_keeps_the_commits_of_its_rules(tmp_path, server):
     (tmp_path / "run" / "config.yml").write_text(to_yaml(began))
     server.push("org/tiny", write_llama(tmp_path / "other", seed=1))
     hub._fetched.cache_clear()
-    assert resolve_config.load(argv).load_weights_rules == began.load_weights_rules
-    assert resolve_config.load(argv[:2]).load_weights_rules[1] != began.load_weights_rules[1]  # another run
+    assert resolve_config.load(argv).checkpoint.load_weights_rules == began.checkpoint.load_weights_rules
+    another_run = resolve_config.load(argv[:2])
+    assert another_run.checkpoint.load_weights_rules[1] != began.checkpoint.load_weights_rules[1]
 
 
 def test_of_weights_in_parts_those_are_fetched_that_the_index_names(tmp_path, server):

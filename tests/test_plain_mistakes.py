@@ -42,7 +42,7 @@ def test_a_path_of_a_protocol_that_is_not_read_is_refused(key, protocol):
 @pytest.mark.parametrize("path", ["gs://a/b", "s3://a/b"])
 def test_a_path_on_a_store_is_taken(path):
     config = load([runs.BASE, f"base_output_directory={path}", f"jax_cache_dir={path}"])
-    assert config.base_output_directory == config.jax_cache_dir == path
+    assert config.run.base_output_directory == config.step.jax_cache_dir == path
 
 
 def test_paths_that_are_no_keys_value_are_refused_where_they_are_opened():
@@ -135,9 +135,10 @@ def test_numbers_of_numpy_are_numbers():
     config.mlp_activations = [np.str_("gelu")]
     config.log_period = np.array(3)
     loaded = load(config)
-    assert (loaded.steps, loaded.learning_rate, loaded.adam_b1, loaded.packing) == (7, 0.5, 0.25, False)
-    assert (loaded.mlp_activations, loaded.log_period) == (("gelu",), 3)
-    assert type(loaded.steps) is int
+    assert (loaded.run.steps, loaded.batch.packing) == (7, False)
+    assert (loaded.step.learning_rate, loaded.step.adam_b1) == (0.5, 0.25)
+    assert (loaded.model.mlp_activations, loaded.run.log_period) == (("gelu",), 3)
+    assert type(loaded.run.steps) is int
 
 
 # ---- Stores that do not answer

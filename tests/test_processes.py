@@ -85,11 +85,11 @@ def test_another_step_in_one_process_is_refused_by_all(changed, words, monkeypat
 
     monkeypatch.setattr(module.multihost_utils, "process_allgather", keep)
     for built, config in zip(builds, configs, strict=True):
-        check_same_program(built, config.steps)
+        check_same_program(built, config.run.steps)
     monkeypatch.setattr(module.multihost_utils, "process_allgather", lambda digest: np.stack(digests))
     for built, config in zip(builds, configs, strict=True):
         if not words:
-            check_same_program(built, config.steps)
+            check_same_program(built, config.run.steps)
             continue
         with pytest.raises(UserError, match=rf"process 1 would train differently from process 0: {words}"):
-            check_same_program(built, config.steps)
+            check_same_program(built, config.run.steps)

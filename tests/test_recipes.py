@@ -42,28 +42,29 @@ def test_it_loads_and_is_of_the_size_it_says(name):
     topology = said.topology()
     devices = "GPUs" if topology.platform == "gpu" else "chips"
     assert said.hardware == f"{topology.slices} x {topology.name}, {topology.num_devices} {devices}"
-    assert said.tokens == said.rows * config.max_target_length
-    assert said.rows == config.per_device_batch_size * topology.num_devices * config.gradient_accumulation_steps
+    assert said.tokens == said.rows * config.batch.max_target_length
+    micro_batch = config.batch.per_device_batch_size * topology.num_devices
+    assert said.rows == micro_batch * config.step.gradient_accumulation_steps
     assert re.search(r"https://(github\.com|catalog\.ngc\.nvidia\.com)/\S+", said.source)
     assert said.unpublished.startswith("none (") or said.published
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not recipe(name).load().model_name])
+@pytest.mark.parametrize("name", [name for name in NAMES if not recipe(name).load().run.model_name])
 def test_parameters_are_those_of_the_published_sizes(name):
     """Matrices of dense layers by hand: four of attention, and of each factor and the output of the feed-forward."""
-    config = recipe(name).load()
-    sizes = [config.base_emb_dim, config.base_mlp_dim, config.base_num_query_heads, config.base_num_decoder_layers]
-    if config.global_parameter_scale > 1:
-        thirds, rest = divmod(config.global_parameter_scale.bit_length() - 1, 3)
+    model = recipe(name).load().model
+    sizes = [model.base_emb_dim, model.base_mlp_dim, model.base_num_query_heads, model.base_num_decoder_layers]
+    if model.global_parameter_scale > 1:
+        thirds, rest = divmod(model.global_parameter_scale.bit_length() - 1, 3)
         D, F, N, L = (
             size << power
             for size, power in zip(sizes, (thirds + (rest > 1), *2 * (thirds + (rest > 0),), thirds), strict=True)
         )
     else:
         D, F, N, L = sizes
-    layer = 4 * D * N * config.head_dim + (len(config.mlp_activations) + 1) * D * F
-    tables = (1 if config.logits_via_embedding else 2) * config.vocab_size
-    positions = config.trainable_position_size if config.position_type == "learned" else 0
+    layer = 4 * D * N * model.head_dim + (len(model.mlp_activations) + 1) * D * F
+    tables = (1 if model.logits_via_embedding else 2) * model.vocab_size
+    positions = model.trainable_position_size if model.position_type == "learned" else 0
     assert recipe(name).parameters == pytest.approx(L * layer + (tables + positions) * D, rel=5e-4)
 
 
@@ -72,7 +73,7 @@ def test_its_mesh_multiplies_out(name):
     said, config = recipe(name), recipe(name).load()
     layout = make_layout(config.mesh, abstract_devices(said.topology()))
     assert describe_mesh(layout.mesh.shape) == said.mesh
-    rows = global_batch_size(layout, config.per_device_batch_size, config.gradient_accumulation_steps, "")
+    rows = global_batch_size(layout, config.batch.per_device_batch_size, config.step.gradient_accumulation_steps, "")
     assert rows == said.rows
     # A device has its share of the weights, and more only of what is as small as norms.
     plan = plan_step(config, layout)
@@ -86,15 +87,15 @@ def test_its_mesh_multiplies_out(name):
 def test_other_numbers_of_slices_that_were_published_exist(name):
     for slices in recipe(name).published:
         config = recipe(name).load(f"compile_topology_num_slices={slices}")
-        assert recipe(name).topology(config.compile_topology_num_slices).slices == slices
+        assert recipe(name).topology(config.aot.compile_topology_num_slices).slices == slices
 
 
 @pytest.mark.parametrize("name", published())
 def test_published_figures_agree_with_each_other(name):
     said = recipe(name)
     config, chip = said.load(), said.topology().chip
-    peak = peak_flops(chip.kind, config.dtype) / 1e12
-    counted = getattr(flops_per_token(spec_of(config), config.max_target_length), said.attention_flops) / 1e12
+    peak = peak_flops(chip.kind, config.step.dtype) / 1e12
+    counted = getattr(flops_per_token(spec_of(config), config.batch.max_target_length), said.attention_flops) / 1e12
     for figures in said.published.values():
         rates = []  # TFLOP/s, and how far rounding takes it off
         if figures.tflops:

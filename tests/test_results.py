@@ -175,9 +175,10 @@ def test_an_experiments_settings_are_understood_and_its_table_made(name, tmp_pat
     def train(lab, name, *keys, config=results.MODEL, core=None):
         asked[name] = [key.replace(str(lab.folder), "") for key in keys]
         loaded = resolve_config.load([str(config), *keys, f"run_name={name}"])
-        loss = 2 + 1 / loaded.base_emb_dim + loaded.learning_rate + 10 / loaded.steps + loaded.data_shuffle_seed / 100
-        held_out = [(loaded.steps, loss)]
-        return results.Run(name, list(keys), 1000 * loaded.base_emb_dim, [(1, 6.0), (9, loss)], held_out, 1.0, "0")
+        emb_dim, steps = loaded.model.base_emb_dim, loaded.run.steps
+        loss = 2 + 1 / emb_dim + loaded.step.learning_rate + 10 / steps + loaded.data.data_shuffle_seed / 100
+        held_out = [(steps, loss)]
+        return results.Run(name, list(keys), 1000 * emb_dim, [(1, 6.0), (9, loss)], held_out, 1.0, "0")
 
     def command(module, config, *words):
         if module == "src.evaluate":

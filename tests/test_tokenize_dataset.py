@@ -81,7 +81,7 @@ def command(corpus, tmp_path):
 
 
 def documents_in(folder):
-    tokens = TokenDocuments(train_specs(load(["configs/base.yml", f"dataset_path={folder}"]))[0])
+    tokens = TokenDocuments(train_specs(load(["configs/base.yml", f"dataset_path={folder}"]).data)[0])
     return [tokens[i].tolist() for i in range(len(tokens))]
 
 
@@ -140,7 +140,7 @@ def test_an_epoch_on_the_tokens_has_each_pair_of_the_texts_once(command, tmp_pat
     main(command())
     keys = {"dataset_type": "tokens", "dataset_path": tmp_path / "out", "tokenized_path": None}
     config = load([*command(**keys, max_target_length=32, packing=packing), "eval_interval=-1"])
-    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    tokenizer = make_tokenizer(config.data, config.model.vocab_size)
     data, _ = open_sources(InputSpec.of(config, tokenizer), config.evaluation)
     pairs = Counter()
     for batch in eval_batches(config, EvalSet("", data.sources[0], -1), tokenizer, range(4), 4):
@@ -160,7 +160,7 @@ def test_the_last_line_says_which_keys_train_on_the_tokens(command, corpus, tmp_
     line = capsys.readouterr().out.splitlines()[-1]
     keys = line.removeprefix("train on it: ").partition(",")[0].split()
     config = load([*command(dataset_path=None, tokenized_path=None), *keys, "max_target_length=64"])
-    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    tokenizer = make_tokenizer(config.data, config.model.vocab_size)
     data, _ = open_sources(InputSpec.of(config, tokenizer), config.evaluation)
     batch = next(train_batches(config, data, tokenizer, range(2), 2))
     assert (batch["loss_mask"] == 1).all()

@@ -242,7 +242,7 @@ def test_a_config_file_of_src_train_is_taken_with_a_list_of_what_is_unused(folde
         "which these weights give"
     )
     assert "sample:" not in printed
-    assert load([str(folder / "of-a-file")]).packing, "cuDNN's kernel takes rows without it for one segment each"
+    assert load([str(folder / "of-a-file")]).batch.packing, "cuDNN's kernel takes rows without it for one segment each"
     # What trains another model is refused there too.
     file.write_text("base_config: base.yml\nquantization: int8\n")
     with pytest.raises(UserError, match=r"src\.train_dpo does not support quantization=int8"):

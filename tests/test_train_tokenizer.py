@@ -52,7 +52,7 @@ def test_with_the_type_huggingface_it_writes_a_folder_that_transformers_reads_to
     main(argv)
     ours, theirs = SentencePieceTokenizer(str(path)), AutoTokenizer.from_pretrained(folder)
     config = load(argv)
-    again = make_tokenizer(config.data, config.vocab_size)
+    again = make_tokenizer(config.data, config.model.vocab_size)
     for file in sorted(corpus.iterdir())[:3]:
         text = file.read_text()
         assert again.encode(text).tolist() == ours.encode(text).tolist()

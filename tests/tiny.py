@@ -73,7 +73,7 @@ def abstract_layout(config, platform="tpu", **sizes):
     mesh = AbstractMesh(
         tuple(sizes.get(name, 1) for name in axes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
     )
-    return type("AbstractLayout", (Layout,), {"platform": platform})(mesh, config.logical_axis_rules)
+    return type("AbstractLayout", (Layout,), {"platform": platform})(mesh, config.mesh.logical_axis_rules)
 
 
 class Trainer:
@@ -95,7 +95,7 @@ class Trainer:
         return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, self.abstract))
 
     def hparams(self, number):
-        return hparams_at(self.plan.step, self.config.steps, number)
+        return hparams_at(self.plan.step, self.config.run.steps, number)
 
     def step(self, batch, number):
         """Makes update `number` (from 0); returns its metrics as numbers and lists of such."""

@@ -62,7 +62,7 @@ def compare_configs(config: Config, folder: RunFolder) -> list[str]:
     """Describes each change since the last start in a line; raises UserError for breaking ones not accepted."""
     if not (folder.path / "checkpoints").exists():
         return []
-    if not config.enable_checkpointing:
+    if not config.checkpoint.enable_checkpointing:
         raise UserError(
             f"{folder.path} has checkpoints, which a run with enable_checkpointing=false would neither use nor "
             "add to. Use another run_name."

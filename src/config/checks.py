@@ -4,14 +4,14 @@ Checks that depend on the devices or the data run once those are known.
 """
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from src.config import dataset_spec, model_checks
 from src.config.command_keys import CALIBRATION_METHODS
-from src.config.model_checks import FlatKeys, check_value
+from src.config.model_checks import check_value
 from src.config.requirements import WITH_MOMENTS
-from src.config.schema import KEYS, LOGICAL_AXES, MESH_AXES, size_key
+from src.config.schema import KEYS, LOGICAL_AXES, MESH_AXES, Config, size_key
 from src.config.step_keys import REMAT_ARRAYS
 from src.config.yaml import dump
 from src.system.errors import UserError, did_you_mean, first_few
@@ -24,35 +24,47 @@ _NEEDED |= dict.fromkeys(("array_record", "parquet", "tokens", "hf"), "dataset_p
 def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
     """Checks every key of base.yml, all of the right types; returns problems as sentences that name the keys."""
     invalid = {key: problem for key in config if key not in failed and (problem := check_value(key, config[key]))}
-    sound = FlatKeys({key: value for key, value in config.items() if key not in failed and key not in invalid})
+    unsound = {*failed, *invalid}
+    sound = Config.of({key: value for key, value in config.items() if key not in unsound})
+    for key in unsound:  # a check that reads it is skipped: the key is already reported
+        object.__delattr__(getattr(sound, KEYS[key].section), key)
     problems = list(invalid.values())
-    checks = list(CHECKS)
+    checks: list[tuple[Callable, Any]] = [(check, sound.model) for check in model_checks.LAYER_CHECKS]
+    checks += [(check, sound) for check in CHECKS]
     for name, keys in OPTIONAL.items():
-        if any(sound.get(key) != KEYS[key].default for key in keys):
+        if any(key in unsound or sound[key] != KEYS[key].default for key in keys):
             module, _, function = name.partition(".")
-            checks.append(getattr(importlib.import_module(f"src.config.{module}"), function))
-    for check in checks:
+            checks.append((getattr(importlib.import_module(f"src.config.{module}"), function), sound))
+    for check, part in checks:
         try:
-            problems.extend(check(sound))
-        except KeyError as error:  # the check reads a key in `failed`, which was already reported
-            if error.args[0] not in config:
+            problems.extend(check(part))
+        except AttributeError as error:
+            if error.name not in unsound:
                 raise
     return problems
 
 
-def _remat(config: FlatKeys) -> Iterator[str]:
-    if config.remat_policy == "custom" and not config.remat_custom:
+def _segments(config: Config) -> Iterator[str]:
+    if config.model.decoder_segments:
+        from src.config.segments import check_segments
+
+        yield from check_segments(config.model)
+
+
+def _remat(config: Config) -> Iterator[str]:
+    step = config.step
+    if step.remat_policy == "custom" and not step.remat_custom:
         yield "remat_policy=custom needs remat_custom, such as remat_custom.out_proj=device"
-    for array, place in config.remat_custom.items():
+    for array, place in step.remat_custom.items():
         if array not in REMAT_ARRAYS:
             yield f"remat_custom: no array {array}; there are {', '.join(REMAT_ARRAYS)}"
         if place not in ("device", "offload"):
             yield f"remat_custom.{array}={dump(place)} is neither device nor offload"
 
 
-def _mesh(config: FlatKeys) -> Iterator[str]:
-    if sorted(map(str, config.mesh_axes)) != sorted(MESH_AXES):
-        yield f"mesh_axes={dump(config.mesh_axes)} must name {', '.join(MESH_AXES)}, in any order"
+def _mesh(config: Config) -> Iterator[str]:
+    if sorted(map(str, config.mesh.mesh_axes)) != sorted(MESH_AXES):
+        yield f"mesh_axes={dump(config.mesh.mesh_axes)} must name {', '.join(MESH_AXES)}, in any order"
     for kind in ("ici", "dcn"):
         unset = [key for key in (size_key(kind, axis) for axis in MESH_AXES) if config[key] == -1]
         if len(unset) > 1:
@@ -61,17 +73,18 @@ def _mesh(config: FlatKeys) -> Iterator[str]:
             yield f"only one {kind} size may be -1 (the rest), not {' and '.join(unset)}{hint}"
 
 
-def _rules(config: FlatKeys) -> Iterator[str]:
-    for name in config.logical_axis_rules:
+def _rules(config: Config) -> Iterator[str]:
+    rules = config.mesh.logical_axis_rules
+    for name in rules:
         if name not in LOGICAL_AXES:
             hint = did_you_mean(name, LOGICAL_AXES) or f" It has {first_few(LOGICAL_AXES, near=name)}"
             yield f"logical_axis_rules has no {name}.{hint}"
-    if missing := [name for name in LOGICAL_AXES if name not in config.logical_axis_rules]:
+    if missing := [name for name in LOGICAL_AXES if name not in rules]:
         yield (
             f"logical_axis_rules lacks {first_few(missing)}; to change only one rule, "
             f"write it with a dot: logical_axis_rules.{missing[0]}=[]"
         )
-    for name, axes in config.logical_axis_rules.items():
+    for name, axes in rules.items():
         listed = axes if isinstance(axes, tuple | list) else [axes]
         unknown = [axis for axis in map(str, listed) if axis not in MESH_AXES]
         if listed is not axes or unknown or len(set(axes)) < len(axes):
@@ -79,50 +92,53 @@ def _rules(config: FlatKeys) -> Iterator[str]:
             yield f"logical_axis_rules.{name}={dump(axes)} must be a list of {', '.join(MESH_AXES)}, or [].{hint}"
 
 
-def _schedule(config: FlatKeys) -> Iterator[str]:
-    if config.steps == -1 and config.learning_rate_schedule_steps == -1:
+def _schedule(config: Config) -> Iterator[str]:
+    step = config.step
+    if config.run.steps == -1 and step.learning_rate_schedule_steps == -1:
         yield "steps=-1 takes its value from learning_rate_schedule_steps, which is -1 too: set one of them"
-    if config.lr_schedule_type == "exponential" and config.learning_rate_final_fraction == 0:
+    if step.lr_schedule_type == "exponential" and step.learning_rate_final_fraction == 0:
         yield "lr_schedule_type=exponential never reaches 0: set learning_rate_final_fraction above 0, such as 0.1"
-    warmup, decay = config.warmup_steps_fraction, config.wsd_decay_steps_fraction
-    if config.lr_schedule_type == "wsd" and warmup + decay > 1:
+    warmup, decay = step.warmup_steps_fraction, step.wsd_decay_steps_fraction
+    if step.lr_schedule_type == "wsd" and warmup + decay > 1:
         yield f"warmup_steps_fraction={warmup} and wsd_decay_steps_fraction={decay} leave no room: their sum exceeds 1"
 
 
-def _moments(config: FlatKeys) -> Iterator[str]:
-    adapters_alone = config.lora_rank and not config.trainable_parameters  # which have float32 moments
-    second = "float32" if adapters_alone else config.weight_dtype
-    moments = {"adam_b1": config.mu_dtype or ("float32" if config.lora_rank else second), "adam_b2": second}
-    types = {config.opt_type, *(rule.get("opt_type") for rule in config.optimizer_rules)}
+def _moments(config: Config) -> Iterator[str]:
+    step = config.step
+    adapters_alone = step.lora_rank and not step.trainable_parameters  # which have float32 moments
+    second = "float32" if adapters_alone else step.weight_dtype
+    moments = {"adam_b1": step.mu_dtype or ("float32" if step.lora_rank else second), "adam_b2": second}
+    types = {step.opt_type, *(rule.get("opt_type") for rule in step.optimizer_rules)}
     for name, dtype in moments.items() if types.intersection(WITH_MOMENTS) else ():
-        if dtype == "bfloat16" and 0 < 1 - config[name] < 2**-8:  # half the relative gap between bfloat16 numbers
+        beta = getattr(step, name)
+        if dtype == "bfloat16" and 0 < 1 - beta < 2**-8:  # half the relative gap between bfloat16 numbers
             yield (
-                f"{name}={config[name]} needs a moment in float32: rounded to bfloat16 it would never decay. Set "
-                f"{name} to 0.996 or less, or {'mu_dtype' if name == 'adam_b1' else 'weight_dtype'}=float32"
+                f"{name}={beta} needs a moment in float32: rounded to bfloat16 it would never decay. "
+                f"Set {name} to 0.996 or less, or {'mu_dtype' if name == 'adam_b1' else 'weight_dtype'}=float32"
             )
 
 
-def _tiles(config: FlatKeys) -> Iterator[str]:
-    length, tiles = config.max_target_length, config.num_vocab_tiling
+def _tiles(config: Config) -> Iterator[str]:
+    length, tiles = config.batch.max_target_length, config.step.num_vocab_tiling
     if tiles and length % tiles:
         yield f"max_target_length={length} does not divide into num_vocab_tiling={tiles} tiles"
 
 
-def _sources(config: FlatKeys) -> Iterator[str]:
-    for spec in dataset_spec.all_specs(config):
+def _sources(config: Config) -> Iterator[str]:
+    for spec in dataset_spec.all_specs(config.data):
         # The only source of a run may omit its path, and is then Python's own source; each of several needs one.
         needed = "dataset_path" if spec.name and spec.dataset_type == "text" else _NEEDED.get(spec.dataset_type)
         if needed and not getattr(spec, needed):
             yield f"dataset_type={spec.dataset_type} needs {spec.key(needed)}"
     try:
-        dataset_spec.whole_numbers(dataset_spec.train_weights(config))
+        dataset_spec.whole_numbers(dataset_spec.train_weights(config.data))
     except UserError as error:
         yield str(error)
 
 
-def _tokenizer(config: FlatKeys) -> Iterator[str]:
-    kind, path = config.tokenizer_type, config.tokenizer_path
-    if dataset_spec.all_synthetic(config):
+def _tokenizer(config: Config) -> Iterator[str]:
+    kind, path = config.data.tokenizer_type, config.data.tokenizer_path
+    if dataset_spec.all_synthetic(config.data):
         return
     files = {"sentencepiece": "a .model file", "huggingface": "a model's folder or a tokenizer.json"}
     if kind != "byte" and not path:
@@ -132,23 +148,25 @@ def _tokenizer(config: FlatKeys) -> Iterator[str]:
         yield f"tokenizer_path={path} is not read with tokenizer_type=byte; set {others}"
 
 
-def _evaluation(config: FlatKeys) -> Iterator[str]:
-    steps = [entry.get("eval_steps", config.eval_steps) for entry in config.eval_datasets]
-    if config.eval_mode == "rolling" and -1 in (steps or [config.eval_steps]):
+def _evaluation(config: Config) -> Iterator[str]:
+    data, evaluation = config.data, config.evaluation
+    steps = [entry.get("eval_steps", evaluation.eval_steps) for entry in data.eval_datasets]
+    if evaluation.eval_mode == "rolling" and -1 in (steps or [evaluation.eval_steps]):
         yield (
             "eval_mode=rolling continues where the last evaluation ended, but eval_steps=-1 (one epoch) restarts each "
             "time: set eval_steps to a number of batches, or eval_mode=reset"
         )
-    if config.eval_interval == -1 or dataset_spec.names_eval_data(config):
+    if evaluation.eval_interval == -1 or dataset_spec.names_eval_data(data):
         return
-    if config.datasets:
+    if data.datasets:
         yield "eval_interval needs data to evaluate on, because nothing is held out of datasets: set eval_datasets"
-    elif config.eval_fraction == 0:
+    elif data.eval_fraction == 0:
         yield "eval_interval needs data to evaluate on: set eval_dataset_path or an eval_fraction above 0"
 
 
-def _processes(config: FlatKeys) -> Iterator[str]:
-    address, count, process = config.coordinator_address, config.num_processes, config.process_id
+def _processes(config: Config) -> Iterator[str]:
+    mesh = config.mesh
+    address, count, process = mesh.coordinator_address, mesh.num_processes, mesh.process_id
     host, _, port = address.rpartition(":")
     if len({bool(address), count != -1, process != -1}) > 1:
         yield "coordinator_address, num_processes and process_id go together: give all three or none"
@@ -158,20 +176,18 @@ def _processes(config: FlatKeys) -> Iterator[str]:
         yield f"coordinator_address={address} must be HOST:PORT, with a port from 1 to 65535, such as 10.0.0.1:1234"
 
 
-def _accepted(config: FlatKeys) -> Iterator[str]:
-    for name in map(str, config.accept_changes):
+def _accepted(config: Config) -> Iterator[str]:
+    for name in map(str, config.run.accept_changes):
         if name not in (known := (*KEYS, "data_rules")):
             yield f"accept_changes names {name}, which is not a key.{did_you_mean(name, known)}"
 
 
 CHECKS = (
-    *model_checks.CHECKS,
-    *(_remat, _mesh, _rules, _schedule, _moments, _tiles),
+    *(model_checks.check_positions, _segments, _remat, _mesh, _rules, _schedule, _moments, _tiles),
     *(_sources, _tokenizer, _evaluation, _processes, _accepted),
 )
 # Functions by module; each is skipped while all of its keys are at their defaults.
 OPTIONAL = {
-    "segments.check_segments": ("decoder_segments",),
     "optional_checks.mup": ("mup_base_emb_dim",),
     "optional_checks.profile": ("profiler", "pgle"),
     "optional_checks.ramp": ("enable_rampup_batch_size",),

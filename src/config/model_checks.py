@@ -8,7 +8,7 @@ from typing import Any
 
 from src.config.hints import hints
 from src.config.keys import Range, frozen
-from src.config.schema import KEYS
+from src.config.schema import KEYS, Config, Model
 from src.config.yaml import MAX_NAME, convert, dump, too_long, unprintable
 
 ACTIVATIONS = ("silu", "gelu", "gelu_exact", "quick_gelu", "relu", "squared_relu", "linear", "plus_one")
@@ -18,12 +18,6 @@ _NEEDED = {
     "chunk": ("chunk_attn_window_size",),
     "mla": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 }
-
-
-class FlatKeys(dict[str, Any]):
-    """Flat keys, also as attributes; raises KeyError if a check reads a key that is absent because it is invalid."""
-
-    __getattr__ = dict.__getitem__
 
 
 def check_value(name: str, value: Any) -> str:
@@ -87,48 +81,50 @@ def read_list(value: Any, noun: str, read: Callable[[Any], dict[str, Any]]) -> t
     return frozen(entries)
 
 
-def check_layer(facts: FlatKeys) -> list[str]:
+def check_layer(layer: Model) -> list[str]:
     """Lists the problems with the keys of one layer, or of all layers if they are alike."""
-    return [problem for check in LAYER_CHECKS for problem in check(facts)]
+    return [problem for check in LAYER_CHECKS for problem in check(layer)]
 
 
-def _heads(facts: FlatKeys) -> Iterator[str]:
+def _heads(layer: Model) -> Iterator[str]:
     names = "base_num_query_heads", "base_num_kv_heads"
-    if facts.attention_type == "gated_delta":
+    if layer.attention_type == "gated_delta":
         names = "gdn_num_value_heads", "gdn_num_key_heads"
-    heads, divisor = (facts[name] for name in names)
-    if heads % divisor and facts.attention_type != "mla":
+    heads, divisor = (getattr(layer, name) for name in names)
+    if heads % divisor and layer.attention_type != "mla":
         yield f"{names[0]}={heads} is not a multiple of {names[1]}={divisor}"
 
 
-def _attention(facts: FlatKeys) -> Iterator[str]:
-    kind = facts.attention_type
+def _attention(layer: Model) -> Iterator[str]:
+    kind = layer.attention_type
     for key in _NEEDED.get(kind, ()):
-        if not facts[key]:
+        if not getattr(layer, key):
             yield f"attention_type={kind} needs {key}"
     for key, declared in KEYS.items():
-        if kind == declared.excluded_by and facts[key] != declared.default:
-            yield f"attention_type={kind} has no {key}={dump(facts[key])} (set {key}={dump(declared.default)})"
+        if kind == declared.excluded_by and getattr(layer, key) != declared.default:
+            yield f"attention_type={kind} has no {key}={dump(getattr(layer, key))} (set {key}={dump(declared.default)})"
 
 
-def _rope(facts: FlatKeys) -> Iterator[str]:
-    if facts.attention_type == "gated_delta":
+def _rope(layer: Model) -> Iterator[str]:
+    if layer.attention_type == "gated_delta":
         return
-    name = "qk_rope_head_dim" if facts.attention_type == "mla" else "head_dim"
-    rotated = int(facts[name] * (1 if facts.rope_type == "proportional" else facts.partial_rotary_factor))
-    if facts.position_type == "rope" and rotated % 2:
-        part = "" if rotated == facts[name] else f" times partial_rotary_factor, {rotated},"
-        yield f"position_type=rope rotates pairs: {name}={facts[name]}{part} must be even"
-    for key in ("rope_short_factor", "rope_long_factor") if facts.rope_type == "longrope" else ():
-        if len(facts[key]) != rotated // 2 or not all(type(x) in (int, float) and x > 0 for x in facts[key]):
+    name = "qk_rope_head_dim" if layer.attention_type == "mla" else "head_dim"
+    size = getattr(layer, name)
+    rotated = int(size * (1 if layer.rope_type == "proportional" else layer.partial_rotary_factor))
+    if layer.position_type == "rope" and rotated % 2:
+        part = "" if rotated == size else f" times partial_rotary_factor, {rotated},"
+        yield f"position_type=rope rotates pairs: {name}={size}{part} must be even"
+    for key in ("rope_short_factor", "rope_long_factor") if layer.rope_type == "longrope" else ():
+        factors = getattr(layer, key)
+        if len(factors) != rotated // 2 or not all(type(x) in (int, float) and x > 0 for x in factors):
             yield f"rope_type=longrope needs {key}: a list of {rotated // 2} positive numbers, one for each pair"
-    low, high = facts.rope_low_freq_factor, facts.rope_high_freq_factor
-    if high < low and facts.rope_type == "llama3.1":
+    low, high = layer.rope_low_freq_factor, layer.rope_high_freq_factor
+    if high < low and layer.rope_type == "llama3.1":
         yield f"rope_high_freq_factor={high} must be at least rope_low_freq_factor={low}"
 
 
-def _experts(facts: FlatKeys) -> Iterator[str]:
-    experts, groups, chosen_groups = facts.num_experts, facts.n_routing_groups, facts.topk_routing_group
+def _experts(layer: Model) -> Iterator[str]:
+    experts, groups, chosen_groups = layer.num_experts, layer.n_routing_groups, layer.topk_routing_group
     candidates = chosen_groups * (experts // groups)
     if experts == 1:
         return
@@ -137,19 +133,20 @@ def _experts(facts: FlatKeys) -> Iterator[str]:
             f"num_experts={experts} must be a multiple of n_routing_groups={groups}, of which "
             f"topk_routing_group={chosen_groups} are chosen"
         )
-    elif facts.num_experts_per_tok > candidates:
-        yield f"num_experts_per_tok={facts.num_experts_per_tok} is more than the {candidates} to choose from"
-    elif facts.routing_group_score == "top2" and groups > 1 and experts // groups < 2:
+    elif layer.num_experts_per_tok > candidates:
+        yield f"num_experts_per_tok={layer.num_experts_per_tok} is more than the {candidates} to choose from"
+    elif layer.routing_group_score == "top2" and groups > 1 and experts // groups < 2:
         yield f"routing_group_score=top2 needs 2 experts per group: num_experts={experts}, n_routing_groups={groups}"
 
 
-def _positions(config: FlatKeys) -> Iterator[str]:
-    size, length = config.trainable_position_size, config.max_target_length
-    if config.position_type == "learned" and -1 != size < length:
+def check_positions(config: Config) -> Iterator[str]:
+    """Checks the positions that are added to embeddings."""
+    model, length = config.model, config.batch.max_target_length
+    size = model.trainable_position_size
+    if model.position_type == "learned" and -1 != size < length:
         yield f"trainable_position_size={size} is shorter than max_target_length={length}: it must cover all positions"
-    elif config.position_type == "sinusoidal" and config.base_emb_dim % 2:
+    elif model.position_type == "sinusoidal" and model.base_emb_dim % 2:
         yield "position_type=sinusoidal needs an even base_emb_dim"
 
 
 LAYER_CHECKS = (_heads, _attention, _rope, _experts)
-CHECKS = (*LAYER_CHECKS, _positions)

@@ -211,7 +211,10 @@ def size_key(kind: str, mesh_axis: str) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Config(Mapping[str, Any]):
-    """The configuration of a command, in typed sections; for commands also a flat mapping (`config["steps"]`)."""
+    """The configuration of a command, in typed sections: `config.run.steps`.
+
+    It is also a mapping of all keys, for code that has a key's name in a variable.
+    """
 
     run: Run
     model: Model
@@ -241,11 +244,6 @@ class Config(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         return getattr(getattr(self, KEYS[name].section), name)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in KEYS:
-            raise AttributeError(f"no section or key {name}")
-        return self[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(KEYS)

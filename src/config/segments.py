@@ -1,25 +1,23 @@
 """Reads `decoder_segments`, types its settings, and checks them."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from src.config.model_checks import FlatKeys, check_layer, check_value
-from src.config.schema import KEYS, section_of
+from src.config.model_checks import check_layer, check_value
+from src.config.schema import KEYS, Model
 from src.config.yaml import Plain, convert, dump
 from src.system.errors import did_you_mean, first_few
 
 
-def check_model(config: Mapping[str, Any]) -> list[str]:
+def check_model(model: Model) -> list[str]:
     """Lists the problems with the keys that describe a model, taken together."""
-    return [*check_layer(FlatKeys(config)), *check_segments(FlatKeys(config))]
+    return [*check_layer(model), *(check_segments(model) if model.decoder_segments else ())]
 
 
-def check_segments(config: FlatKeys) -> Iterator[str]:
+def check_segments(model: Model) -> Iterator[str]:
     """Checks that the segments add up to the model's layers, and checks each of these layers."""
-    segments = config.decoder_segments
-    if not segments:
-        return
-    layers = section_of("model", config).num_decoder_layers
+    segments, layers = model.decoder_segments, model.num_decoder_layers
     fixed = sum(entry["repeats"] * len(entry["pattern"]) for entry in segments if entry["repeats"] != -1)
     open_ended = [len(entry["pattern"]) for entry in segments if entry["repeats"] == -1]
     rest = layers - fixed
@@ -36,10 +34,9 @@ def check_segments(config: FlatKeys) -> Iterator[str]:
             "change repeats (-1: the rest) or base_num_decoder_layers"
         )
     for number, entry in enumerate(segments, start=1):
-        for facts in entry["pattern"]:
-            yield from (
-                f"decoder_segments, segment {number}: {it}" for it in check_layer(FlatKeys({**config, **facts}))
-            )
+        for keys in entry["pattern"]:
+            for problem in check_layer(dataclasses.replace(model, **keys)):
+                yield f"decoder_segments, segment {number}: {problem}"
 
 
 def read_segment(entry: Any) -> dict[str, Any]:

@@ -189,4 +189,4 @@ class InputSpec(NamedTuple):
         """Selects the sections of a run's config, and sets the run's data rules in its tokenizer."""
         if tokenizer:
             tokenizer.rules = rules
-        return cls(config.data, config.batch, config.vocab_size, tokenizer, config, rules=rules)
+        return cls(config.data, config.batch, config.model.vocab_size, tokenizer, config, rules=rules)

@@ -51,29 +51,29 @@ class Run:
         """`exits` closes what the run opens. `fields`: further arrays of a batch, which `prepare` adds to its rows."""
         self.config, self._exits = config, exits
         self.prepare: Callable[[RowArrays], RowArrays] = lambda rows: rows
-        self.folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
+        self.folder = RunFolder(config.run.base_output_directory, config.run.run_name or dated_name())
         exits.callback(self.folder.close)
         self._is_writer, self._tracking, self._report = jax.process_index() == 0, None, None
-        if self._is_writer and config.report_to:
+        if self._is_writer and config.diagnostics.report_to:
             from src.extras.trackers import Tracking
 
-            self._tracking = exits.enter_context(Tracking(config.report_to))
+            self._tracking = exits.enter_context(Tracking(config.diagnostics.report_to))
         if self._is_writer and (pages := optional("pages.live")):
             self._report = exits.enter_context(contextlib.closing(pages.LiveReport(self.folder)))
         check_hardware(config.run.hardware)
         options, device = {}, jax.local_devices()[0]
-        if config.compile_xla_flags or device.platform in ALWAYS:
+        if config.aot.compile_xla_flags or device.platform in ALWAYS:
             from src.step.compiler_flags import compiler_options
 
-            options = compiler_options(config.compile_xla_flags, device, count_slices(jax.devices()))
+            options = compiler_options(config.aot.compile_xla_flags, device, count_slices(jax.devices()))
         self.built = build(config, jax.devices(), options, fields)
         if jax.process_count() > 1:
             from src.step.same_program import check_same_program
 
-            check_same_program(self.built, config.steps)
+            check_same_program(self.built, config.run.steps)
         self.plan, self.schedule = self.built.plan, self.built.schedule
         self._place = batch_sharding(self.plan.layout, self.plan.fields)
-        self.rows = host_rows(self._place["tokens"], (self.built.rows, config.max_target_length))
+        self.rows = host_rows(self._place["tokens"], (self.built.rows, config.batch.max_target_length))
         self.evaluators: Sequence[Evaluator] = ()
         self.generated: Any = None  # `DecodeMetrics`
         self.eval_metrics: dict[str, float] = {}  # from the last evaluation
@@ -97,11 +97,11 @@ class Run:
         self._exits.enter_context(in_run_folder(folder.path))
         folder.check_writable()
         folder.lock()  # before reading files in it that another process may change
-        checkpoints, keep = folder.path / "checkpoints", config.max_num_checkpoints_to_keep
-        self._checkpointer = Checkpointer(checkpoints, max_to_keep=keep, async_save=config.async_checkpointing)
+        keep, saves_async = config.checkpoint.max_num_checkpoints_to_keep, config.checkpoint.async_checkpointing
+        self._checkpointer = Checkpointer(folder.path / "checkpoints", max_to_keep=keep, async_save=saves_async)
         self._exits.callback(self._checkpointer.close)
         changes = compare_configs(config, folder)
-        accepted = (*config.accept_changes, *[EVALUATION] * (not config.target_eval_loss))
+        accepted = (*config.run.accept_changes, *[EVALUATION] * (not config.evaluation.target_eval_loss))
         start = starting_state(
             config.checkpoint,
             config.data,
@@ -113,9 +113,10 @@ class Run:
             inputs.tokenizer,
         )
         self.start, self.state, self.done = start, start.state, int(start.state.step)
-        if self.done > config.steps or (self.done == config.steps and not start.resumed):
+        steps = config.run.steps
+        if self.done > steps or (self.done == steps and not start.resumed):
             begun = "the run" if start.resumed else "the checkpoint of load_full_state_path"
-            raise UserError(f"steps={config.steps} is already reached: {begun} is at step {self.done}. Raise steps.")
+            raise UserError(f"steps={steps} is already reached: {begun} is at step {self.done}. Raise steps.")
         if start.resumed:
             with contextlib.suppress(UserError):  # a malformed environment.json is written again
                 old, new = read_environment(folder.path), environment()
@@ -164,7 +165,7 @@ class Run:
                 software=environment(),
             )
             self._header = [(name, replaced.get(name, value)) for name, value in header]
-        if not self.config.quiet:
+        if not self.config.run.quiet:
             print_header(self._header)
         say(self.start.messages)
 
@@ -207,15 +208,15 @@ class Run:
         if any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(self.state.weights.trainable)):
             from src.step.narrow_weights import NarrowWeights
 
-            self._narrow = NarrowWeights(self.plan, self.state, self.done + config.log_period)
+            self._narrow = NarrowWeights(self.plan, self.state, self.done + config.run.log_period)
             say(self._narrow.messages)
         if self._tracking:
             self._tracking.start(self.folder, self.done if start.resumed else None)
-        if config.use_sft:
+        if config.data.use_sft:
             self._count_cut = jax.jit(lambda cuts: jnp.sum(cuts[:, 1]), out_shardings=self.plan.layout.sharding(()))
         with contextlib.ExitStack() as observers:
             observers.enter_context(self.recorder)
-            profile = Profile(config.diagnostics, self.done, config.steps, self.folder.local)
+            profile = Profile(config.diagnostics, self.done, config.run.steps, self.folder.local)
             self._profile = observers.enter_context(contextlib.closing(profile))
             self._preemption = observers.enter_context(contextlib.closing(Preemption(self.folder.path)))
             self._preemption.save = self._saver.save_now
@@ -240,6 +241,7 @@ class Run:
         Metrics of an earlier start that left no checkpoint are set aside.
         """
         config, folder, due = self.config, self.folder, self.start.evaluation_due
+        run = config.run
         if not self.start.resumed and (aside := folder.set_aside("metrics.jsonl")):
             say([f"an earlier start left no checkpoint to resume from; its metrics are in {aside}"])
         folder.write_text("config.yml", configuration.to_yaml(config))
@@ -249,9 +251,9 @@ class Run:
             folder.write_text("environment.json", json.dumps(facts))
             step = self.done if self.start.resumed else None
             log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", step, due)
-            printer = StepPrinter(config.steps, self.done, config.log_period, config.quiet, self.schedule.rows_before)
-        flops = flops_per_token(self.plan.spec, config.max_target_length)
-        return Recorder(config.step, config.steps, log, printer, flops, self.plan.layout.mesh)
+            printer = StepPrinter(run.steps, self.done, run.log_period, run.quiet, self.schedule.rows_before)
+        flops = flops_per_token(self.plan.spec, config.batch.max_target_length)
+        return Recorder(config.step, run.steps, log, printer, flops, self.plan.layout.mesh)
 
     # ---- Steps
 
@@ -286,19 +288,20 @@ class Run:
     def record(self, state: TrainState, metrics: Metrics, batch: HostBatch) -> None:
         """Takes a step's results, which may still be computing; raises as `Recorder.add`, for the step before."""
         size = self.schedule.size(self.done)
-        if self.config.use_sft:
+        if self.config.data.use_sft:
             cuts = to_global(batch.cuts, self.plan.layout.sharding(("batch", None)), batch.rows, size)
             metrics["conversations_cut"] = self._count_cut(cuts)
         self._in_step.close()
         self.state, self.done, self._rows_taken = state, self.done + 1, self._rows_taken + size
         done, config = self.done, self.config
-        self._evaluation_due = bool(self.evaluators) and (done % config.eval_interval == 0 or done == config.steps)
+        period, steps = config.evaluation.eval_interval, config.run.steps
+        self._evaluation_due = bool(self.evaluators) and (done % period == 0 or done == steps)
         self._saver.reached(done, state, batch, rows_taken=self._rows_taken, evaluation_due=self._evaluation_due)
         self.recorder.add(done, metrics, self.built.tokens * size // self.built.rows)
         if self._narrow:
             say(self._narrow.after(done, state))
         self._watchdog.step(done, self._rows_taken, batch.stream_positions)
-        if self._preemption.reached(done) and done < config.steps:  # after the last step, nothing is left to resume
+        if self._preemption.reached(done) and done < steps:  # after the last step, nothing is left to resume
             self.stopped_by = self._preemption.signal or signal.SIGTERM  # 0: another process received it
             if self._tracking:
                 self._tracking.stopped_by = self.stopped_by
@@ -307,7 +310,8 @@ class Run:
 
     def saves(self) -> bool:
         """Tells whether to save the state. Save before evaluating, because an evaluation may fail."""
-        return bool(self.done % self.config.checkpoint_period == 0 or self.stopped_by or self.done == self.config.steps)
+        period, steps = self.config.checkpoint.checkpoint_period, self.config.run.steps
+        return bool(self.done % period == 0 or self.stopped_by or self.done == steps)
 
     def evaluates(self) -> bool:
         """Tells whether to evaluate the state; after a signal to end, the next start evaluates it instead."""
@@ -331,7 +335,7 @@ class Run:
         self.eval_metrics = metrics
         losses = [each["eval_loss"] for each in eval_sets(metrics).values()]
         loss = max(losses) if np.isfinite(losses).all() else None
-        rolls = self.config.eval_mode == "rolling"
+        rolls = self.config.evaluation.eval_mode == "rolling"
         self._saver.evaluated(loss, {each.name: each.batches.position() for each in self.evaluators} if rolls else None)
         self.finished = ending(self.config, self.done, loss)
         if self.finished:
@@ -357,14 +361,14 @@ class Run:
             say([*self.start.messages, f"finished: {self.finished}."])
         elif self.stopped_by:
             say([stopped(folder, self.stopped_by, self.done)])
-        elif self.done < config.steps or not self.recorder.last:  # target_eval_loss, or an earlier start reached steps
+        elif self.done < config.run.steps or not self.recorder.last:  # target_eval_loss, or steps reached before
             say([f"finished: {self.finished}."])
-        if config.sample_length and tokenizer and not self.stopped_by:
+        if config.decoding.sample_length and tokenizer and not self.stopped_by:
             self._write_sample(config)
         folder.sync()
         if self._report:
             say([f"report: {self._report.finish()}"])
-        if config.enable_checkpointing and not (self.stopped_by or config.quiet):
+        if config.checkpoint.enable_checkpointing and not (self.stopped_by or config.run.quiet):
             say(next_commands(folder.path, tokenizer, config))
         metrics, eval_metrics = self.recorder.last if self._has_begun else {}, self.eval_metrics
         if self._report and not metrics:  # an earlier start made all steps
@@ -377,7 +381,7 @@ class Run:
         if completion is None:
             say(["no sample is generated: src/extras/generation is missing"])
             return
-        settings = config.decoding, config.max_target_length, self.plan, self.state.weights, self.inputs.tokenizer
+        settings = config.decoding, config.batch.max_target_length, self.plan, self.state.weights, self.inputs.tokenizer
         text = printable(completion.sample(*settings))
         say(["sample:", *(f"  {line}" for line in text.splitlines())])
         self.folder.write_text("sample.txt", f"after step {self.done}\n{text}\n")

@@ -48,19 +48,19 @@ def run_header(
 ) -> list[tuple[str, str]]:
     """Describes every setting that this run uses, including those chosen automatically, as names and values."""
     plan, tokenizer = built.plan, inputs.tokenizer
-    flops = flops_per_token(plan.spec, config.max_target_length)
+    flops = flops_per_token(plan.spec, config.batch.max_target_length)
     weights = plan.split(plan.shapes)
     trained = f"{sum(leaf.size for leaf in jax.tree.leaves(weights.trainable)):,} parameters"
     trained += f", with adapters of rank {plan.step.lora_rank}" if plan.step.lora_rank else ""
     by_rule = describe_rules(plan.step, plan.rules, weights.trainable)
-    packed = "packed, cutting none that fits a row" if config.use_sft else "packed"
+    packed = "packed, cutting none that fits a row" if config.data.use_sft else "packed"
     in_order = all(is_stream(source) and not source.shuffles for source in data.sources)
-    order = "the stream's order" if in_order else f"shuffled by seed {config.data_shuffle_seed}"
-    order += f", {packed if config.packing else 'a document per row'}"
-    loss = [config.loss, "next_token_loss in evaluations"] if config.loss else []
+    order = "the stream's order" if in_order else f"shuffled by seed {config.data.data_shuffle_seed}"
+    order += f", {packed if config.batch.packing else 'a document per row'}"
+    loss = [config.step.loss, "next_token_loss in evaluations"] if config.step.loss else []
     loss += [f"in {tiles} tiles (num_vocab_tiling)"] if (tiles := plan.step.num_vocab_tiling) > 1 else []
-    compiled = "compiled by this run" + (f" by the profile {config.pgle_profile}" if config.pgle_profile else "")
-    compiled = f"loaded from {file}" if (file := config.compiled_trainstep_file) else compiled
+    compiled = "compiled by this run" + f" by the profile {config.aot.pgle_profile}" * bool(config.aot.pgle_profile)
+    compiled = f"loaded from {file}" if (file := config.aot.compiled_trainstep_file) else compiled
     ramp = built.schedule.ramp
     mesh, whole = plan.layout.mesh, []
     if mesh.size > 1:
@@ -72,7 +72,9 @@ def run_header(
 
             capacity = memory_of(mesh.devices.flat[0].device_kind)
         whole = whole_lines(plan, built.state, capacity)
-    about_data = describe_data(train_specs(config.data), data) + few_documents(inputs, data, built.rows, config.steps)
+    about_data = describe_data(train_specs(config.data), data)
+    about_data += few_documents(inputs, data, built.rows, config.run.steps)
+    step = config.step
     rows = [
         ("run", f"{folder.path} (run_name={folder.name} resumes it)"),
         ("software", ", ".join(f"{name} {software[name]}" for name in ("MinText", "jax", "Python"))),
@@ -83,23 +85,23 @@ def run_header(
         ("model", f"{count_params(plan.spec):,} parameters, {counted(len(plan.spec.layers), 'layer')}"),
         ("optimizer", by_rule),
         ("trained", trained if weights.frozen else "all parameters"),
-        ("step", f"{counted(built.rows, 'row')} x {config.max_target_length} = {built.tokens:,} tokens"),
-        ("batch ramp", built.schedule.describe(config.steps) if ramp else ""),
+        ("step", f"{counted(built.rows, 'row')} x {config.batch.max_target_length} = {built.tokens:,} tokens"),
+        ("batch ramp", built.schedule.describe(config.run.steps) if ramp else ""),
         ("FLOPs per token", f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)"),
-        ("precision", f"weights {config.weight_dtype}, compute {config.dtype}, matmul {config.matmul_precision}"),
+        ("precision", f"weights {step.weight_dtype}, compute {step.dtype}, matmul {step.matmul_precision}"),
         ("8 bits", plan.quantization.description),
         ("attention", f"{plan.kernel} ({plain})" if (plain := plan.why_not_fused) else plan.kernel),
-        ("layers", f"{'scanned' if plan.execution.scan_layers else 'unrolled'} (scan_layers={config.scan_layers})"),
+        ("layers", f"{'scanned' if plan.execution.scan_layers else 'unrolled'} (scan_layers={step.scan_layers})"),
         ("loss", ", ".join(loss)),
-        ("recomputed", f"remat_policy {config.remat_policy}"),
+        ("recomputed", f"remat_policy {step.remat_policy}"),
         ("train step", compiled + ", and for each smaller batch when it begins" * bool(ramp)),
         ("data", "\n".join(about_data)),
         ("evaluation", "\n".join(map(describe_eval_set, eval_sets))),
-        ("tokenizer", describe_tokenizer(config.tokenizer_type, tokenizer)),
-        ("vocabulary", f"{config.vocab_size:,}"),
+        ("tokenizer", describe_tokenizer(config.data.tokenizer_type, tokenizer)),
+        ("vocabulary", f"{config.model.vocab_size:,}"),
         ("order", order),
-        ("conversations", _describe_conversations(inputs, data) if config.use_sft else ""),
-        ("steps", f"{first_step} to {config.steps}"),
+        ("conversations", _describe_conversations(inputs, data) if config.data.use_sft else ""),
+        ("steps", f"{first_step} to {config.run.steps}"),
         ("TensorBoard", f"tensorboard --logdir {folder.path / 'tensorboard'} (after pip install tensorboard)"),
         ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),
     ]
@@ -194,10 +196,11 @@ def few_documents(inputs: InputSpec, data: TrainData, rows: int, steps: int) -> 
 
 def ending(config: Config, step: int, eval_loss: float | None) -> str:
     """Explains why a run is finished at this step, given its evaluation there, if any; empty if it is not finished."""
-    if eval_loss is not None and eval_loss <= config.target_eval_loss:
-        target = f"target_eval_loss={config.target_eval_loss:g}"
+    if eval_loss is not None and eval_loss <= config.evaluation.target_eval_loss:
+        target = f"target_eval_loss={config.evaluation.target_eval_loss:g}"
         return f"eval_loss {eval_loss:.4f} after step {step} reached {target}. To continue, lower it or set it to 0"
-    return f"this run has made its {config.steps} steps. To continue, raise steps" if step == config.steps else ""
+    steps = config.run.steps
+    return f"this run has made its {steps} steps. To continue, raise steps" if step == steps else ""
 
 
 def stopped(folder: RunFolder, stopped_by: int, step: int) -> str:
@@ -218,14 +221,14 @@ def next_commands(folder: os.PathLike[str], tokenizer: Tokenizer | None, config:
     environment = f"JAX_NUM_CPU_DEVICES={devices} " if devices > 1 else ""
     commands = {}
     if tokenizer:
-        chats = config.use_sft and tokenizer.chat_template
+        chats = config.data.use_sft and tokenizer.chat_template
         # The default prompt suits only the default data, Python's source: otherwise let the user type one.
-        own_data = config.dataset_path or config.datasets or config.dataset_type != "text"
-        asks = chats or (own_data and config.prompt == KEYS["prompt"].default)
-        arguments = ["interactive=true"] if asks else [f"prompt={config.prompt}"]
+        own_data = config.data.dataset_path or config.data.datasets or config.data.dataset_type != "text"
+        asks = chats or (own_data and config.decoding.prompt == KEYS["prompt"].default)
+        arguments = ["interactive=true"] if asks else [f"prompt={config.decoding.prompt}"]
         commands["ask it"] = ["src.decode", run, *arguments, *["use_chat_template=true"] * bool(chats)]
-    if config.eval_interval > 0:  # otherwise the model was trained on all of the data
+    if config.evaluation.eval_interval > 0:  # otherwise the model was trained on all of the data
         commands["measure it"] = ["src.evaluate", run]
     if "://" not in run:
-        commands["export it"] = ["src.convert", "to-hf", run, os.path.join(run, f"hf-{config.steps}")]
+        commands["export it"] = ["src.convert", "to-hf", run, os.path.join(run, f"hf-{config.run.steps}")]
     return [f"{what + ':':12}{environment}{shlex.join([python, '-m', *words])}" for what, words in commands.items()]

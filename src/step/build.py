@@ -56,13 +56,13 @@ def build(
     plan = dataclasses.replace(plan, fields={**plan.fields, **fields})
 
     def rows_of(per_device: float, key: str) -> int:
-        rows = global_batch_size(plan.layout, per_device, config.gradient_accumulation_steps, key)
-        abstract_batch(plan, rows, config.max_target_length, key)  # raises if they do not divide
+        rows = global_batch_size(plan.layout, per_device, config.step.gradient_accumulation_steps, key)
+        abstract_batch(plan, rows, config.batch.max_target_length, key)  # raises if they do not divide
         return rows
 
     schedule = BatchSchedule.of(config.batch, rows_of, plan.layout.shards("batch"))
-    state, batch = abstract_state(plan), abstract_batch(plan, schedule.rows, config.max_target_length)
-    hparams = hparams_at(config.step, config.steps, 0)
+    state, batch = abstract_state(plan), abstract_batch(plan, schedule.rows, config.batch.max_target_length)
+    hparams = hparams_at(config.step, config.run.steps, 0)
     loss = next_token_loss
     if config.step.loss:
         from src.step.user_loss import loss_function
@@ -77,7 +77,7 @@ def build(
 
 def plan_step(config: Config, layout: Layout) -> StepPlan:
     """Plans a checked config's step; raises as `make_plan`."""
-    spec = model_spec(config.model, config.step, config.max_target_length)
+    spec = model_spec(config.model, config.step, config.batch.max_target_length)
     tiles = vocab_tiles(config.step, config.batch, spec, layout)
     step = dataclasses.replace(config.step, num_vocab_tiling=tiles)
-    return make_plan(spec, layout, step, config.mesh, config.batch, config.eval_metrics)
+    return make_plan(spec, layout, step, config.mesh, config.batch, config.evaluation.eval_metrics)

@@ -37,7 +37,7 @@ def save(config, built):
     with no_cache():
         compiled = built.traced.lower().compile()
         if jax.process_index() == 0:
-            program.save(config.compiled_trainstep_file, compiled, header(config, built))
+            program.save(config.aot.compiled_trainstep_file, compiled, header(config, built))
     return compiled
 
 

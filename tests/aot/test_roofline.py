@@ -121,8 +121,8 @@ COMPILED = [
 @pytest.mark.parametrize(("keys", "mesh", "slices", "compiled"), COMPILED)
 def test_the_closed_form_is_what_compiled_programs_move(published, keys, mesh, slices, compiled):
     config = resolve_config.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
-    execution = Execution(remat_policy=config.remat_policy)
-    tokens = config.per_device_batch_size * 2048
+    execution = Execution(remat_policy=config.step.remat_policy)
+    tokens = config.batch.per_device_batch_size * 2048
     moved = published.step_collectives(spec_of(config), execution, tokens, mesh, {}, slices)
     sums = dict.fromkeys(compiled, 0.0)
     for each in moved:

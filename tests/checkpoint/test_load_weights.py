@@ -123,7 +123,7 @@ def test_rules_take_averages_on_request_and_refuse_a_path_without(runs):
     with pytest.raises(UserError, match="a has no average of its weights: that run was made without ema_decay"):
         load_by_rules(rules, tree, plan.axes, ema=True)
     config = load(["configs/base.yml", f"load_weights_rules=[{{match: embedding, path: {folder}/b}}]", "load_ema=true"])
-    assert config.load_ema
+    assert config.checkpoint.load_ema
 
 
 def test_rules_read_each_path_once(runs, monkeypatch):

@@ -83,8 +83,8 @@ def test_growing_files_are_copied_up_and_fetched_by_the_next_part_of_the_run(obj
 def test_a_run_there_is_a_config(base):
     RunFolder(base, "a").write_text("config.yml", "base_emb_dim: 32\nrun_name: b\n")
     config = load([f"{base}/a"], uses_weights=True)
-    assert (config.base_output_directory, config.run_name, config.base_emb_dim) == (base, "a", 32)
-    assert config.load_parameters_path == f"{base}/a"
+    assert (config.run.base_output_directory, config.run.run_name, config.model.base_emb_dim) == (base, "a", 32)
+    assert config.checkpoint.load_parameters_path == f"{base}/a"
 
 
 def test_only_files_that_changed_are_copied_again(objects, base):

@@ -91,7 +91,7 @@ def test_a_run_name_that_would_leave_the_output_folder_or_is_no_name_is_refused(
 
 @pytest.mark.parametrize("name", ["", "a", "sweep/lr-1e-3", "..a", "a b", "n" * 255, "été"])
 def test_names_and_names_within_folders_are_run_names(name):
-    assert load(run_name=name).run_name == name
+    assert load(run_name=name).run.run_name == name
 
 
 def test_an_output_folder_with_nul_in_its_name_is_refused():

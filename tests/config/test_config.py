@@ -38,19 +38,19 @@ def test_every_shipped_config_loads(path):
 def test_a_key_that_is_typed_twice_is_said_and_the_last_counts():
     """As where a script ends its command with "$@"; the same value again is no line."""
     notes = []
-    assert load([BASE, "steps=10", "log_period=5", "steps=20", "log_period=5"], notes).steps == 20
+    assert load([BASE, "steps=10", "log_period=5", "steps=20", "log_period=5"], notes).run.steps == 20
     assert notes == ["steps is given more than once; using the last value, steps=20"]
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "models").glob("*.yml")), ids=lambda path: path.stem)
 def test_every_shipped_model_loads_by_name_and_by_path(path):
     named, by_path = load([BASE, f"model_name={path.stem}"]), load([BASE, f"model_name={path}"])
-    assert named.model_name == path.stem
+    assert named.run.model_name == path.stem
     assert compare_runs(named, by_path)[1] == {}
 
 
 def test_shipped_models_have_their_papers_sizes():
-    llama = load([BASE, "model_name=llama2-7b"])
+    llama = load([BASE, "model_name=llama2-7b"]).model
     assert (llama.base_emb_dim, llama.base_mlp_dim, llama.base_num_decoder_layers) == (4096, 11008, 32)
     # Llama 2's 7B has 6,738,415,616 weights, as its published checkpoint counts them.
     d, f, layers, v = llama.base_emb_dim, llama.base_mlp_dim, llama.base_num_decoder_layers, llama.vocab_size
@@ -58,7 +58,7 @@ def test_shipped_models_have_their_papers_sizes():
     assert layers * (attention + 3 * d * f + 2 * d) + 2 * v * d + d == 6_738_415_616
     # GPT-3 in table 2.1: width, layers, heads and head size.
     for name, sizes in {"gpt3-125m": (768, 12, 12, 64), "gpt3-6.7b": (4096, 32, 32, 128)}.items():
-        gpt = load([BASE, f"model_name={name}"])
+        gpt = load([BASE, f"model_name={name}"]).model
         assert (gpt.base_emb_dim, gpt.base_num_decoder_layers, gpt.base_num_query_heads, gpt.head_dim) == sizes
         assert gpt.base_mlp_dim == 4 * gpt.base_emb_dim
         assert (gpt.position_type, gpt.normalization, gpt.logits_via_embedding) == ("learned", "layer", True)
@@ -66,8 +66,9 @@ def test_shipped_models_have_their_papers_sizes():
 
 def test_base_is_maxtexts_one_billion_parameter_model():
     config = load([BASE])
-    assert (config.base_emb_dim, config.base_mlp_dim, config.base_num_decoder_layers) == (2048, 7168, 16)
-    assert (config.base_num_query_heads, config.head_dim, config.vocab_size) == (16, 128, 32_000)
+    model = config.model
+    assert (model.base_emb_dim, model.base_mlp_dim, model.base_num_decoder_layers) == (2048, 7168, 16)
+    assert (model.base_num_query_heads, model.head_dim, model.vocab_size) == (16, 128, 32_000)
 
 
 def test_precedence(write):
@@ -75,27 +76,27 @@ def test_precedence(write):
     write("lower.yml", f"model_name: {model}\nsteps: 5\nlearning_rate: 1e-2\nhead_dim: 16\n")
     upper = write("upper.yml", "base_config: lower.yml\nsteps: 6\nlog_period: 7\n")
     config = load([str(upper), "log_period=8", "log_period=9"])
-    assert config.base_emb_dim == 64, "the model file is above base.yml"
-    assert config.head_dim == 16, "the YAML is above the model file"
-    assert config.steps == 6, "a file is above its base_config"
-    assert config.log_period == 9, "the command line is above all, its last word wins"
-    assert config.learning_rate == 0.01
-    assert config.checkpoint_period == 1_000, "the rest is base.yml's"
+    assert config.model.base_emb_dim == 64, "the model file is above base.yml"
+    assert config.model.head_dim == 16, "the YAML is above the model file"
+    assert config.run.steps == 6, "a file is above its base_config"
+    assert config.run.log_period == 9, "the command line is above all, its last word wins"
+    assert config.step.learning_rate == 0.01
+    assert config.checkpoint.checkpoint_period == 1_000, "the rest is base.yml's"
 
 
 def test_the_last_model_name_wins(write):
     path = write("mine.yml", "model_name: gpt3-125m\n")
-    assert load([str(path)]).base_emb_dim == 768
-    assert load([str(path), "model_name=llama2-7b"]).base_emb_dim == 4096
-    assert load([str(path), "model_name="]).base_emb_dim == 2048
+    assert load([str(path)]).model.base_emb_dim == 768
+    assert load([str(path), "model_name=llama2-7b"]).model.base_emb_dim == 4096
+    assert load([str(path), "model_name="]).model.base_emb_dim == 2048
     maxtexts_none = load([str(path), "model_name=default"])
-    assert (maxtexts_none.base_emb_dim, maxtexts_none.model_name) == (2048, "")
+    assert (maxtexts_none.model.base_emb_dim, maxtexts_none.run.model_name) == (2048, "")
 
 
 def test_base_config_is_found_in_configs(write):
     path = write("mine.yml", "base_config: quickstart.yml\nsteps: 3\n")
     assert compare_runs(load([str(path)]), load([str(CONFIGS / "quickstart.yml")]))[1] == {}
-    assert load([str(path)]).steps == 3
+    assert load([str(path)]).run.steps == 3
 
 
 @pytest.mark.parametrize(
@@ -134,17 +135,18 @@ def test_values(argument, value):
 
 def test_dotted_keys_set_one_entry(write):
     config = load([BASE, "logical_axis_rules.mlp=[]", "remat_policy=custom", "remat_custom.query_proj=offload"])
-    assert config.logical_axis_rules["mlp"] == ()
-    assert config.logical_axis_rules["vocab"] == ("tensor", "stage")
-    assert config.remat_custom == {"query_proj": "offload"}
+    assert config.mesh.logical_axis_rules["mlp"] == ()
+    assert config.mesh.logical_axis_rules["vocab"] == ("tensor", "stage")
+    assert config.step.remat_custom == {"query_proj": "offload"}
     path = write("mine.yml", "logical_axis_rules.mlp: [tensor, fsdp]\n")
-    assert load([str(path)]).logical_axis_rules["mlp"] == ("tensor", "fsdp")
+    assert load([str(path)]).mesh.logical_axis_rules["mlp"] == ("tensor", "fsdp")
 
 
 def test_strings_of_a_yaml_file_keep_their_spelling(write):
     path = write("mine.yml", "run_name: 010\nprompt: '1e-3'\nbase_output_directory: 2026-01-01\n")
     config = load([str(path)])
-    assert (config.run_name, config.prompt, config.base_output_directory) == ("010", "1e-3", "2026-01-01")
+    assert (config.run.run_name, config.decoding.prompt) == ("010", "1e-3")
+    assert config.run.base_output_directory == "2026-01-01"
 
 
 def test_decoder_segments():
@@ -155,7 +157,7 @@ def test_decoder_segments():
             " {repeats: -1, shared: true, pattern: [{}]}]",
         ]
     )
-    first, second = config.decoder_segments
+    first, second = config.model.decoder_segments
     assert (first["repeats"], first["shared"], len(first["pattern"])) == (2, False, 2)
     assert first["pattern"][0] == {"rope_max_timescale": 1_000_000, "mlp_activations": ("gelu",)}
     assert (second["repeats"], second["shared"]) == (-1, True)
@@ -225,10 +227,11 @@ def test_a_file_of_another_model_is_refused_beside_a_typed_model_name(write):
     with pytest.raises(UserError, match=r"would not be that model: in .*quickstart.yml, base_emb_dim=128 replaces"):
         load([quickstart, "model_name=gpt3-125m"])
     # Not so where the file says the same, where both are typed, or where the file itself names what it changes.
-    assert load([str(write("same.yml", "base_emb_dim: 768\n")), "model_name=gpt3-125m"]).base_emb_dim == 768
+    assert load([str(write("same.yml", "base_emb_dim: 768\n")), "model_name=gpt3-125m"]).model.base_emb_dim == 768
     assert load([str(write("wide.yml", "base_emb_dim: 96\n")), "model_name=gpt3-125m", "base_emb_dim=64"])
     own = str(write("own.yml", "model_name: gpt3-125m\nbase_emb_dim: 64\n"))
-    assert load([own]).base_emb_dim == load([own, f"model_name={CONFIGS}/models/gpt3-125m.yml"]).base_emb_dim == 64
+    assert load([own]).model.base_emb_dim == 64
+    assert load([own, f"model_name={CONFIGS}/models/gpt3-125m.yml"]).model.base_emb_dim == 64
     # Nor where a file takes back what its base_config says; a wrong type is told as ever.
     facts = "base_emb_dim: 768\nbase_mlp_dim: 3072\nbase_num_decoder_layers: 12\nhead_dim: 64\n"
     facts += "base_num_query_heads: 12\nbase_num_kv_heads: 12\n"
@@ -254,7 +257,7 @@ def test_the_config_is_frozen():
     with pytest.raises(AttributeError):
         config.run.steps = 3
     with pytest.raises(TypeError):
-        config.logical_axis_rules["mlp"] = ()
+        config.mesh.logical_axis_rules["mlp"] = ()
 
 
 def test_diff_from_base():
@@ -387,7 +390,7 @@ def test_a_key_is_added_by_its_declaration_alone(monkeypatch):
     segments = "decoder_segments=[{repeats: 15, pattern: [{}]}, {pattern: [{attention_gate: none}]}]"
     config = load([BASE, "attention_gate=sigmoid", segments])
     assert config.model.attention_gate == "sigmoid"
-    assert config.decoder_segments[1]["pattern"] == ({"attention_gate": "none"},)
+    assert config.model.decoder_segments[1]["pattern"] == ({"attention_gate": "none"},)
     assert from_yaml(to_yaml(config)) == config
     assert list(compare_runs(load([BASE]), load([BASE, "attention_gate=sigmoid"]))[1]) == ["attention_gate"]
     with pytest.raises(UserError, match="attention_gate=tanh is none of none, sigmoid"):

@@ -27,22 +27,23 @@ def test_a_python_file_is_taken_wherever_a_yaml_file_is(write):
     write("below.py", returning("config.learning_rate = 2**-7", "config.run_name = '007'", "config.prompt = None"))
     upper = write("upper.yml", "base_config: below.py\nsteps: 6\n")
     config = load([str(upper), f"model_name={upper.parent}/model.py"])
-    assert (config.base_emb_dim, config.mlp_activations) == (64, ("gelu",))
-    assert (config.learning_rate, config.run_name, config.prompt, config.steps) == (2**-7, "007", "", 6)
+    assert (config.model.base_emb_dim, config.model.mlp_activations) == (64, ("gelu",))
+    assert (config.step.learning_rate, config.decoding.prompt) == (2**-7, "")
+    assert (config.run.run_name, config.run.steps) == ("007", 6)
     first = write("first.py", returning("config.base_config = 'upper.yml'", "config.steps = 7"))
-    assert load([str(first)]).steps == 7
-    assert load([str(first), "steps=8"]).steps == 8
-    assert load([str(first)]).learning_rate == 2**-7
+    assert load([str(first)]).run.steps == 7
+    assert load([str(first), "steps=8"]).run.steps == 8
+    assert load([str(first)]).step.learning_rate == 2**-7
 
 
 def test_the_example_of_the_readme_loads(write):
     (example,) = re.findall(r"```python\n(.*?get_config.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert load([str(write("mine.py", example))]).base_mlp_dim == 1024
+    assert load([str(write("mine.py", example))]).model.base_mlp_dim == 1024
 
 
 def test_sections_of_a_config_dict_are_mappings(write):
     path = write("mine.py", returning("config.remat_policy = 'custom'", "config.remat_custom = dict(mlpwo='device')"))
-    assert load([str(path)]).remat_custom == {"mlpwo": "device"}
+    assert load([str(path)]).step.remat_custom == {"mlpwo": "device"}
 
 
 @pytest.mark.parametrize(

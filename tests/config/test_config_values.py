@@ -38,7 +38,9 @@ ENTRIES = (
 def plan_of(config):
     """The abstract weights, shardings and batch of a config on 8 devices."""
     layout = make_layout(config.mesh, jax.devices())
-    global_batch_size(layout, config.per_device_batch_size, config.gradient_accumulation_steps, "per_device_batch_size")
+    global_batch_size(
+        layout, config.batch.per_device_batch_size, config.step.gradient_accumulation_steps, "per_device_batch_size"
+    )
     return plan_step(config, layout)
 
 
@@ -123,7 +125,7 @@ def test_yaml_that_is_no_configuration(write, text, parts):
 
 def test_an_alias_repeats_a_layer(write):
     file = write("mine.yml", "decoder_segments: [{repeats: 8, pattern: [&local {head_dim: 64}, *local]}]\n")
-    (segment,) = load([str(file)]).decoder_segments
+    (segment,) = load([str(file)]).model.decoder_segments
     assert [dict(facts) for facts in segment["pattern"]] == [{"head_dim": 64}] * 2
 
 

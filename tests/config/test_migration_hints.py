@@ -239,7 +239,7 @@ def test_a_default_of_maxtexts_without_effect_is_noted_and_another_value_is_refu
     ]
     with pytest.raises(UserError, match="has no effect"):
         load([BASE, "rope_factor=8"])
-    assert load([BASE, "rope_factor=40", "rope_type=yarn"]).rope_factor == 40
+    assert load([BASE, "rope_factor=40", "rope_type=yarn"]).model.rope_factor == 40
 
 
 def test_other_defaults_are_listed():
@@ -260,7 +260,7 @@ def test_keys_in_the_environment_are_said(monkeypatch):
     for name in ("M_STEPS", "M_HF_ACCESS_TOKEN", "M_PATH", "m_steps", "M_ENABLE_GOODPUT_RECORDING"):
         monkeypatch.setenv(name, "secret")
     notes = []
-    assert load([BASE], notes).steps == KEYS["steps"].default
+    assert load([BASE], notes).run.steps == KEYS["steps"].default
     assert [note.split()[0] for note in notes] == ["M_ENABLE_GOODPUT_RECORDING", "M_HF_ACCESS_TOKEN", "M_STEPS"]
     assert "type steps=..." in notes[-1]
     assert "secret" not in "".join(notes)

@@ -51,10 +51,10 @@ def test_a_setting_that_nothing_reads_is_refused(typed, says):
 
 def test_what_a_later_source_makes_idle_is_not(write):
     moe = write("moe.yml", "base_config: base.yml\nnum_experts: 8\nnum_experts_per_tok: 2\nadam_b1: 0.8\n")
-    assert load([str(moe), "num_experts=1", "opt_type=adafactor"]).num_experts_per_tok == 2
-    assert load([BASE, "model_name=mixtral-8x7b", "num_experts=1"]).num_experts_per_tok == 2
+    assert load([str(moe), "num_experts=1", "opt_type=adafactor"]).model.num_experts_per_tok == 2
+    assert load([BASE, "model_name=mixtral-8x7b", "num_experts=1"]).model.num_experts_per_tok == 2
     below = write("below.yml", "base_config: moe.yml\nnum_experts: 1\n")
-    assert load([str(below), "steps=3"]).num_experts == 1
+    assert load([str(below), "steps=3"]).model.num_experts == 1
     with pytest.raises(UserError, match=r"num_experts_per_tok=3 .on the command line. has no effect"):
         load([str(below), "num_experts_per_tok=3"])
 
@@ -62,7 +62,7 @@ def test_what_a_later_source_makes_idle_is_not(write):
 def test_what_the_optimizer_of_a_rule_reads_is_not():
     rules = "optimizer_rules=[{match: output, opt_type: muon}]"
     config = load([BASE, "opt_type=sgd", "muon_beta=0.8", "adam_b1=0.8", rules])  # muon leaves vectors to adamw
-    assert (config.muon_beta, config.adam_b1) == (0.8, 0.8)
+    assert (config.step.muon_beta, config.step.adam_b1) == (0.8, 0.8)
 
 
 def test_needs_are_of_keys_that_are_there():

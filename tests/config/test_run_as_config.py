@@ -48,23 +48,24 @@ def test_a_run_is_asked_by_its_folder(trained, answer):
 def test_a_run_that_began_with_anothers_state_is_asked_for_its_own(tmp_path):
     (tmp_path / "config.yml").write_text("load_full_state_path: runs/another\nquantize_weights: int8\n")
     config = load([str(tmp_path)], uses_weights=True, command="src.evaluate")
-    assert (config.load_parameters_path, config.load_full_state_path) == (str(tmp_path), "")
-    assert load([str(tmp_path)]).load_full_state_path == "runs/another"
+    assert (config.checkpoint.load_parameters_path, config.checkpoint.load_full_state_path) == (str(tmp_path), "")
+    assert load([str(tmp_path)]).checkpoint.load_full_state_path == "runs/another"
 
 
 def test_a_run_that_began_with_another_default_keeps_it(tmp_path):
     """Resumed by its folder or by its own command; a new run has the new one, and so has one that types it."""
     keys, typed = [runs.BASE, f"base_output_directory={tmp_path}"], "logical_axis_rules.latent=[fsdp,context,expert]"
     new = load([*keys, "run_name=new"])
-    for name, rules in (("old", {**new.logical_axis_rules, "latent": ()}), ("recent", new.logical_axis_rules)):
+    own = new.mesh.logical_axis_rules
+    for name, rules in (("old", {**own, "latent": ()}), ("recent", own)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yml").write_text(to_yaml(new.replace(run_name=name, logical_axis_rules=rules)))
     for argv in ([*keys, "run_name=old"], [str(tmp_path / "old")], [*keys, "run_name=old", "run_name=old"]):
-        assert load(argv).logical_axis_rules == {**new.logical_axis_rules, "latent": ()}
-        assert load([*argv, typed]).logical_axis_rules == new.logical_axis_rules
+        assert load(argv).mesh.logical_axis_rules == {**new.mesh.logical_axis_rules, "latent": ()}
+        assert load([*argv, typed]).mesh.logical_axis_rules == new.mesh.logical_axis_rules
     for name in ("recent", "none", ""):
-        assert load([*keys, f"run_name={name}"]).logical_axis_rules == new.logical_axis_rules
-    assert new.logical_axis_rules["latent"] == ("fsdp", "context", "expert")
+        assert load([*keys, f"run_name={name}"]).mesh.logical_axis_rules == new.mesh.logical_axis_rules
+    assert new.mesh.logical_axis_rules["latent"] == ("fsdp", "context", "expert")
 
 
 def test_a_runs_folder_is_a_model_with_its_weights(trained, answer):
@@ -106,34 +107,34 @@ def test_what_would_not_work_is_not_printed(tmp_path, capsys):
 def test_training_goes_on_by_a_runs_folder(trained):
     folder = trained[0]
     config = load([str(folder), "steps=9"])
-    assert (config.base_output_directory, config.run_name, config.steps) == (str(folder.parent), "mine", 9)
-    assert config.load_parameters_path == ""
-    assert config.accept_changes == (), "it is said anew"
-    assert load([str(folder), "run_name=other"]).run_name == "other"
+    assert (config.run.base_output_directory, config.run.run_name, config.run.steps) == (str(folder.parent), "mine", 9)
+    assert config.checkpoint.load_parameters_path == ""
+    assert config.run.accept_changes == (), "it is said anew"
+    assert load([str(folder), "run_name=other"]).run.run_name == "other"
 
 
 def test_a_run_of_several_processes_is_opened_by_one(tmp_path):
     (tmp_path / "config.yml").write_text("coordinator_address: host:1\nnum_processes: 2\nprocess_id: 0\n")
     config = load([str(tmp_path)])
-    assert (config.coordinator_address, config.num_processes, config.process_id) == ("", -1, -1)
+    assert (config.mesh.coordinator_address, config.mesh.num_processes, config.mesh.process_id) == ("", -1, -1)
 
 
 def test_typed_weights_win_over_the_runs(trained):
     folder = trained[0]
-    assert load([str(folder)], uses_weights=True).load_parameters_path == str(folder)
+    assert load([str(folder)], uses_weights=True).checkpoint.load_parameters_path == str(folder)
     typed = load([str(folder), "load_parameters_path=x"], uses_weights=True)
-    assert typed.load_parameters_path == "x"
+    assert typed.checkpoint.load_parameters_path == "x"
     by_model = [runs.BASE, f"model_name={folder}", "max_target_length=32"]
-    assert load(by_model, uses_weights=True).load_parameters_path == str(folder)
-    assert load(by_model).load_parameters_path == "", "to train is to begin anew"
+    assert load(by_model, uses_weights=True).checkpoint.load_parameters_path == str(folder)
+    assert load(by_model).checkpoint.load_parameters_path == "", "to train is to begin anew"
 
 
 def test_a_model_that_is_gone_is_not_looked_for(trained, tmp_path):
     text = (trained[0] / "config.yml").read_text().replace("model_name: gpt3-125m", "model_name: gone/folder")
     (tmp_path / "config.yml").write_text(text)
-    assert load([str(tmp_path)]).base_emb_dim == runs.TINY["base_emb_dim"]
+    assert load([str(tmp_path)]).model.base_emb_dim == runs.TINY["base_emb_dim"]
     by_model = [runs.BASE, f"model_name={tmp_path}", "max_target_length=32"]
-    assert load(by_model).base_emb_dim == runs.TINY["base_emb_dim"]
+    assert load(by_model).model.base_emb_dim == runs.TINY["base_emb_dim"]
 
 
 def test_another_model_for_a_run_is_refused(trained):
@@ -215,6 +216,6 @@ def test_resuming_by_the_folder_is_the_same_run(trained, capsys):
 def test_the_average_that_a_run_began_with_is_not_asked_of_itself(tmp_path):
     text = to_yaml(load([runs.BASE, "load_parameters_path=other", "load_ema=true"]))
     (tmp_path / "config.yml").write_text(text)
-    assert load([str(tmp_path)]).load_ema
-    assert not load([str(tmp_path)], uses_weights=True).load_ema
-    assert load([str(tmp_path), "load_ema=true"], uses_weights=True).load_ema
+    assert load([str(tmp_path)]).checkpoint.load_ema
+    assert not load([str(tmp_path)], uses_weights=True).checkpoint.load_ema
+    assert load([str(tmp_path), "load_ema=true"], uses_weights=True).checkpoint.load_ema

@@ -40,7 +40,7 @@ def open_custom(config, monkeypatch):
     def make(factory, specs=train_specs, **keys):
         monkeypatch.setitem(sys.modules, "of_test", SimpleNamespace(documents=factory))
         settings = config(dataset_type="custom", dataset_factory="of_test:documents", **keys)
-        return open_source(*specs(settings), InputSpec.of(settings, None))
+        return open_source(*specs(settings.data), InputSpec.of(settings, None))
 
     return make
 
@@ -66,7 +66,7 @@ def test_the_factory_is_called_with_the_config_and_the_split(open_custom):
     calls = []
 
     def documents(config, split):
-        calls.append((config.max_target_length, config["vocab_size"], split))
+        calls.append((config.batch.max_target_length, config["vocab_size"], split))
         with pytest.raises(TypeError, match="item assignment"):
             config["vocab_size"] = 3
         return ["one", "two"]
@@ -224,7 +224,7 @@ def test_what_users_raise_is_told_with_its_place_and_kept_as_the_cause(my_data, 
 
     def opened(split):
         settings = config(dataset_type="custom", dataset_factory="my_data:documents", train_split=split)
-        return open_source(*train_specs(settings), InputSpec.of(settings, None))
+        return open_source(*train_specs(settings.data), InputSpec.of(settings, None))
 
     with pytest.raises(UserError) as error:
         opened("raises")
@@ -250,7 +250,7 @@ def test_what_failed_for_a_time_in_code_of_a_user_is_worth_another_try(my_data, 
     my_data(f"def documents(config, split): raise {raised}")
     settings = config(dataset_type="custom", dataset_factory="my_data:documents")
     with pytest.raises(kind, match="dataset_factory=my_data:documents raised"):
-        open_source(*train_specs(settings), InputSpec.of(settings, None))
+        open_source(*train_specs(settings.data), InputSpec.of(settings, None))
 
 
 @pytest.mark.parametrize(

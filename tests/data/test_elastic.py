@@ -65,7 +65,7 @@ def run_of(config, on_disk):
                 for kind, weight in zip(kinds, weights or [1] * len(kinds), strict=True)
             ]
         settings = config(**{"eval_interval": -1, "vocab_size": 400, **tokenizer_keys[tokenizer], **keys})
-        encoder = make_tokenizer(settings.data, settings.vocab_size)
+        encoder = make_tokenizer(settings.data, settings.model.vocab_size)
 
         def batches(hosts, steps, rows_taken=0, position=None):
             return joined(
@@ -169,7 +169,9 @@ def test_each_document_comes_once_an_epoch_by_its_streams_ordinals(
             for stream in range(B):
                 rows = [row for _, number, row in mine if number == stream]
                 stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-                for k, ids in enumerate(stream_documents(stacked, make_tokenizer(settings.data, settings.vocab_size))):
+                for k, ids in enumerate(
+                    stream_documents(stacked, make_tokenizer(settings.data, settings.model.vocab_size))
+                ):
                     found[stream + k * B] = tuple(ids)
         orders = [[found[epoch * len(expected) + n] for n in range(len(expected))] for epoch in range(epochs)]
         for order in orders:
@@ -193,7 +195,7 @@ def by_source(settings, kinds, batches):
     found = {kind: [] for kind in kinds}
     for k, batch in enumerate(batches):
         for stream in range(B):
-            source, ordinal = mixture.assign(k * B + stream, B, settings.data_shuffle_seed)
+            source, ordinal = mixture.assign(k * B + stream, B, settings.data.data_shuffle_seed)
             found[kinds[source]].append((ordinal, stream, {name: array[stream] for name, array in batch.items()}))
     return found
 

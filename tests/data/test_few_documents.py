@@ -84,7 +84,7 @@ def test_rows_of_a_batch_are_different_texts(config, tmp_path, monkeypatch, kind
     books = ["".join(rng.choice(list("abcdefgh é\n"), 4_000 + 700 * n)) for n in range(count)]
     monkeypatch.setattr(every_source, "texts", lambda kind: books)
     settings = config(eval_interval=-1, **every_source.write(tmp_path / "data", kind, None))
-    data, _ = open_sources(settings, make_tokenizer(settings.data, settings.vocab_size))
+    data, _ = open_sources(settings, make_tokenizer(settings.data, settings.model.vocab_size))
     for batch in take(train_batches(settings, data, ByteTokenizer(), np.arange(B), B), 40):
         assert distinct(batch["tokens"]) == B
 

@@ -264,11 +264,11 @@ def test_a_folder_of_spark_or_of_the_hub_is_read(tmp_path, config, capsys):
     from src.extras.readers.parquet import ParquetSource
 
     path = place(tmp_path, {"part-0.parquet": parquet, **dict.fromkeys(["_SUCCESS", "_metadata", "README.md"], "no")})
-    assert texts(ParquetSource(*train_specs(config(dataset_type="parquet", dataset_path=path)))) == ["one"]
+    assert texts(ParquetSource(*train_specs(config(dataset_type="parquet", dataset_path=path).data))) == ["one"]
     assert f"dataset_path={path}: 3 files passed over: README.md, _SUCCESS, _metadata\n" in capsys.readouterr().out
     (tmp_path / "b.parquet").write_text("damaged")
     with pytest.raises(UserError, match=r"b\.parquet can't be read as Parquet"):
-        ParquetSource(*train_specs(config(dataset_type="parquet", dataset_path=path)))
+        ParquetSource(*train_specs(config(dataset_type="parquet", dataset_path=path).data))
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
@@ -378,7 +378,7 @@ def write_nulls(folder, kind):
 @pytest.mark.parametrize("kind", ["text", "hf", "parquet", "array_record", "rows", "one_by_one"])
 def test_a_null_is_an_empty_document_everywhere_and_is_counted(tmp_path, config, capsys, kind):
     settings = write_nulls(tmp_path / "d", kind)
-    (spec,) = train_specs(keys := config(**settings))
+    (spec,) = train_specs((keys := config(**settings)).data)
     source = open_source(spec, InputSpec.of(keys, None))
     found = source.items(source.open(0, None)[0], 0) if kind == "hf" else texts(source)
     assert found == ["one", "", "two"]

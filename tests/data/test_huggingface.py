@@ -119,7 +119,7 @@ def open_folder(config):
     def open_it(path, vocab_size=1000):
         keys = {"tokenizer_type": "huggingface", "tokenizer_path": str(path), "vocab_size": vocab_size}
         settings = config(**keys)
-        return make_tokenizer(settings.data, settings.vocab_size)
+        return make_tokenizer(settings.data, settings.model.vocab_size)
 
     return open_it
 

@@ -99,7 +99,7 @@ def test_documents_of_a_mixture_come_once_an_epoch_by_their_streams_ordinals(
     of_source = [[] for _ in data.sources]  # the rows of each stream and source, in order
     for k, batch in enumerate(batches):
         for row in range(B):
-            source, _ = mixture.assign(k * B + row, B, settings.data_shuffle_seed)
+            source, _ = mixture.assign(k * B + row, B, settings.data.data_shuffle_seed)
             of_source[source].append((row, {name: array[row] for name, array in batch.items()}))
     for source, texts in enumerate([words, [f"grouped {word}" for word in words[:30]]]):
         finished = {}
@@ -202,7 +202,9 @@ def test_a_batch_size_may_change_without_documents_coming_again(config, list_sou
 
 def test_synthetic_data_resume_too_and_fill_every_row(config):
     settings = config(dataset_type="synthetic")
-    source = SyntheticSource(settings.vocab_size, settings.max_target_length, settings.data_shuffle_seed)
+    source = SyntheticSource(
+        settings.model.vocab_size, settings.batch.max_target_length, settings.data.data_shuffle_seed
+    )
     whole = joined(settings, source, 1, 6)
     resumed = joined(settings, source, 2, 3)
     assert_same(resumed + joined(settings, source, 4, 3, 3 * B, resumed[-1]["data_position"]), whole)

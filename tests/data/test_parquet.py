@@ -18,7 +18,7 @@ parquet = pytest.importorskip("src.extras.readers.parquet")
 def open_parquet(config):
     def make(path, column="text"):
         keys = {"dataset_type": "parquet", "dataset_path": str(path), "dataset_column": column}
-        return parquet.ParquetSource(*train_specs(config(**keys)))
+        return parquet.ParquetSource(*train_specs(config(**keys).data))
 
     return make
 
@@ -293,4 +293,4 @@ def test_a_missing_package_is_an_error_that_says_how_to_install_it(config, monke
     monkeypatch.delitem(sys.modules, "src.extras.readers.parquet")
     settings = config(dataset_type="parquet", dataset_path="x")
     with pytest.raises(UserError, match=r"pyarrow.*bash setup\.sh data"):
-        open_source(*train_specs(settings), InputSpec.of(settings, None))
+        open_source(*train_specs(settings.data), InputSpec.of(settings, None))

@@ -177,7 +177,7 @@ def parquet(config):
     pq.write_table(table, content, row_group_size=100)
 
     def opened(path):
-        return ParquetSource(*train_specs(config(dataset_type="parquet", dataset_path=path)))
+        return ParquetSource(*train_specs(config(dataset_type="parquet", dataset_path=path).data))
 
     return SimpleNamespace(content=content.getvalue(), texts=texts, open=opened)
 

@@ -44,7 +44,7 @@ for argv, rows_taken, taken in cases:
     memory.forget_peak()
     before = memory.now()
     times = [time.perf_counter()]
-    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    tokenizer = make_tokenizer(config.data, config.model.vocab_size)
     data, _ = open_sources(InputSpec.of(config, tokenizer), config.evaluation)
     data_fingerprint(config, data, tokenizer, rows)
     times.append(time.perf_counter())

@@ -132,7 +132,7 @@ def test_what_the_export_writes_is_read_as_the_same_documents(folder, config):
     keys = {"dataset_type": "array_record", "dataset_column": "ids", "dataset_path": str(folder / "my_c4/train")}
     tokenizer_keys = {"tokenizer_type": "sentencepiece", "tokenizer_path": str(folder / "my.model"), "vocab_size": 300}
     made = config(**keys, **tokenizer_keys)
-    tokenizer = make_tokenizer(made.data, made.vocab_size)
+    tokenizer = make_tokenizer(made.data, made.model.vocab_size)
     source = open_source(train_specs(made.data)[0], InputSpec.of(made, tokenizer))
     found = sorted(source[i].tolist() for i in range(len(source)))
     assert found == sorted(tokenizer.encode(text).tolist() for text in texts("tfds"))

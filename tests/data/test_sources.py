@@ -323,7 +323,7 @@ def test_how_many_documents_are_cut_is_said(config, tmp_path, long, said, name):
         files = {name: "\n".join(json.dumps({"text": text}) for text in texts)}
     keys = config(dataset_path=write_files(tmp_path, files), max_document_bytes=256, eval_interval=-1)
     data, _ = open_sources(keys, None)
-    (line,) = describe_data(train_specs(keys), data)
+    (line,) = describe_data(train_specs(keys.data), data)
     assert said in line
     assert ("cut" in line) == (long > 0)
     halves = train_validation_split(data.sources[0], 0.5)

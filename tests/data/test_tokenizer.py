@@ -69,7 +69,7 @@ def make(config):
 
     def opened(**keys):
         settings = config(**keys)
-        return make_tokenizer(settings.data, settings.vocab_size)
+        return make_tokenizer(settings.data, settings.model.vocab_size)
 
     return opened
 

@@ -122,7 +122,7 @@ def test_the_copies_that_extra_prediction_layers_have_are_written(tmp_path):
     rng = np.random.default_rng(0)
     weights = {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in by_path(tree).items()}
     (tmp_path / "out").mkdir()
-    save_folder(tmp_path / "out", *find_family(config.model, config.max_target_length), weights, saved.VOCAB)
+    save_folder(tmp_path / "out", *find_family(config.model, config.batch.max_target_length), weights, saved.VOCAB)
     files = saved.tensors(tmp_path / "out")
     assert torch.equal(files["model.layers.3.embed_tokens.weight"], files["model.embed_tokens.weight"])
     assert torch.equal(files["model.layers.3.shared_head.head.weight"], files["lm_head.weight"])
@@ -141,7 +141,7 @@ def test_a_weight_beyond_float16_is_named_before_anything_is_written(tmp_path):
     config = resolve_config.load([BASE, "dataset_type=synthetic", f"model_name={folder}"])
     tree, _ = convert.declared_weights(spec_of(config))
     weights = {path: np.full(leaf.shape, 65_504.0, np.float32) for path, leaf in by_path(tree).items()}
-    family = find_family(config.model, config.max_target_length)
+    family = find_family(config.model, config.batch.max_target_length)
     for folder in ("fits", "overflows"):
         (tmp_path / folder).mkdir()
     save_folder(tmp_path / "fits", *family, weights, saved.VOCAB, np.dtype(np.float16))
@@ -168,7 +168,9 @@ def test_a_file_is_full_when_the_next_tensor_does_not_fit(tmp_path):
     weights = {path: np.zeros(leaf.shape, np.float32) for path, leaf in by_path(tree).items()}
     out = tmp_path / "out"
     out.mkdir()
-    save_folder(out, *find_family(config.model, config.max_target_length), weights, saved.VOCAB, shard_bytes=12_000)
+    save_folder(
+        out, *find_family(config.model, config.batch.max_target_length), weights, saved.VOCAB, shard_bytes=12_000
+    )
     files = sorted(out.glob("*.safetensors"))
     assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
     assert all(file.stat().st_size < 12_000 + 4_000 for file in files)  # and the header
@@ -191,7 +193,7 @@ def test_model_yml_is_a_model_file_and_tokenizer_files_travel(tmp_path):
     text = (tmp_path / "converted" / "model.yml").read_text()
     assert text.startswith("# Gemma2ForCausalLM, from hf")
     config = resolve_config.load([BASE, f"model_name={tmp_path}/converted/model.yml", "dataset_type=synthetic"])
-    assert config.attn_logits_soft_cap == 50.0
+    assert config.model.attn_logits_soft_cap == 50.0
     assert "attention_bias" not in text  # it is base.yml's
     assert (back / "tokenizer_config.json").read_text() == '{"eos_token": "</s>"}'
     entries = json.loads((back / "config.json").read_text())
@@ -206,9 +208,9 @@ def test_model_yml_brings_the_tokenizer_beside_it(tmp_path):
     convert.from_hf(folder, tmp_path / "converted")
     model = f"model_name={tmp_path}/converted/model.yml"
     config = resolve_config.load([BASE, model])
-    assert make_tokenizer(config.data, config.vocab_size).encode_text("a").tolist() == [0]
+    assert make_tokenizer(config.data, config.model.vocab_size).encode_text("a").tolist() == [0]
     own = resolve_config.load([BASE, model, "tokenizer_type=sentencepiece", "tokenizer_path=own.model"])
-    assert (own.tokenizer_type, own.tokenizer_path) == ("sentencepiece", "own.model")
+    assert (own.data.tokenizer_type, own.data.tokenizer_path) == ("sentencepiece", "own.model")
 
 
 def test_a_runs_checkpoint_is_written_in_the_dtype_asked_for(tmp_path):

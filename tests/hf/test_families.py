@@ -296,10 +296,10 @@ def test_layers_that_repeat_are_one_pattern(tmp_path):
 @pytest.mark.parametrize("file", sorted((CONFIGS / "models").glob("*.yml")), ids=lambda file: file.stem)
 def test_every_model_file_describes_a_model_that_can_be_written(file):
     config = resolve_config.load([BASE, f"model_name={file}", "dataset_type=synthetic", "max_target_length=16"])
-    family, hf = find_family(config.model, config.max_target_length)
+    family, hf = find_family(config.model, config.batch.max_target_length)
     begins = FILES_OF.get(family.model_type, ())
     assert file.stem.startswith(begins), (
         f"{file.name} is a model of {family.model_type}, the first of FAMILIES that describes it: expected a name that "
         f"begins with one of {begins}, or an entry of FILES_OF above"
     )
-    assert config.base_emb_dim in (hf.get("hidden_size"), hf.get("n_embd"))
+    assert config.model.base_emb_dim in (hf.get("hidden_size"), hf.get("n_embd"))

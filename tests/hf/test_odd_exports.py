@@ -160,7 +160,7 @@ def assert_transformers_computes_the_same(folder, config):
     arrays = {path: rng.normal(scale=0.3, size=leaf.shape) for path, leaf in params.by_path(plan.shapes).items()}
     arrays = {path: (2 * x if path[-1] == "router" else x).astype(np.float32) for path, x in arrays.items()}
     folder.mkdir()
-    save_folder(folder, family, hf, arrays, config.vocab_size)
+    save_folder(folder, family, hf, arrays, config.model.vocab_size)
     tokens = (np.arange(2 * LENGTH).reshape(2, LENGTH) * 13 % saved.VOCAB).astype(np.int32)
     model, found = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True

@@ -81,7 +81,7 @@ def test_the_folder_is_one_that_runs_read_too(models, tmp_path):
     save_tokenizer(tmp_path, ours)
     argv = [BASE, "tokenizer_type=huggingface", f"tokenizer_path={tmp_path}"]
     config = resolve_config.load(argv)
-    again = make_tokenizer(config.data, config.vocab_size)
+    again = make_tokenizer(config.data, config.model.vocab_size)
     assert (again.bos, again.eos, again.vocab_size) == (ours.bos, ours.eos, ours.vocab_size)
     assert again.encode(CORPUS[0]).tolist() == ours.encode(CORPUS[0]).tolist()
 

@@ -113,7 +113,7 @@ def counted_by_jax(**overrides):
     idle = {"attention_type": "head_dim", "num_experts": "base_mlp_dim"}  # of latent attention, of experts
     wide = {key: WIDE[key] for key in WIDE.keys() - {idle[key] for key in idle.keys() & overrides.keys()}}
     config, plan = make(**wide, **overrides)
-    ids = jax.ShapeDtypeStruct((2, config.max_target_length), jnp.int32)
+    ids = jax.ShapeDtypeStruct((2, config.batch.max_target_length), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), ids)
     batch["loss_mask"] = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
 

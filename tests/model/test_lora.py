@@ -126,7 +126,7 @@ def test_what_trainable_parameters_leaves_out_stays_and_has_no_optimizer_state()
 def test_a_layers_scalar_is_frozen_whatever_is_trained():
     trainer = Trainer(layer_scalar="true", adam_weight_decay=0.1)
     before = jax.device_get(trainer.state.weights)
-    ones = [[1.0]] * trainer.config.base_num_decoder_layers
+    ones = [[1.0]] * trainer.config.model.base_num_decoder_layers
     assert [leaf.tolist() for leaf in jax.tree.leaves(before.frozen)] == [ones]
     trainer.step(packed_rows(0), 5)
     assert tree_bits(trainer.state.weights.frozen) == tree_bits(before.frozen)

@@ -41,7 +41,7 @@ def test_at_first_they_change_nothing_and_are_counted_without_padding():
     assert not np.any(initial["output_bias"])
     assert not np.any(initial["segments"][0][0]["attention"]["query_dim_scale"])
     without = tiny.spec_of(tiny.load(**KEYS))
-    assert count_params(tiny.spec_of(config)) - count_params(without) == tiny.VOCAB + 2 * config.head_dim
+    assert count_params(tiny.spec_of(config)) - count_params(without) == tiny.VOCAB + 2 * config.model.head_dim
     decays = by_path(plan.decays)
     assert not decays["output_bias",]
     matrix = by_path(plan.matrices)["output_bias",]

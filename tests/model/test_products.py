@@ -47,7 +47,7 @@ def test_a_step_multiplies_no_large_transposed_first_matrix(tied, monkeypatch):
     monkeypatch.setattr(products, "LARGE", 0)
     config, plan = make(1, logits_via_embedding=tied)
     state, batch = abstract_state(plan), abstract_batch(plan, 2, LENGTH)
-    step = compile_steps(plan, state)[0].lower(state, batch, hparams_at(config.step, config.steps, 0))
+    step = compile_steps(plan, state)[0].lower(state, batch, hparams_at(config.step, config.run.steps, 0))
     dots = re.findall(r" dot\(.*", step.compile().as_text())
     assert dots
     assert not [dot for dot in dots if "lhs_contracting_dims={0}" in dot]

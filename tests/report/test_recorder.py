@@ -33,7 +33,7 @@ def recorder_in(folder, mesh=None, done=0, **overrides):
     log = MetricsLog(folder / "metrics.jsonl", folder / "tensorboard", None)
     config = load(**overrides)
     printer = StepPrinter(20, done)
-    return Recorder(config.step, config.steps, log, printer, FLOPS, mesh or mesh_of("cpu", "cpu"))
+    return Recorder(config.step, config.run.steps, log, printer, FLOPS, mesh or mesh_of("cpu", "cpu"))
 
 
 def step_metrics(loss, grad_norm=0.5, usable=True):
@@ -197,7 +197,7 @@ def test_weights_that_nothing_can_be_computed_with_end_the_run(tmp_path, answer)
 
 def test_processes_without_log_and_printer_see_what_is_not_finite_too():
     config = load()
-    recorder = Recorder(config.step, config.steps, None, None, FLOPS, mesh_of("cpu", "cpu"))
+    recorder = Recorder(config.step, config.run.steps, None, None, FLOPS, mesh_of("cpu", "cpu"))
     recorder.add(1, step_metrics(3.0), TOKENS)
     recorder.add_evaluation(1, {"eval_loss": 1.0, "eval_perplexity": math.e})
     recorder.add(2, step_metrics(math.inf), TOKENS)

@@ -89,7 +89,7 @@ def test_over_copies_gradients_send_what_a_reduce_scatter_of_float32_does(rounds
 def compiled_arguments(**overrides):
     """Bytes of a device that a compiled step takes, and how many of them the optimizer's moments are."""
     trainer = Trainer(devices=8, initial=False, **overrides)
-    batch = abstract_batch(trainer.plan, 8, trainer.config.max_target_length)
+    batch = abstract_batch(trainer.plan, 8, trainer.config.batch.max_target_length)
     lowered = trainer.train_step.lower(trainer.abstract, batch, trainer.hparams(0))
     moments = [leaf for leaf in jax.tree.leaves(trainer.abstract.opt) if leaf.ndim]
     return lowered.compile().memory_analysis().argument_size_in_bytes, device_bytes(moments)

@@ -52,9 +52,9 @@ def our_updates(opt_type, weights, decays, gradients, matrices=MATRICES, **overr
         updates, state = optimizer.update(clipped, state, weights)
         return optax.apply_updates(weights, updates), state
 
-    state = make_optimizer(*given, hparams_at(config.step, config.steps, 0), rules).init(weights)
+    state = make_optimizer(*given, hparams_at(config.step, config.run.steps, 0), rules).init(weights)
     for step, gradient in enumerate(gradients):
-        weights, state = update(weights, state, gradient, hparams_at(config.step, config.steps, step))
+        weights, state = update(weights, state, gradient, hparams_at(config.step, config.run.steps, step))
     return weights, state
 
 
@@ -68,7 +68,7 @@ def pytorchs_updates(make, weights, gradients, threshold, given=("kernel", "bias
         if threshold:
             torch.nn.utils.clip_grad_norm_(list(parameters.values()), threshold)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.step, config.steps, step)
+            group["lr"] = learning_rate(config.step, config.run.steps, step)
         optimizer.step()
     return {name: parameter.detach().numpy() for name, parameter in parameters.items()}
 
@@ -136,11 +136,11 @@ def test_adafactor_equals_optaxs_for_each_layer_by_itself():
         expected = by_matrix(weights)[layer]
         state = None
         for step, gradient in enumerate(gradients):
-            rate = learning_rate(config.step, config.steps, step)
+            rate = learning_rate(config.step, config.run.steps, step)
             optimizer = optax.adafactor(
                 rate,
                 min_dim_size_to_factor=1,
-                weight_decay_rate=rate * config.adam_weight_decay,
+                weight_decay_rate=rate * config.step.adam_weight_decay,
                 weight_decay_mask=decays,
             )
             state = state or optimizer.init(expected)
@@ -292,20 +292,20 @@ def test_rules_give_each_weight_its_own_optimizer_and_rates():
     }
     config = load(**SETTINGS, **ADAM, optimizer_rules=RULES)
     ours, state = our_updates("adamw", weights, decays, gradients, matrices, optimizer_rules=RULES)
-    adam = optax.scale_by_adam(config.adam_b1, config.adam_b2, config.adam_eps)
+    adam = optax.scale_by_adam(config.step.adam_b1, config.step.adam_b2, config.step.adam_eps)
     orthogonal = orthogonal_updates({"w": matrices["kernel"]}, {"w": True}, {"w": NamedSharding(MESH, P(None, None))})
     kinds = {  # scaling, decay, rate over the others'
         "bias": ([], 0.2, 0.1),
         "table": ([adam], 0.0, 1.0),
         "scale": ([scale_by_adafactor({"w": matrices["scale"]}, {"w": True})], 0.0, 1.0),
-        "kernel": ([optax.trace(config.muon_beta, nesterov=True), orthogonal], 0.3, 3.0),
+        "kernel": ([optax.trace(config.step.muon_beta, nesterov=True), orthogonal], 0.3, 3.0),
         "other": ([adam], 0.3, 1.0),
     }
     for name, (scaling, decay, scale) in kinds.items():
         weight, own = {"w": weights[name]}, None
         for step, gradient in enumerate(gradients):
-            clipped = clip(gradient, optax.tree.norm(gradient), np.float32(config.gradient_clipping_threshold))
-            rate = learning_rate(config.step, config.steps, step)
+            clipped = clip(gradient, optax.tree.norm(gradient), np.float32(config.step.gradient_clipping_threshold))
+            rate = learning_rate(config.step, config.run.steps, step)
             chain = optax.chain(*scaling, optax.add_decayed_weights(decay), optax.scale(-rate * scale))
             own = chain.init(weight) if own is None else own
             updates, own = chain.update({"w": clipped[name]}, own, weight)
@@ -334,14 +334,14 @@ def test_rules_take_adapters_by_their_names():
     """LoRA+ (Hayou et al. 2024, section 4) multiplies the learning rate of the matrix that begins as zero."""
     given = {"lora_rank": 4, "load_parameters_path": "elsewhere", "opt_type": "sgd", "gradient_clipping_threshold": 0}
     config, plan = make(**given, optimizer_rules='[{match: "lora.*.up", learning_rate_scale: 16}]')
-    hparams = hparams_at(config.step, config.steps, 3)
+    hparams = hparams_at(config.step, config.run.steps, 3)
     weights = jax.eval_shape(plan.init_weights).trainable
     optimizer, gradients = plan.optimizer(hparams), jax.tree.map(lambda w: np.ones(w.shape, w.dtype), weights)
     zeros = jax.tree.map(np.zeros_like, gradients)  # which have no decay
     updates = by_path(optimizer.update(gradients, optimizer.init(zeros), zeros)[0])
     assert {path[-1] for path in updates} == {"up", "down"}
     for path, update in updates.items():
-        rate = learning_rate(config.step, config.steps, 3) * (16 if path[-1] == "up" else 1)
+        rate = learning_rate(config.step, config.run.steps, 3) * (16 if path[-1] == "up" else 1)
         np.testing.assert_allclose(update, np.full(update.shape, -rate), rtol=1e-6)
 
 
@@ -367,7 +367,7 @@ def test_norms_and_biases_do_not_decay_however_they_are_stacked():
 
 def rates(steps, **overrides):
     config = load(steps=steps, learning_rate=2.0, learning_rate_final_fraction=0.25, **overrides)
-    return [learning_rate(config.step, config.steps, step) for step in range(steps)], config
+    return [learning_rate(config.step, config.run.steps, step) for step in range(steps)], config
 
 
 def test_cosine_schedule():
@@ -376,7 +376,7 @@ def test_cosine_schedule():
     assert rate[10] == 2.0
     assert rate[60] == pytest.approx(2.0 * (1 + 0.25) / 2)  # half way down: the mean of both ends
     assert rate[109] == pytest.approx(2.0 * (0.25 + 0.75 * (1 + np.cos(np.pi * 99 / 100)) / 2))
-    assert learning_rate(config.step, config.steps, 110) == 0.0
+    assert learning_rate(config.step, config.run.steps, 110) == 0.0
 
 
 def test_wsd_schedule():
@@ -384,7 +384,7 @@ def test_wsd_schedule():
     np.testing.assert_allclose(rate[:5], 2.0 * np.arange(1, 6) / 5)
     np.testing.assert_allclose(rate[5:81], 2.0)
     np.testing.assert_allclose(rate[80:], 2.0 - 1.5 * np.arange(20) / 20)
-    assert learning_rate(config.step, config.steps, 100) == 0.0
+    assert learning_rate(config.step, config.run.steps, 100) == 0.0
 
 
 def test_schedules_are_optaxs():
@@ -442,9 +442,9 @@ def test_adams_updates_are_clipped_as_optax_clips_blocks():
 def test_a_schedule_may_be_longer_or_shorter_than_the_run():
     long = load(steps=10, learning_rate_schedule_steps=1000, warmup_steps_fraction=0.01)
     short = load(steps=10, learning_rate_schedule_steps=5, warmup_steps_fraction=0.2)
-    assert learning_rate(long.step, long.steps, 9) == long.learning_rate
-    assert learning_rate(short.step, short.steps, 0) == short.learning_rate
-    assert [learning_rate(short.step, short.steps, step) for step in range(5, 10)] == [0.0] * 5
+    assert learning_rate(long.step, long.run.steps, 9) == long.step.learning_rate
+    assert learning_rate(short.step, short.run.steps, 0) == short.step.learning_rate
+    assert [learning_rate(short.step, short.run.steps, step) for step in range(5, 10)] == [0.0] * 5
 
 
 def test_without_warm_up_a_schedule_starts_at_its_peak():

@@ -149,7 +149,7 @@ def test_the_gradient_is_of_the_mean_over_all_tokens_however_micro_batches_share
         assert metrics["tokens"] == tokens
         assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert metrics["grad_norm"] == pytest.approx(optax.tree.norm(gradients).item(), rel=1e-5)
-        rate = learning_rate(trainer.config.step, trainer.config.steps, 0)
+        rate = learning_rate(trainer.config.step, trainer.config.run.steps, 0)
         expected = jax.tree.map(lambda weight, gradient, rate=rate: weight - rate * gradient, weights, gradients)
         assert_close(trainer.state.weights.trainable, expected, 1e-5)
 
@@ -229,7 +229,7 @@ def test_a_step_keeps_the_dtypes_of_its_state(weight_dtype, opt_type, mu_dtype, 
         weight_dtype=weight_dtype, opt_type=opt_type, mu_dtype=mu_dtype, gradient_accumulation_steps=micro_batches
     )
     state = abstract_state(plan)
-    hparams = hparams_at(config.step, config.steps, 0)
+    hparams = hparams_at(config.step, config.run.steps, 0)
     updated, _ = jax.eval_shape(functools.partial(train_step, plan=plan), state, packed_rows(0), hparams)
     assert [leaf.dtype for leaf in jax.tree.leaves(updated)] == [leaf.dtype for leaf in jax.tree.leaves(state)]
     if opt_type == "adamw":
@@ -243,7 +243,7 @@ def test_adapters_over_bfloat16_weights_have_moments_as_precise_as_they_are(trai
     b2 = 0.999 if trained == "[]" else 0.99
     config, plan = make(weight_dtype="bfloat16", adam_b1=0.997, adam_b2=b2, **keys)
     state = abstract_state(plan)
-    hparams = hparams_at(config.step, config.steps, 0)
+    hparams = hparams_at(config.step, config.run.steps, 0)
     updated, _ = jax.eval_shape(functools.partial(train_step, plan=plan), state, packed_rows(0), hparams)
     assert [leaf.dtype for leaf in jax.tree.leaves(updated)] == [leaf.dtype for leaf in jax.tree.leaves(state)]
     for moments in (state.opt[0].mu["lora"], state.opt[0].nu["lora"]):

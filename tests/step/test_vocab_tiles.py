@@ -110,8 +110,8 @@ def test_tiles_of_the_vocabulary_hold_one_part_of_the_logits_and_weights(tied, m
     config, plan = make(8, num_vocab_tiling=4, logits_via_embedding=tied, vocab_size=1024, per_device_batch_size=1)
     state, batch = abstract_state(plan), abstract_batch(plan, 8, LENGTH)
     train, _ = compile_steps(plan, state)
-    text = train.lower(state, batch, hparams_at(config.step, config.steps, 0)).compile().as_text()
-    D = config.base_emb_dim
+    text = train.lower(state, batch, hparams_at(config.step, config.run.steps, 0)).compile().as_text()
+    D = config.model.base_emb_dim
     whole = {f"f32[{shape}]" for shape in (f"1,{LENGTH},1024", f"1024,{D}", f"{D},1024")}
     assert f"f32[1,{LENGTH},256]" in text
     assert not {shape for shape in whole if shape in text}

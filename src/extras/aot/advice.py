@@ -42,18 +42,19 @@ def changes(
     parts = memory(built)
     arguments = sum(parts.arguments.values())
     scale = (needed - arguments) / (parts.total - arguments)
-    now = {**config, **{_rule(axis): list(axes) for axis, axes in config.logical_axis_rules.items()}}
+    now = {**config, **{_rule(axis): list(axes) for axis, axes in config.mesh.logical_axis_rules.items()}}
 
     def change(keys: Mapping[str, Any], cost: str) -> Change | None:
         keys = {key: value for key, value in keys.items() if value != now[key]}
         if not keys:
             return None
-        rules = {axis: keys.get(_rule(axis), axes) for axis, axes in config.logical_axis_rules.items()}
+        rules = {axis: keys.get(_rule(axis), axes) for axis, axes in config.mesh.logical_axis_rules.items()}
         plain = {key: value for key, value in keys.items() if "." not in key}
         changed, on = config.replace(**plain, logical_axis_rules=rules), devices
         try:
             if "compile_topology_num_slices" in keys:
-                on = abstract_devices(parse_topology(changed.compile_topology, changed.compile_topology_num_slices))
+                aot = changed.aot
+                on = abstract_devices(parse_topology(aot.compile_topology, aot.compile_topology_num_slices))
             step = build(changed, on, built.compiler_options)
         except UserError:  # such as a batch that can't be halved
             return None
@@ -81,7 +82,7 @@ def changes(
                 yield every
     if every and every.estimated > capacity:  # may need less than estimated
         yield every
-    for length in (config.max_target_length // n for n in FACTORS):
+    for length in (config.batch.max_target_length // n for n in FACTORS):
         shorter = {"max_target_length": length, "num_vocab_tiling": 0}  # as many tiles as this length needs
         fewer = change(keys | shorter, "shorter sequences") if length >= SHORTEST else None
         if fewer and fewer.estimated <= capacity:
@@ -143,5 +144,5 @@ def _candidates(config: Config, built: TracedStep, state_decides: bool) -> Itera
     yield "weights are gathered over all devices of a slice or host", keys
     keys = {**keys, "dcn_data_parallelism": 1, "dcn_fsdp_parallelism": -1}
     yield "weights are gathered between slices or hosts too", keys
-    more = ({**keys, "compile_topology_num_slices": config.compile_topology_num_slices * n} for n in FACTORS)
+    more = ({**keys, "compile_topology_num_slices": config.aot.compile_topology_num_slices * n} for n in FACTORS)
     yield "more devices, and weights are gathered between slices or hosts", *more

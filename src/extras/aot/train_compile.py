@@ -43,21 +43,22 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     config = configured(argv, USAGE, joins=False)
     if config is None:
         return None
-    if not config.compile_topology:
+    if not config.aot.compile_topology:
         raise UserError("compile_topology is empty: name the devices to compile for, such as compile_topology=v5p-128")
-    topology = parse_topology(config.compile_topology, config.compile_topology_num_slices)
-    if config.hardware not in ("", topology.platform):
+    topology = parse_topology(config.aot.compile_topology, config.aot.compile_topology_num_slices)
+    if config.run.hardware not in ("", topology.platform):
         raise UserError(
-            f"hardware={config.hardware}, but {topology.name} is a {topology.platform}. Leave hardware empty."
+            f"hardware={config.run.hardware}, but {topology.name} is a {topology.platform}. Leave hardware empty."
         )
     pgle.check_platform(config.aot, topology.platform)
-    if config.pgle:
+    if config.aot.pgle:
         raise UserError(
-            f"pgle={config.pgle} measures a run, but src.train_compile only takes a finished profile: give pgle_profile"
+            f"pgle={config.aot.pgle} measures a run, but src.train_compile only takes a finished profile: "
+            "give pgle_profile"
         )
     report.device_capacity(topology)  # raises a clearer error than JAX for an invalid fraction in the environment
     check_environment(uses_tpu=topology.platform == "tpu")
-    program_path, report_path = config.compiled_trainstep_file, config.compile_report
+    program_path, report_path = config.aot.compiled_trainstep_file, config.aot.compile_report
     outputs = {"compiled_trainstep_file": program_path, "compile_report": report_path}
     check_outputs({key: path for key, path in outputs.items() if path})
     # Compile time is measured, so don't use the cache.
@@ -65,17 +66,17 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     devices = abstract_devices(topology)
 
     times = [time.monotonic()]
-    built = build(config, devices, compiler_options(config.compile_xla_flags, devices[0], topology.slices))
+    built = build(config, devices, compiler_options(config.aot.compile_xla_flags, devices[0], topology.slices))
     times.append(time.monotonic())
     print(f"compiling for {report.describe(topology.name, topology.slices)}; this may take minutes", flush=True)
     lowered = built.traced.lower()
     header = program.header(built, config.model, config.step, config.batch, config.mesh)
-    profile = pgle.options(config.pgle_profile, header) if config.pgle_profile else {}
+    profile = pgle.options(config.aot.pgle_profile, header) if config.aot.pgle_profile else {}
     times.append(time.monotonic())
     compiled, refusal = _compile(lowered, topology, profile)
     times.append(time.monotonic())
     if profile and compiled:
-        pgle.check_used(config.pgle_profile, profile, compiled.as_text())
+        pgle.check_used(config.aot.pgle_profile, profile, compiled.as_text())
     if compiled:
         eight_bits.check(compiled, built.plan)
     parts = zip(("tracing", "lowering", "compiling"), itertools.pairwise(times), strict=True)

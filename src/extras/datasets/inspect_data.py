@@ -54,12 +54,12 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     config = configured(argv, USAGE)
     if config is None:
         return
-    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    tokenizer = make_tokenizer(config.data, config.model.vocab_size)
     inputs = InputSpec.of(config, tokenizer, run_rules(config.run, config.checkpoint))
     data, _ = open_sources(inputs, config.evaluation)
-    count, process, length = config.process_count, config.process_index, config.max_target_length
-    micro_batches = config.gradient_accumulation_steps
-    global_batch, rows = rows_of_process(config.per_device_batch_size, micro_batches, count, process)
+    count, process, length = config.tools.process_count, config.tools.process_index, config.batch.max_target_length
+    micro_batches = config.step.gradient_accumulation_steps
+    global_batch, rows = rows_of_process(config.batch.per_device_batch_size, micro_batches, count, process)
     schedule = BatchSchedule.of(config.batch, lambda size, _: rows_of_process(size, micro_batches, count, process)[0])
     is_stream = any(isinstance(source, StreamSource) for source in data.sources)
     if count > 1 and (is_stream or schedule.ramp):
@@ -68,35 +68,37 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             "this dataset is streamed per process, and only the first process's stream is here" if is_stream else ramped
         )
         raise UserError(f"process_count={count}: {why}. Leave out process_count to see all rows on this host")
-    about_data = describe_data(train_specs(config.data), data) + few_documents(inputs, data, global_batch, config.steps)
+    about_data = describe_data(train_specs(config.data), data)
+    about_data += few_documents(inputs, data, global_batch, config.run.steps)
     print_header(
         [
             ("data", "\n".join(about_data)),
-            ("tokenizer", describe_tokenizer(config.tokenizer_type, tokenizer)),
+            ("tokenizer", describe_tokenizer(config.data.tokenizer_type, tokenizer)),
             ("step", f"{global_batch} rows x {length} = {global_batch * length:,} tokens"),
-            *([("batch ramp", schedule.describe(config.steps))] if schedule.ramp else []),
+            *([("batch ramp", schedule.describe(config.run.steps))] if schedule.ramp else []),
             ("rows", f"{rows[0]} to {rows[-1]}, of process {process} of {count}"),
-            *([("conversations", describe_conversations(inputs, data))] if config.use_sft else []),
+            *([("conversations", describe_conversations(inputs, data))] if config.data.use_sft else []),
         ]
     )
     # Some data have a packing position that depends on earlier batches: create all batches before the first one shown.
-    first = config.inspect_first_step
+    first = config.tools.inspect_first_step
     computed = not is_stream and all(rows_per_epoch(inputs, source) is not None for source in data.sources)
     skipped, begin = (0, first) if computed else (first, 0)
     taken = schedule.rows_before(begin)
     batches = train_batches(inputs, data, rows, global_batch, taken, schedule=schedule, first_step=begin)
-    shown = list(itertools.islice(batches, skipped, skipped + config.inspect_num_steps))
+    shown = list(itertools.islice(batches, skipped, skipped + config.tools.inspect_num_steps))
     mixture = Mixture(data.weights)
     for step, batch in enumerate(shown, start=first):
         for index, row in enumerate(batch.rows):
             number = schedule.rows_before(step) + int(row)
-            name = data.names[mixture.assign(number, global_batch, config.data_shuffle_seed)[0]]
+            name = data.names[mixture.assign(number, global_batch, config.data.data_shuffle_seed)[0]]
             title = f"step {step}, row {row}" + f" ({name})" * bool(name)
-            cuts = batch.cuts[index] if config.use_sft else None
+            cuts = batch.cuts[index] if config.data.use_sft else None
             show("\n".join(_lines(title, batch.arrays, index, tokenizer, cuts)))
     summary = _summary(shown, batches)
     batches.close()
-    is_chat = config.use_sft and tokenizer and tokenizer.chat_template  # decoding hides the template's special tokens
+    # Decoding hides the special tokens of a chat template.
+    is_chat = config.data.use_sft and tokenizer and tokenizer.chat_template
     if tokenizer and not (is_stream or is_chat):
         summary.append(("round trip", _round_trip(inputs, data)))
     print_header(summary)

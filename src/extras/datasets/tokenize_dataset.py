@@ -72,9 +72,9 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     config = resolve_config.of_command(argv, USAGE)
     if config is None:
         return
-    _check(config.data, config.tokenized_path)
+    _check(config.data, config.tools.tokenized_path)
     items = Items(config_text := configuration.to_yaml(config))
-    folder = Path(config.tokenized_path).expanduser()
+    folder = Path(config.tools.tokenized_path).expanduser()
     try:
         with _locked(folder):
             summary = _plan(folder, items)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     except OSError as error:
         if failure_of(error) is Failure.TRANSIENT:
             raise
-        raise UserError(f"tokenized_path={config.tokenized_path} can't be written: {error}") from error
+        raise UserError(f"tokenized_path={config.tools.tokenized_path} can't be written: {error}") from error
     shards = [ShardEntry(**shard) for shard in summary["shards"]]
     size = sum(shard.ids_bytes + shard.index_bytes for shard in shards)
     show(
@@ -95,8 +95,8 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
         f"{sum(shard.ids for shard in shards):,} tokens, {size / 1e6:,.1f} MB"
     )
     show(
-        f"train on it: dataset_type=tokens dataset_path={config.tokenized_path}{' datasets=[]' * bool(config.datasets)}"
-        ", instead of the keys that name the data here; keep the others"
+        f"train on it: dataset_type=tokens dataset_path={config.tools.tokenized_path}"
+        f"{' datasets=[]' * bool(config.data.datasets)}, instead of the keys that name the data here; keep the others"
     )
 
 
@@ -125,7 +125,7 @@ class Items:
 
     def __init__(self, config_text: str) -> None:
         config = Config.of(configuration.from_yaml(config_text))
-        self._inputs = inputs = InputSpec.of(config, make_tokenizer(config.data, config.vocab_size))
+        self._inputs = inputs = InputSpec.of(config, make_tokenizer(config.data, config.model.vocab_size))
         self._spec = train_specs(inputs.data)[0]
         self._source = open_source(self._spec, inputs)
         self.dtype = "uint16" if inputs.vocab_size <= _MAX_UINT16_VOCABULARY else "uint32"

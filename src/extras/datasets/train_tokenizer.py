@@ -38,21 +38,22 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     config = resolve_config.of_command(argv, USAGE)
     if config is None:
         return
-    if config.dataset_type != "text" or config.datasets or config.use_sft or config.tokenizer_type == "byte":
+    keys = config.data
+    if keys.dataset_type != "text" or keys.datasets or keys.use_sft or keys.tokenizer_type == "byte":
         raise UserError(
             "src.train_tokenizer needs dataset_type=text tokenizer_type=sentencepiece (or huggingface) use_sft=false "
             "datasets=[]"
         )
-    if config.tokenizer_path.startswith(HUB):
-        raise UserError(f"tokenizer_path={config.tokenizer_path}: a new tokenizer is written to a path on this machine")
-    path = Path(config.tokenizer_path)
-    file = path if config.tokenizer_type == "sentencepiece" else path / "tokenizer.model"
+    if keys.tokenizer_path.startswith(HUB):
+        raise UserError(f"tokenizer_path={keys.tokenizer_path}: a new tokenizer is written to a path on this machine")
+    path = Path(keys.tokenizer_path)
+    file = path if keys.tokenizer_type == "sentencepiece" else path / "tokenizer.model"
     data, _ = open_sources(InputSpec.of(config, None), config.evaluation)
     source = data.sources[0]
-    texts = list(_sample(source, config.data_shuffle_seed))
+    texts = list(_sample(source, config.data.data_shuffle_seed))
     read = f"{len(texts):,} of {len(source):,} documents or pieces of them, {sum(map(len, texts)):,} characters"
     show(f"training on {read}")
-    model = train(texts, config.vocab_size)
+    model = train(texts, config.model.vocab_size)
     if file.is_file() and file.read_bytes() == model:
         show(f"{path} already exists, identical to what this command writes")
         return

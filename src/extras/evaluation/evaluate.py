@@ -65,9 +65,9 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     config = configured(argv, USAGE, uses_weights=True)
     if config is None:
         return None
-    if config.tasks and importlib.util.find_spec("lm_eval") is None:
+    if config.harness.tasks and importlib.util.find_spec("lm_eval") is None:
         raise UserError("tasks needs lm-evaluation-harness, which is not installed: bash setup.sh eval")
-    scores = config.texts_path or config.tokens_path or config.tasks
+    scores = config.evaluation.texts_path or config.evaluation.tokens_path or config.harness.tasks
     run = run_folder(file_name(argv[0])) if not isinstance(argv, ConfigDict) else None
     if jax.process_index() == 0:  # fail before an evaluation, not after it
         outputs = {key: config[key] for key in ("results_path", "scores_path", "logits_path") if config[key]}
@@ -77,38 +77,38 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     if run and not scores:
         trained = load([str(run)])
         _check_held_out(run, trained.data, trained.evaluation.eval_interval, config.data)
-    needed_by = "tasks" if config.tasks else "texts_path" * bool(config.texts_path)
-    tokenizer = make_tokenizer(config.data, config.vocab_size, needed_by)
-    if config.tasks:
+    needed_by = "tasks" if config.harness.tasks else "texts_path" * bool(config.evaluation.texts_path)
+    tokenizer = make_tokenizer(config.data, config.model.vocab_size, needed_by)
+    if config.harness.tasks:
         from src.extras.evaluation.tasks import find_tasks, run_tasks  # only these need the harness installed
 
-        if config.use_chat_template and tokenizer.chat_template is None:
+        if config.decoding.use_chat_template and tokenizer.chat_template is None:
             raise missing_template()
         tasks = find_tasks(config.harness)  # report a mistake in them before reading the weights
         sections = config.evaluation, config.batch, config.decoding
         answers = Answers(*sections, *load_model(config, tokenizer), tokenizer)
         model_args = {name: config[name] for name in ("load_parameters_path", "max_target_length", "dtype")}
         results, lines = run_tasks(
-            tasks, config.use_chat_template, answers, {"model": "mintext", "model_args": model_args}
+            tasks, config.decoding.use_chat_template, answers, {"model": "mintext", "model_args": model_args}
         )
         say(lines)
-        write_results(config.results_path, results)
+        write_results(config.evaluation.results_path, results)
         numbers = {f"{task}/{name}": x for task, each in results["results"].items() for name, x in each.items()}
         return {name: x for name, x in numbers.items() if type(x) in (int, float)}
     plan, weights = load_model(config, tokenizer)
     if scores:
         sections = config.evaluation, config.batch, plan, weights
-        if config.texts_path:
-            say([f"{score_texts(*sections, tokenizer)} texts scored: {config.scores_path}"])
-        if config.tokens_path:
-            say([f"logits of shape {list(write_logits(*sections))}: {config.logits_path}"])
+        if config.evaluation.texts_path:
+            say([f"{score_texts(*sections, tokenizer)} texts scored: {config.evaluation.scores_path}"])
+        if config.evaluation.tokens_path:
+            say([f"logits of shape {list(write_logits(*sections))}: {config.evaluation.logits_path}"])
         return None
     text, inputs = None, InputSpec.of(config, tokenizer, run_rules(config.run, config.checkpoint))
-    if config.use_sft or config.batch_transform:
+    if config.data.use_sft or config.batch.batch_transform:
         say(["eval_bits_per_byte is left out: with use_sft or batch_transform, the loss does not cover the whole text"])
     elif tokenizer:
         text = TextBytes(tokenizer)
-        row = jax.ShapeDtypeStruct((config.max_target_length,), np.int32)
+        row = jax.ShapeDtypeStruct((config.batch.max_target_length,), np.int32)
         plan, inputs = dataclasses.replace(plan, fields={"text_bytes": row}), inputs._replace(count_bytes=text.document)
     step, metrics, counted = compile_eval_step(plan), {}, {}
     for data in open_eval_sets(inputs, config.evaluation):
@@ -128,7 +128,8 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         metrics, counted = metrics | set_metrics, counted | counts
     say(text.notes() if text else [])
     numbers = (metrics | counted).items()
-    write_results(config.results_path, {name: value if math.isfinite(value) else None for name, value in numbers})
+    results = {name: value if math.isfinite(value) else None for name, value in numbers}
+    write_results(config.evaluation.results_path, results)
     return metrics
 
 

@@ -50,18 +50,18 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     config = configured(argv, USAGE, uses_weights=True)
     if config is None:
         return None
-    if config.interactive and jax.process_count() > 1:
+    if config.decoding.interactive and jax.process_count() > 1:
         raise UserError("interactive=true needs a job with one process, but this one has several: use prompt_path")
-    tokenizer = make_tokenizer(config.data, config.vocab_size, "prompt")
+    tokenizer = make_tokenizer(config.data, config.model.vocab_size, "prompt")
     # Report a mistake in a prompt before reading the weights, which takes minutes.
-    if config.use_chat_template and tokenizer.chat_template is None:
+    if config.decoding.use_chat_template and tokenizer.chat_template is None:
         raise missing_template()
-    decoding, length = config.decoding, config.max_target_length
+    decoding, length = config.decoding, config.batch.max_target_length
     if not decoding.decode_path:  # then the key in a run's config is for decode_metrics
         decoding = dataclasses.replace(decoding, decode_prompt_tokens=0)
     elif jax.process_index() == 0:
         check_outputs({"decode_path": (path := decoding.decode_path), "decode_path's settings": f"{path}.settings"})
-    prompts = [] if config.interactive else prompts_of(decoding, InputSpec.of(config, tokenizer))
+    prompts = [] if config.decoding.interactive else prompts_of(decoding, InputSpec.of(config, tokenizer))
     looked_at = prompts[:1] if decoding.decode_prompt_tokens else prompts
     completions = [Completion(decoding, length, tokenizer, prompt) for prompt in looked_at]
     say(length_note(decoding, length, max((len(completion.prompt) for completion in completions), default=0)))
@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
         plan, weights = quantize_at_rest(plan, weights, loaded)
         say([f"weights: {_bytes(weights) / 1e6:,.1f} MB in memory, {before / 1e6:,.1f} before quantize_weights=int8"])
     generator = make_generator(decoding, length, plan, weights)
-    rows = math.ceil(config.per_device_batch_size * plan.layout.mesh.size)
-    if config.interactive:
+    rows = math.ceil(config.batch.per_device_batch_size * plan.layout.mesh.size)
+    if config.decoding.interactive:
         texts = converse(decoding, tokenizer, generator)
     elif decoding.decode_path:
         settings = {**model_fingerprint(config), "tokenizer": tokenizer.fingerprint()}

@@ -21,7 +21,7 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> tuple[StepPlan, W
 
     Raises UserError if the weights don't fit, or if they were trained with another tokenizer.
     """
-    if not config.load_parameters_path:
+    if not config.checkpoint.load_parameters_path:
         raise UserError(
             "load_parameters_path is empty: give the weights to use: a run's folder, a checkpoint or a Hugging Face "
             "folder. (A run's folder instead of the YAML file uses its own weights: python -m src.decode runs/NAME)"
@@ -30,9 +30,9 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> tuple[StepPlan, W
     layout = make_layout(config.mesh, jax.devices())
     plan = inference_plan(config, layout)
     tree = all_weights(abstract_state(plan))
-    weights, meta, messages = load_weights(config.load_parameters_path, tree, config.load_ema)
-    check_vocabulary(config.vocab_size, meta)
-    check_tokenizer(config.accept_changes, meta, tokenizer)
+    weights, meta, messages = load_weights(config.checkpoint.load_parameters_path, tree, config.checkpoint.load_ema)
+    check_vocabulary(config.model.vocab_size, meta)
+    check_tokenizer(config.run.accept_changes, meta, tokenizer)
     say(messages)
     return plan, plan.split(weights)
 
@@ -44,7 +44,7 @@ def model_fingerprint(config: Config) -> dict[str, str]:
     """
     precision = "dtype", "weight_dtype", "matmul_precision", "quantization"
     keys = {key: dump(config[key]) for key in (*keys_of("model"), "load_ema", *precision)}
-    return {**keys, "weights": identity(config.load_parameters_path)}
+    return {**keys, "weights": identity(config.checkpoint.load_parameters_path)}
 
 
 def inference_plan(config: Config, layout: Layout) -> StepPlan:

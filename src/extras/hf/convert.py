@@ -300,7 +300,7 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
     length = min(LENGTH, read_model_keys(hf_dir).get("trainable_position_size", LENGTH))
     settings = ("dtype=float32", "weight_dtype=float32", "matmul_precision=highest", "remat_policy=none")
     config = resolve_config.load([str(BASE), f"model_name={hf_dir}", f"max_target_length={length}", *settings])
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (ROWS, length)).astype(np.int32)
 
     plan = inference_plan(config, make_layout(config.mesh, jax.devices()[:1]))
     weights, _, messages = load_weights(str(checkpoint), all_weights(abstract_state(plan)))
@@ -309,7 +309,7 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
     del weights
     disable_progress_bar()
     if has_tokenizer(hf_dir):
-        say([compare_ids(hf_dir, config.vocab_size)])
+        say([compare_ids(hf_dir, config.model.vocab_size)])
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32).eval()
     with torch.no_grad():
         theirs = model(torch.tensor(tokens).long()).logits.numpy()

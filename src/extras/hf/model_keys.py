@@ -7,7 +7,7 @@ from typing import Any
 
 from src.config.keys import frozen
 from src.config.model_checks import check_value
-from src.config.schema import KEYS, Model, defaults, keys_of, section_of
+from src.config.schema import KEYS, Model, keys_of, section_of
 from src.config.segments import check_model
 from src.config.step_keys import Numerics
 from src.config.yaml import dump
@@ -44,7 +44,7 @@ def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
         keys = family.read_config(hf)
         layers = [segment["pattern"][0] for segment in keys.get("decoder_segments", ())]
         problems = [check_value(key, value) for part in (keys, *layers) for key, value in part.items()]
-        problems = list(filter(None, problems)) or list(check_model({**defaults(), **keys}))
+        problems = list(filter(None, problems)) or list(check_model(section_of("model", keys)))
         if problems:
             raise UserError("; ".join(dict.fromkeys(problems)))
     except UserError as error:

@@ -53,14 +53,14 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
     if config is None:
         return None
     unused = [f"{key}={dump(config[key])}" for key in _NOT_HERE if config[key] != KEYS[key].default]
-    if unused := [*unused, *[f"loss={config.loss}"] * (config.loss not in ("", LOSS))]:
+    if unused := [*unused, *[f"loss={config.step.loss}"] * (config.step.loss not in ("", LOSS))]:
         raise UserError(
             f"src.train_dpo does not support {', '.join(unused)} (docs/dpo.md): leave out, or use the default"
         )
     for key, what in (("dataset_path", "a .jsonl file of pairs"), ("load_parameters_path", "which is the reference")):
         if not config[key]:
             raise UserError(f"src.train_dpo needs {key}, {what}: the model is compared with a trained one")
-    advice = advice_on_memory(config.per_device_batch_size, config.remat_policy)
+    advice = advice_on_memory(config.batch.per_device_batch_size, config.step.remat_policy)
     with stack_traces(config.diagnostics), advice, contextlib.ExitStack() as exits:
         # packing: kernels must separate the pair's answers, which are two segments of a row.
         return train(config.replace(loss=LOSS, use_sft=False, packing=True), exits)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
 def train(config: Config, exits: contextlib.ExitStack) -> Result:
     """Trains with a checked config. `exits` collects what to close, however the run ends."""
     # ---- Devices, model and step
-    run = Run(config, exits, pair_fields(config.max_target_length))
+    run = Run(config, exits, pair_fields(config.batch.max_target_length))
     plan, built = run.plan, run.built
     if any(layer.dropout_rate or layer.capacity_factor != -1 for layer in (plan.spec, *plan.spec.layers)):
         raise UserError(
@@ -78,16 +78,18 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         )
 
     # ---- Data
-    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    tokenizer = make_tokenizer(config.data, config.model.vocab_size)
     # The settings for reading: conversations, one pair per row.
     of_chats = config.replace(use_sft=True, packing=False, loss="")
     inputs = InputSpec.of(of_chats, tokenizer, run_rules(config.run, config.checkpoint))
     files = {key: PairSource(config[key], key, inputs) for key in ("dataset_path", "eval_dataset_path") if config[key]}
     pairs, held_out = files["dataset_path"], files.get("eval_dataset_path")
-    if config.eval_interval > 0 and held_out is None:
-        pairs, held_out = train_validation_split(pairs, config.eval_fraction)
+    if config.evaluation.eval_interval > 0 and held_out is None:
+        pairs, held_out = train_validation_split(pairs, config.data.eval_fraction)
     data = TrainData(("",), (PairRows(inputs, pairs),), (1.0,))
-    eval_sets = [EvalSet("", PairRows(inputs, held_out), config.eval_steps)] if config.eval_interval > 0 else []
+    eval_sets = []
+    if config.evaluation.eval_interval > 0:
+        eval_sets = [EvalSet("", PairRows(inputs, held_out), config.evaluation.eval_steps)]
     model = model_fingerprint(config)
 
     # ---- Where in the run it is
@@ -95,8 +97,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     as_chats = config.replace(use_sft=True, eval_interval=-1, sample_length=0)  # the commands to suggest: for a chat
     if run.is_over():
         return run.conclude(as_chats)
-    order = f"by seed {config.data_shuffle_seed}, one pair per row"
-    run.announce(loss=f"DPO, dpo_beta {config.dpo_beta:g}", order=order)
+    order = f"by seed {config.data.data_shuffle_seed}, one pair per row"
+    run.announce(loss=f"DPO, dpo_beta {config.step.dpo_beta:g}", order=order)
 
     # ---- The reference, computed once and saved in the folder
     eval_step = compile_eval_step(plan, measure)
@@ -116,7 +118,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     with run:
         for step in run.steps():
             batch = run.next_batch()
-            hparams = hparams_at(config.step, config.steps, step)
+            hparams = hparams_at(config.step, config.run.steps, step)
             state, metrics = built.train(run.state, run.to_devices(batch), hparams)
             run.record(state, metrics, batch)
             if run.saves():

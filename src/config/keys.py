@@ -3,7 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
+
+T = TypeVar("T")
 
 
 class Range(NamedTuple):
@@ -83,6 +85,7 @@ def path(default: str, comment: str, **more: Any) -> Any:
     return key(default, comment, is_path=True, **more)
 
 
-def group(cls: type) -> type:
+@dataclass_transform(frozen_default=True)
+def group(cls: type[T]) -> type[T]:
     """Makes a class of declared keys a frozen dataclass; its docstring is their title in base.yml."""
     return dataclasses.dataclass(frozen=True)(cls)

@@ -4,35 +4,14 @@
 """
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from src.config import keys
-from src.config.command_keys import (
-    RUN_COMMANDS,
-    Aot,
-    Conversations,
-    Decoding,
-    Diagnostics,
-    HarnessTasks,
-    Preferences,
-    Tools,
-)
+from src.config.command_keys import RUN_COMMANDS, Aot, Conversations, Decoding, Diagnostics, HarnessTasks, Tools
 from src.config.keys import ABOVE_0, AXIS_SIZE, FROM_0, FROM_1, FROM_1_OR_UNSET, FROM_64, Key, frozen, group, key, path
-from src.config.model_keys import (
-    AttentionSettings,
-    BlockSettings,
-    EmbeddingSettings,
-    FeedForwardSettings,
-    LayerKeys,
-    LayerSize,
-    Model,
-    ModelSize,
-    NormSettings,
-    PositionSettings,
-)
-from src.config.step_keys import Compilation, Numerics, Optimizer, Quantization, Step, Trainable
+from src.config.model_keys import LayerKeys, Model
+from src.config.step_keys import Step, Trainable
 
 # The mesh's axes, and the word for each in the keys of its sizes: ici_WORD_parallelism and dcn_WORD_parallelism.
 MESH_AXES = {axis: axis for axis in ("data", "stage", "fsdp", "context", "expert", "tensor")} | {"stage": "pipeline"}
@@ -253,36 +232,30 @@ class Config(Mapping[str, Any]):
 
 
 SECTIONS: dict[str, type] = {field.name: field.type for field in dataclasses.fields(Config)}
-# In the order of base.yml, whose titles are the docstrings.
-GROUPS: list[type] = [
-    *(Run, ModelSize, LayerSize, EmbeddingSettings, NormSettings, BlockSettings, AttentionSettings),
-    *(PositionSettings, FeedForwardSettings, Numerics, Quantization, Compilation),
-    *(Aot, Optimizer, BatchKeys, DataSources, Tools, Conversations, Trainable, Preferences, Evaluation),
-    *(HarnessTasks, Decoding, Checkpoint, Mesh, Diagnostics),
-]
 # A run cannot resume with another value of one of their keys, unless the key is declared resume_invariant=False.
 RESUME_INVARIANT_GROUPS = (DataSources, Conversations, Trainable)
 
 
-def collect(groups: Sequence[type], sections: Mapping[str, type]) -> dict[str, Key]:
-    """Collects the keys that the groups declare, by name, each with the section that contains its group."""
+def collect(sections: Mapping[str, type]) -> dict[str, Key]:
+    """Collects the keys of all sections by name, in the order of base.yml; a group's docstring is its title there."""
     keys = {}
-    for title, (section, cls) in itertools.product(groups, sections.items()):
-        for field in dataclasses.fields(title) if issubclass(cls, title) else ():
+    for section, cls in sections.items():
+        groups = [cls for cls in cls.__mro__ if cls.__bases__ == (object,)]  # other classes only combine groups
+        for title, field in ((cls, field) for cls in groups for field in dataclasses.fields(cls)):
             declared: Key = field.metadata["key"]
             invariant = declared.resume_invariant
             if invariant is None:
-                invariant = title in RESUME_INVARIANT_GROUPS
+                invariant = section == "model" or title in RESUME_INVARIANT_GROUPS
             keys[field.name] = dataclasses.replace(
                 declared,
                 **{"name": field.name, "section": section, "group": title.__doc__},
                 per_layer=declared.per_layer or issubclass(LayerKeys, title),
-                resume_invariant=invariant or section == "model",
+                resume_invariant=invariant,
             )
     return keys
 
 
-KEYS = collect(GROUPS, SECTIONS)
+KEYS = collect(SECTIONS)
 
 
 def defaults() -> dict[str, Any]:

@@ -16,7 +16,8 @@ import jax
 
 from src.checkpoint.run_folder import RunFolder, is_remote
 from src.config.load import from_yaml
-from src.config.schema import KEYS, Compilation, defaults
+from src.config.schema import KEYS, defaults
+from src.config.step_keys import Compilation
 from src.data.batch_schedule import size_keys
 from src.run.metrics import read_entry, scalars
 from src.system.disk import names

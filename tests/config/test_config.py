@@ -380,7 +380,7 @@ class GatedModel(schema.Model, Gate):
 
 def test_a_key_is_added_by_its_declaration_alone(monkeypatch):
     monkeypatch.setitem(schema.SECTIONS, "model", GatedModel)
-    for name, key in schema.collect([*schema.GROUPS, Gate], schema.SECTIONS).items():
+    for name, key in schema.collect(schema.SECTIONS).items():
         monkeypatch.setitem(schema.KEYS, name, key)
     line = "attention_gate: none                # a gate on attention's output: none or sigmoid"
     _, _, attention = base_yml().partition("# ---- Model: attention\n")

@@ -33,8 +33,7 @@ def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
     checks += [(check, sound) for check in CHECKS]
     for name, keys in OPTIONAL.items():
         if any(key in unsound or sound[key] != KEYS[key].default for key in keys):
-            module, _, function = name.partition(".")
-            checks.append((getattr(importlib.import_module(f"src.config.{module}"), function), sound))
+            checks.append((getattr(importlib.import_module("src.config.optional_checks"), name), sound))
     for check, part in checks:
         try:
             problems.extend(check(part))
@@ -186,17 +185,17 @@ CHECKS = (
     *(model_checks.check_positions, _segments, _remat, _mesh, _rules, _schedule, _moments, _tiles),
     *(_sources, _tokenizer, _evaluation, _processes, _accepted),
 )
-# Functions by module; each is skipped while all of its keys are at their defaults.
+# Functions of optional_checks.py; each is skipped while all of its keys are at their defaults.
 OPTIONAL = {
-    "optional_checks.mup": ("mup_base_emb_dim",),
-    "optional_checks.profile": ("profiler", "pgle"),
-    "optional_checks.ramp": ("enable_rampup_batch_size",),
-    "optional_checks.finetuning": ("use_sft",),
-    "optional_checks.scoring": ("texts_path", "scores_path", "tokens_path", "logits_path", "tasks", "include_path"),
-    "optional_checks.decoding": (
+    "mup": ("mup_base_emb_dim",),
+    "profile": ("profiler", "pgle"),
+    "ramp": ("enable_rampup_batch_size",),
+    "finetuning": ("use_sft",),
+    "scoring": ("texts_path", "scores_path", "tokens_path", "logits_path", "tasks", "include_path"),
+    "decoding": (
         *("decode_sampling_strategy", "interactive", "decode_path", "decode_prompt_tokens"),
         "max_prefill_predict_length",
     ),
-    "optional_checks.loading": ("load_parameters_path", "load_full_state_path", "load_weights_rules", "lora_rank"),
-    "optional_checks.quantization": ("quantization", *CALIBRATION_METHODS),
+    "loading": ("load_parameters_path", "load_full_state_path", "load_weights_rules", "lora_rank"),
+    "quantization": ("quantization", *CALIBRATION_METHODS),
 }

@@ -1,6 +1,7 @@
 """Resolves a command's configuration: defaults, model file, the user's config files, key=value; checked and frozen."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,14 +50,13 @@ def load(
     if isinstance(argv, str | Mapping) or not all(isinstance(word, str) for word in argv):
         expected = 'a list of words, such as ["configs/base.yml", "steps=100"], or an ml_collections.ConfigDict'
         raise UserError(f"expected {expected}, got {argv!r}")
+    resolve = functools.partial(_load, uses_weights=uses_weights, command=command, read_folder=read_folder)
     try:
-        return _load(argv, [] if notes is None else notes, uses_weights, command, read_folder)
+        return resolve(argv, [] if notes is None else notes)
     except UserError as error:
         is_typed = not isinstance(argv, ConfigDict)
-        line = is_typed and hints().corrected_command(
-            argv, lambda words: _load(words, [], uses_weights, command, read_folder)
-        )
-        raise UserError(f"{error}{line or ''}") from None
+        line = hints().corrected_command(argv, lambda words: resolve(words, [])) if is_typed else ""
+        raise UserError(f"{error}{line}") from None
 
 
 def _load(

@@ -174,6 +174,7 @@ def convert(value: Any, default: Any, name: str = "") -> Any:
     `name`.
     """
     empty = isinstance(value, Plain) and value in NOTHING
+    name = f"{name}: " if name else ""
     match default:
         case bool():
             if isinstance(value, Plain) and value in BOOLS:
@@ -190,11 +191,11 @@ def convert(value: Any, default: Any, name: str = "") -> Any:
             if empty or isinstance(value, list):
                 return () if empty else frozen(literal(value))
             if isinstance(value, str):
-                raise ValueError(f"{name}{': ' if name else ''}expected a list, as in [{value}], got {_named(value)}")
+                raise ValueError(f"{name}expected a list, as in [{value}], got {_named(value)}")
         case Mapping():
             if empty or isinstance(value, dict):
                 return frozen({} if empty else literal(value))
-    raise ValueError(f"{name}{': ' if name else ''}expected {type_name(default)}, got {_named(value)}")
+    raise ValueError(f"{name}expected {type_name(default)}, got {_named(value)}")
 
 
 def type_name(value: Any) -> str:

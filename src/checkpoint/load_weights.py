@@ -71,7 +71,7 @@ def load_adapters(path: str) -> tuple[dict[tuple[str | int, ...], tuple[np.ndarr
         }
 
     arrays, meta, _ = restore_any(path, entries, "the adapters")
-    pairs: dict[Any, dict[str, np.ndarray]] = {}
+    pairs: dict[Any, dict[Any, np.ndarray]] = {}
     for name, array in arrays.items():
         *weight, kind = _undotted(name)[2:]  # after trainable.lora
         pairs.setdefault(tuple(weight), {})[kind] = np.asarray(array)
@@ -172,7 +172,7 @@ def _load_hf_weights(path: str, tree: Tree) -> Restored:
     folder = _local(path)
     arrays = load_folder(folder, tree, notes)
     vocab_size = read_model_keys(folder)["vocab_size"]
-    meta = {"vocab_size": vocab_size, "tokenizer": None}
+    meta: dict[str, Any] = {"vocab_size": vocab_size, "tokenizer": None}
     if has_tokenizer(place := Path(folder).expanduser()):
         try:
             meta["tokenizer"] = folder_tokenizer(place, vocab_size).fingerprint()

@@ -78,7 +78,7 @@ LAYER_REQUIREMENTS = (
     Requires("base_mlp_dim", num_experts=1, base_moe_mlp_dim=0),
 )
 _WITH_COLUMN = ("text", "tfds", "array_record", "parquet", "hf", "custom")
-WITH_MOMENTS = [name for name in KEYS["opt_type"].allowed if name not in ("adafactor", "sgd")]
+WITH_MOMENTS = [name for name in map(str, KEYS["opt_type"].allowed) if name not in ("adafactor", "sgd")]
 _STAGES = Range("2 or more", lambda size: size >= 2 or size == -1)
 REQUIREMENTS = (
     *LAYER_REQUIREMENTS,

@@ -8,7 +8,7 @@ B: rows of a batch, over all hosts.  T: tokens per row.  S: sources.
 import collections
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from src.data.batch_schedule import BatchSchedule, RowAssignment
 from src.data.document_stream import encode
+from src.data.host_arrays import Rows
 from src.data.order import Mixture
 from src.data.packing import SourcePacker, empty_batch
 from src.data.source_packer import SourceStart, source_packer
@@ -38,7 +39,7 @@ class HostBatch(NamedTuple):
 def train_batches(
     inputs: InputSpec,
     data: TrainData,
-    streams: Sequence[int],
+    streams: Rows,
     global_batch: int,
     rows_taken: int = 0,
     position: np.ndarray | None = None,
@@ -46,7 +47,7 @@ def train_batches(
     saved: Mapping[str, Any] | None = None,
     schedule: BatchSchedule | None = None,
     first_step: int = 0,
-) -> Iterator[HostBatch]:
+) -> Generator[HostBatch]:
     """Yields endless batches, made ahead of time in threads. Errors there are raised here; closing ends the threads.
 
     `streams` are the packing streams whose rows this host makes: without a ramp, these are the rows' numbers in the
@@ -82,12 +83,7 @@ class HostBatchLoader:
     """
 
     def __init__(
-        self,
-        inputs: InputSpec,
-        packers: list[SourcePacker],
-        mixture: Mixture,
-        streams: np.ndarray,
-        sizes: BatchSchedule,
+        self, inputs: InputSpec, packers: list[SourcePacker], mixture: Mixture, streams: Rows, sizes: BatchSchedule
     ) -> None:
         self._inputs, self._packers, self._mixture = inputs, packers, mixture
         self._streams, self._schedule = streams, sizes
@@ -98,7 +94,7 @@ class HostBatchLoader:
 
             self._transform = UserTransform(inputs.batch, inputs.vocab_size)
 
-    def batches(self, rows_taken: int, first_step: int = 0, count: int | None = None) -> Iterator[HostBatch]:
+    def batches(self, rows_taken: int, first_step: int = 0, count: int | None = None) -> Generator[HostBatch]:
         """Yields `count` batches, or endless ones, after `rows_taken` rows of the run; threads make them ahead of time.
 
         An error in a thread is raised here at its batch. The threads end when the iterator is closed or garbage

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import heapq
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,9 +18,9 @@ _ROUNDS = 6
 
 def mix64(x: Words) -> Words:
     """Mixes all bits of 64-bit words, an int or an array of uint64, by a bijection (SplitMix64's finaliser)."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+    word: Any = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    return word ^ (word >> 31)
 
 
 @functools.lru_cache(maxsize=64)
@@ -81,6 +81,7 @@ class Shuffle:
         return int(self._starts[group]) + inside
 
     def _shuffled_groups(self, epoch: int) -> tuple[list[int], np.ndarray]:
+        assert self._sizes is not None
         number = len(self._sizes)
         # Epochs of items are never negative, so the order of groups is independent of the order inside each group.
         groups = [permute(i, number, self._seed, self._source, -1 - epoch) for i in range(number)]

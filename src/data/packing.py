@@ -118,7 +118,13 @@ class PackingStream:
     """
 
     def __init__(
-        self, items: Items, first: int, stride: int, layout: RowLayout, position: Position = (0, 0), end: float = inf
+        self,
+        items: Items,
+        first: int,
+        stride: int,
+        layout: RowLayout,
+        position: Sequence[int] = (0, 0),
+        end: float = inf,
     ) -> None:
         self._items, self._stride, self._layout, self._end = items, stride, layout, end
         self._first = int(first)  # rows and positions are NumPy ints, which would overflow in the order's hash
@@ -131,7 +137,9 @@ class PackingStream:
         self._empty_items = 0
         segments, self.position = self._layout(self._sizes, self.position, batch["tokens"].shape[1])
         cuts = fill_row(
-            batch, row, ((self._unfinished[item][0][document], *part) for item, document, *part in segments)
+            batch,
+            row,
+            ((self._unfinished[item][0][document], first, length) for item, document, first, length in segments),
         )
         oldest, written = self.position[0], {segment.item for segment in segments}
         for item in [item for item in self._unfinished if item < oldest or (item > oldest and item in written)]:

@@ -1,7 +1,7 @@
 """Declares the types that data modules share: documents, their sources, tokenizers, and a run's data sets."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, TypeGuard, runtime_checkable
 
 import numpy as np
 
@@ -49,8 +49,8 @@ Item = str | Conversation | np.ndarray
 class Source(Protocol):
     """Numbers documents from 0; threads read them in any order, several at a time."""
 
-    is_remote = False  # each read is a request to a store
-    is_stream = False  # documents have no numbers and are read in sequence: a `streams.StreamSource`
+    is_remote: bool = False  # each read is a request to a store
+    is_stream: bool = False  # documents have no numbers and are read in sequence: a `streams.StreamSource`
     listings: Sequence[Any] = ()  # the files of the source (`readers.files.Listing`)
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class RowSource(Protocol):
         """Identifies the rows; equal for sources with the same rows, wherever they are stored."""
 
 
-def is_stream(source: Source | RowSource) -> bool:
+def is_stream(source: Source | RowSource) -> TypeGuard[Any]:
     """Distinguishes a `streams.StreamSource` from sources whose documents or rows are numbered."""
     return getattr(source, "is_stream", False)
 

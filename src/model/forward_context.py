@@ -1,6 +1,7 @@
 """ForwardContext: what all blocks of one forward pass share."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ class ForwardContext:
             x_BTD = self.layout.constrain(x_BTD, "batch", axis, "activation_embed")
         return x_BTD
 
-    def gradients_together(self, *arrays: Tree) -> tuple[Tree, ...]:
+    def gradients_together(self, *arrays: Any) -> tuple[Any, ...]:
         """Barrier for `arrays`, pytrees: with `early_gradients`, computes all their gradients before using any."""
         return _gradients_together(*arrays) if self.early_gradients else arrays
 

@@ -7,7 +7,7 @@ signature, here or in your own file that the key `loss` names; docs/forking.md h
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from src.parallel.mesh import Layout
 from src.parallel.sequence import to_zigzag
 from src.step.plan import Batch, StepPlan
 
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Any]
 LogitsOf = Callable[[jax.Array], jax.Array]  # hidden states [B, t, D] to float32 logits [B, t, V]
 
 
@@ -72,7 +72,10 @@ def objective(
     model = plan.decoder(dataclasses.replace(weights, trainable=trainable))
     sums = loss(model, batch, plan)
     step, denominator = plan.step, jnp.maximum(counts.loss, 1.0)
-    losses = {"loss": sums.loss / denominator, **({"user_metrics": dict(sums.metrics)} if sums.metrics else {})}
+    losses: Metrics = {
+        "loss": sums.loss / denominator,
+        **({"user_metrics": dict(sums.metrics)} if sums.metrics else {}),
+    }
     total = (sums.loss + step.z_loss_multiplier * sums.z) / denominator
     if plan.spec.has_experts and (step.load_balance_loss_weight or step.router_z_loss_weight):
         from src.model.moe import router
@@ -103,12 +106,11 @@ def count_tokens(batch: Batch, plan: StepPlan) -> TokenCounts:
 
 def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Array, ForwardContext, Tree]:
     """Computes the hidden states [B, T, D] of a batch that is `in_zigzag`, their context, and the layers' reports."""
-    positions_BT, segment_ids_BT, keys_BTW = (inputs.get(name) for name in ("positions", "segment_ids", "dropout_keys"))
-    settings = (plan.layout, plan.kernel, plan.packed, keys_BTW)
+    settings = (plan.layout, plan.kernel, plan.packed, inputs.get("dropout_keys"))
     execution = plan.execution
     more = {"early_gradients": execution.early_gradients, "mlp_in_halves": execution.mlp_in_halves}
     more |= {"log_internals": plan.step.log_internals > 0}
-    context = ForwardContext(positions_BT, segment_ids_BT, *settings, **more)
+    context = ForwardContext(inputs["positions"], inputs["segment_ids"], *settings, **more)
     hidden_BTD, _, reports = model(inputs["tokens"], context, plan.execution)
     return hidden_BTD, context, reports
 

@@ -90,7 +90,7 @@ class _PartialArray:
         self._buffers: dict[jax.Device, jax.Array] = {}
         self._holders: dict[tuple[Range, ...], list[jax.Device]] = {}  # the devices that hold each region
         for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-            region = tuple(at.indices(size)[:2] for at, size in zip(index, leaf.shape, strict=True))
+            region = tuple(at.indices(size)[:2] for at, size in zip(index or (), leaf.shape, strict=True))
             self._holders.setdefault(region, []).append(device)
             shape = [stop - start for start, stop in region]
             self._buffers[device] = jnp.zeros(shape, leaf.dtype, device=device)

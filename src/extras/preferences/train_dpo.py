@@ -71,7 +71,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     # ---- Devices, model and step
     run = Run(config, exits, pair_fields(config.batch.max_target_length))
     plan, built = run.plan, run.built
-    if any(layer.dropout_rate or layer.capacity_factor != -1 for layer in (plan.spec, *plan.spec.layers)):
+    spec = plan.spec
+    if spec.embedding_dropout or spec.has_capacity or any(layer.dropout_rate for layer in spec.layers):
         raise UserError(
             "dropout_rate and capacity_factor would make a reward random, or dependent on the pair's other answer: set "
             "dropout_rate=0 and capacity_factor=-1"
@@ -79,6 +80,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
     # ---- Data
     tokenizer = make_tokenizer(config.data, config.model.vocab_size)
+    assert tokenizer
     # The settings for reading: conversations, one pair per row.
     of_chats = config.replace(use_sft=True, packing=False, loss="")
     inputs = InputSpec.of(of_chats, tokenizer, run_rules(config.run, config.checkpoint))
@@ -139,6 +141,7 @@ def log_probs(
         )
     log_probs: dict[str, list[float]] = {}
     for source in sources:
+        assert isinstance(source.source, PairRows)
         say([f"reference: computing log-probabilities of {source.source.row_count:,} pairs in {source.name}"])
         keys: list[list[str]] = []
         each = evaluator(source, prepare=lambda rows, keys=keys: keys.append(pair_keys(rows)) or pair_batch(rows, None))

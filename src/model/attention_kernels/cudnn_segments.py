@@ -28,8 +28,8 @@ def operands(
     *,
     window: int = 0,
     bias_b1ts: Array | None = None,
-    lengths: tuple[Array, Array] | None = None,
-    offsets: tuple[Array, Array] | None = None,
+    lengths: tuple[Array, ...] | None = None,
+    offsets: tuple[Array, ...] | None = None,
 ) -> tuple[tuple[Array, ...], dict[str, Any]]:
     """Builds the operands and settings of a call of cuDNN's attention with q, k, v [b, t, n, h]."""
     none = jnp.zeros(0, arrays[0].dtype)

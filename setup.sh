@@ -8,7 +8,7 @@
 #   bash setup.sh streams      also Hugging Face's datasets and Grain: data of the type hf, and streams
 #   bash setup.sh trackers     also Weights & Biases and MLflow (report_to)
 #   bash setup.sh eval         also lm-evaluation-harness and packages for its tasks (src.evaluate RUN tasks=...)
-#   bash setup.sh dev          also packages for the tests, the linter and the notebook
+#   bash setup.sh dev          also packages for the tests, the linter, the type checker and the notebook
 #
 # Names combine (bash setup.sh gpu dev) and add up over several calls. If everything is installed, it takes a second.
 # It uses the first version of PYTHONS below that PATH, pyenv or uv has. PYTHON="3.12 3.13" tries other versions, and

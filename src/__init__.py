@@ -6,6 +6,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -39,7 +40,7 @@ MOVED = {
 class _OtherNames:
     """Finds modules by alternative names: a former name, and `src.x` for module x of the installed package."""
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(self: Any, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if not name.startswith(("src.", f"{__name__}.")):
             return None
         module = _module_named(name)
@@ -54,7 +55,7 @@ class _OtherNames:
         spec.loader_state = module.__spec__  # importing replaces __spec__; `exec_module` restores it
         return module
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module: Any) -> None:
         module.__spec__ = module.__spec__.loader_state
 
 

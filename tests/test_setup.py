@@ -111,6 +111,18 @@ def test_pre_commit_runs_the_checks_of_ci():
     assert all((REPOSITORY / file).is_file() for file in files)
 
 
+def test_ci_checks_the_types_of_src():
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["pyrefly"]
+    assert settings["project-includes"] == ["src"]
+    assert "pyrefly" in pins("dev")
+    assert "&& .venv/bin/pyrefly check &&" in CI
+    # A reason for each place that it is not to look at, with the kind of error.
+    comments = [line for path in (REPOSITORY / "src").rglob("*.py") for line in path.read_text().splitlines()]
+    ignored = [line for line in comments if re.search("# *(type|pyrefly): *ignore", line)]
+    assert all(re.search(r"# pyrefly: ignore\[[a-z-]+\]  \w+", line) for line in ignored)
+    assert len(ignored) < 5
+
+
 def test_what_installs_a_python_installs_the_one_that_the_tests_run_on():
     assert f"FROM python:{PYTHONS[0]}-slim\n" in (REPOSITORY / "scripts" / "Dockerfile").read_text()
     assert f"uv python install --quiet {PYTHONS[0]}\n" in (REPOSITORY / "scripts" / "tpu_worker.sh").read_text()

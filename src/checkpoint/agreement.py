@@ -19,7 +19,8 @@ def on_all_processes(read: Callable[[], T]) -> T:
     Raises DamagedError if the contents are not a checkpoint; TransientError if reading failed several times for
     transient reasons; UserError if reading failed for another reason, which says nothing about the contents.
     """
-    result, problem, failure, cause = None, "", Failure.NONE, None
+    result: Any = None
+    problem, failure, cause = "", Failure.NONE, None
     try:
         result = retried(read)
     except Exception as error:

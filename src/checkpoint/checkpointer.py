@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -70,10 +70,10 @@ class Checkpointer:
         try:
             self.wait(retry=False)
         except TransientError as error:
-            if self._last_was_missed or jax.process_count() > 1:
+            if missed is None or self._last_was_missed or jax.process_count() > 1:
                 raise
             self._last_was_missed = True
-            reason = one_line(error.__cause__)
+            reason = one_line(error.__cause__ or error)
             messages.append(f"checkpoint {missed.step} could not be written ({reason}); {step} replaces it")
         arrays = flatten(state)
         self._unwritten = Save(step, arrays, _encode_meta(meta, arrays))
@@ -163,6 +163,7 @@ class Checkpointer:
     def _begin_save(self) -> None:
         from src.checkpoint import orbax_manager
 
+        assert self._unwritten
         step, arrays, meta = self._unwritten
         if self._manager is None:
             self._quiet.close()  # a save that failed closed the manager
@@ -181,18 +182,18 @@ class Checkpointer:
                 f"{self._directory / str(step)} exists already, and this run did not write it. If another run "
                 "writes to this folder, stop it or use another run_name; otherwise move it away."
             )
-        with self._abandoning():
+        with self._abandoning(step):
             orbax_manager.begin_save(self._manager, step, arrays, meta)
 
     def _finish_save(self) -> None:
-        if self._manager is None:  # a failed attempt closed it
+        if not self._manager:  # a failed attempt closed it
             self._begin_save()
         if self._unwritten:
-            with self._abandoning():
+            with self._abandoning(self._unwritten.step):
                 self._manager.wait_until_finished()
 
     @contextlib.contextmanager
-    def _abandoning(self) -> Iterator[None]:
+    def _abandoning(self, step: int) -> Generator[None]:
         """If the body fails, removes the save's files and the manager, which would raise its error again.
 
         In a job with one process, a checkpoint that was complete before the error is kept, without an error. In
@@ -205,7 +206,7 @@ class Checkpointer:
             manager, self._manager = self._manager, None
             with contextlib.suppress(Exception):
                 manager.close()
-            folder = self._directory / str(self._unwritten.step)
+            folder = self._directory / str(step)
             whole = folder.exists() and not is_unfinished(folder)
             self._remove_unfinished()
             if jax.process_count() > 1 or not whole:
@@ -228,8 +229,8 @@ class Checkpointer:
             raise
         except Exception as error:
             save, self._unwritten = self._unwritten, None
-            size = sum(x.nbytes for x in save.arrays.values())
-            raise write_error(self._directory, save.step, size, error) from error
+            assert save
+            raise write_error(self._directory, save.step, sum(x.nbytes for x in save.arrays.values()), error) from error
 
     def _name_aside(self, step: int, why: str) -> str:
         """Picks an unused name that is not a step number: `10.damaged`, or if that exists `10.damaged-2` and so on."""

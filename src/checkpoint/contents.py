@@ -1,7 +1,7 @@
 """Collects the contents of a checkpoint, and compares a run's config with its config at the last start."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,14 +12,14 @@ from src.config.load import compare_runs, from_yaml
 from src.config.schema import Config
 from src.data.batch_schedule import BatchSchedule
 from src.data.host_arrays import to_global
-from src.data.types import DataPosition, InputSpec, TrainData
+from src.data.types import DataPosition, InputSpec, Rows, TrainData
 from src.step.plan import StepPlan
 from src.step.state import TrainState
 from src.system.errors import UserError
 
 
 def checkpoint_entries(
-    plan: StepPlan, state: TrainState, position: np.ndarray, rows: Sequence[int], schedule: BatchSchedule
+    plan: StepPlan, state: TrainState, position: np.ndarray, rows: Rows, schedule: BatchSchedule
 ) -> dict[str, Any]:
     """Collects a checkpoint's arrays: the state, and the data position of all hosts' streams after its last step."""
     sharding = plan.layout.sharding(("batch", None, None))  # `position` is this host's: int32 [streams, S, 2]

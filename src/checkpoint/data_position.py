@@ -1,6 +1,6 @@
 """Converts a checkpoint's position in its data to the data that the config describes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -70,7 +70,7 @@ class Fact(NamedTuple):
     name: str  # as in the source's own fingerprint; the whole entry if it is about the run
 
     @classmethod
-    def of(cls, entry: str, sources: Sequence[str]) -> Self:
+    def of(cls, entry: str, sources: Collection[str]) -> Self:
         """Parses an entry of a run with these sources."""
         entry = entry.removeprefix(f"{EVALUATION} ")
         for source in sorted(filter(None, sources), key=len, reverse=True):

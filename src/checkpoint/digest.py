@@ -15,7 +15,9 @@ _GOLDEN = np.uint32(0x9E3779B1)  # 2**32 / golden ratio, odd: spreads positions 
 def digests(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Digests each array as uint32[], independent of its device, memory and sharding."""
     whole = {name: x for name, x in arrays.items() if isinstance(x, jax.Array) and len(x.sharding.device_set) == 1}
-    in_memory = {name: _digest_in_pieces(np.asarray(x)) for name, x in whole.items() if x.device.platform == "cpu"}
+    in_memory = {
+        name: _digest_in_pieces(np.asarray(x)) for name, x in whole.items() if next(iter(x.devices())).platform == "cpu"
+    }
     return in_memory | _digests_on_devices({name: x for name, x in arrays.items() if name not in in_memory})
 
 

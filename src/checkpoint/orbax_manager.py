@@ -5,7 +5,7 @@ import gc
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ def open_manager(directory: epath.Path, *, async_save: bool, compress: bool) -> 
         atomicity_options=ocp.options.AtomicityOptions(mode=mode),
     )
     # Nothing is copied without compression, so the size of concurrent writes need not be limited (default: 96 GB).
-    uncompressed = {} if compress else {"use_compression": False, "save_concurrent_gb": 10**6}
+    uncompressed: dict[str, Any] = {} if compress else {"use_compression": False, "save_concurrent_gb": 10**6}
     handlers = {"meta": ocp.JsonCheckpointHandler(), "state": ocp.PyTreeCheckpointHandler(**uncompressed)}
     return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
@@ -38,7 +38,7 @@ def begin_save(manager: ocp.CheckpointManager, step: int, arrays: dict[str, jax.
 
 
 @contextlib.contextmanager
-def quiet_orbax() -> Iterator[None]:
+def quiet_orbax() -> Generator[None]:
     """Silences Orbax's log, with its threads' tracebacks, and the errors that a failed save leaves in asyncio."""
 
     def is_for_users(record: logging.LogRecord) -> bool:

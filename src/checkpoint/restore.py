@@ -129,7 +129,7 @@ def restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str,
         wanted[name] = jax.ShapeDtypeStruct(saved[name]["shape"], saved[name]["dtype"], sharding=wanted[name].sharding)
     _check_shapes(step_folder, wanted, saved)
 
-    arrays = on_all_processes(lambda: _read_arrays(step_folder, wanted, saved))
+    arrays: dict[str, Any] = on_all_processes(lambda: _read_arrays(step_folder, wanted, saved))
     digest_of = jax.device_get(digests(arrays))
     if changed := [name for name in arrays if digest_of[name] != saved[name]["digest"]]:
         raise DamagedError(f"values differ from those saved, in {first_few(changed)}")

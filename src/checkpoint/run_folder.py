@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import jax
@@ -163,15 +163,15 @@ def _nearest_existing(folder: epath.Path) -> epath.Path:
 
 
 @contextlib.contextmanager
-def in_run_folder(folder: epath.Path) -> Iterator[None]:
+def in_run_folder(folder: epath.Path) -> Generator[None]:
     """Attaches the run's folder and its newest checkpoint to unexpected errors, for the message by `run_command`."""
     try:
         yield
     except (UserError, TransientError):
         raise
     except BaseException as error:
-        error.run_folder = folder  # type: ignore[attr-defined]
-        error.kept_checkpoint = getattr(error, "kept_checkpoint", "") or describe_latest(folder)  # type: ignore[attr-defined]
+        kept = getattr(error, "kept_checkpoint", "") or describe_latest(folder)
+        vars(error).update(run_folder=folder, kept_checkpoint=kept)
         raise
 
 
@@ -227,8 +227,8 @@ def steps_in(folder: epath.Path) -> list[int]:
 
 def absolute(path: epath.PathLike) -> epath.Path:
     """Makes a path absolute, as Orbax requires; paths on an object store are absolute already."""
-    path = any_path(path).expanduser()
-    return path if is_remote(path) else path.resolve()
+    full = any_path(path).expanduser()
+    return full if is_remote(full) else full.resolve()
 
 
 def is_unfinished(step_folder: epath.Path) -> bool:

@@ -14,7 +14,7 @@ class Range(NamedTuple):
     """The range of a number, in words and as a test, and the largest number unless a key gives its own."""
 
     words: str
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], bool]
     max: float | None = 2**30
 
 

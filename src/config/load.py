@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def _load(
     argv: Sequence[str] | ConfigDict, notes: list[str], uses_weights: bool, command: str, read_folder: FolderReader
 ) -> Config:
     problems: list[str] = []
-    run, files, words = None, [], argv
+    run, files, words = None, [], list(argv)
     if isinstance(argv, ConfigDict):
         from src.config.python_config import config_dict_keys
 
@@ -71,7 +71,7 @@ def _load(
     elif not argv:
         problems.append("the first argument is a YAML file or a run's folder, as in `configs/quickstart.yml steps=100`")
     elif "=" not in argv[0] and not argv[0].startswith("-"):
-        words = argv[1:]
+        del words[0]
         if run := run_configs.run_folder(file_name(argv[0])):
             with _collected(problems):
                 from_run = {"load_parameters_path": str(run), "load_full_state_path": "", "load_ema": Plain("false")}
@@ -123,7 +123,7 @@ def _load(
 
 
 @contextlib.contextmanager
-def _collected(problems: list[str]) -> Iterator[None]:
+def _collected(problems: list[str]) -> Generator[None]:
     try:
         yield
     except UserError as error:

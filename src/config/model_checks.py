@@ -96,9 +96,10 @@ def _attention(layer: Model) -> Iterator[str]:
     for key in declared.needs:
         if not getattr(layer, key):
             yield f"attention_type={kind} needs {key}"
-    for key in OF_SCORES if declared.scores is not None else ():
+    unread = () if declared.scores is None else [key for key in OF_SCORES if key not in declared.scores]
+    for key in unread:
         value, default = getattr(layer, key), KEYS[key].default
-        if key not in declared.scores and value != default:
+        if value != default:
             yield f"attention_type={kind} has no {key}={dump(value)} (set {key}={dump(default)})"
 
 

@@ -16,7 +16,7 @@ from src.system.errors import UserError
 def read_python(path: Path) -> dict[str, Any]:
     """Runs a file's `get_config()` and returns the keys of its ConfigDict; raises UserError if that fails."""
     try:
-        spec = importlib.util.spec_from_file_location(path.stem, path)
+        spec: Any = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         if not callable(get_config := getattr(module, "get_config", None)):

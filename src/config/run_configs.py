@@ -32,7 +32,7 @@ def run_folder(path: str) -> Path | None:
     if path.startswith("hf://"):  # a model of the hub
         return None
     try:
-        folder = Path(path).expanduser()
+        folder: Any = Path(path).expanduser()
         if "://" in path:
             from etils import epath
 

@@ -231,7 +231,7 @@ class Config(Mapping[str, Any]):
         return len(KEYS)
 
 
-SECTIONS: dict[str, type] = {field.name: field.type for field in dataclasses.fields(Config)}
+SECTIONS: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Config)}
 # A run cannot resume with another value of one of their keys, unless the key is declared resume_invariant=False.
 RESUME_INVARIANT_GROUPS = (DataSources, Conversations, Trainable)
 
@@ -248,7 +248,7 @@ def collect(sections: Mapping[str, type]) -> dict[str, Key]:
                 invariant = section == "model" or title in RESUME_INVARIANT_GROUPS
             keys[field.name] = dataclasses.replace(
                 declared,
-                **{"name": field.name, "section": section, "group": title.__doc__},
+                **{"name": field.name, "section": section, "group": title.__doc__ or ""},
                 per_layer=declared.per_layer or issubclass(LayerKeys, title),
                 resume_invariant=invariant,
             )

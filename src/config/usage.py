@@ -1,7 +1,7 @@
 """Describes how a command is used, and answers `--help`."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -14,7 +14,7 @@ class Usage(NamedTuple):
     @property
     def command(self) -> str:
         """The command's name, such as src.train."""
-        return re.search(r"python -m (\S+)", self.text)[1]
+        return re.findall(r"python -m (\S+)", self.text)[0]
 
 
 TRAIN = Usage(
@@ -26,13 +26,14 @@ python -m src.train CONFIG [key=value ...]        such as: python -m src.train c
 )
 
 
-def help_for(argv: Sequence[str], usage: Usage = TRAIN) -> str | None:
+def help_for(argv: Iterable[str], usage: Usage = TRAIN) -> str | None:
     """Answers `--help` or `--help WORD` in a command line of this usage; None without `--help`."""
-    for position, argument in enumerate(argv):
+    words = list(argv)
+    for position, argument in enumerate(words):
         if argument in ("--help", "-h"):
             from src.config import base_yml
 
-            topics = [topic for topic in argv[position + 1 :] if "=" not in topic]
+            topics = [topic for topic in words[position + 1 :] if "=" not in topic]
             return (
                 base_yml.help_text(topics[0]) if topics else base_yml.overview(usage.text, usage.command, usage.groups)
             )

@@ -66,7 +66,7 @@ def _fault(problem: str, at: yaml.Node) -> yaml.MarkedYAMLError:
 class _Loader(yaml.BaseLoader):
     """BaseLoader for texts, lists and mappings only; other tags and repeated keys are errors."""
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
         if tag != {"scalar": "!!str", "sequence": "!!seq", "mapping": "!!map"}[node.id]:
             raise _fault(f"the tag {tag} is not supported: values are texts, lists and mappings", node)
@@ -77,7 +77,7 @@ class _Loader(yaml.BaseLoader):
             raise _fault(problem, node)
         return Plain(node.value) if node.style is None else node.value
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key := self.construct_object(key_node), str):

@@ -3,13 +3,14 @@
 B: rows of the full batch, over all hosts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
 
 from src.config.schema import BatchKeys
+from src.data.types import Rows
 from src.system.errors import counted, first_few
 
 RAMP_KEYS = (
@@ -91,7 +92,7 @@ class BatchSchedule:
         numbers = numbers[np.argsort(numbers % self.shards, kind="stable")]
         return numbers, numbers % self.rows
 
-    def on_host(self, first: int, size: int, streams: Sequence[int]) -> tuple[np.ndarray, list[RowAssignment]]:
+    def on_host(self, first: int, size: int, streams: Rows) -> tuple[np.ndarray, list[RowAssignment]]:
         """Selects the rows of that batch for a host with these streams: int [rows], and how each one is filled."""
         places = np.full(self.rows, -1)
         places[streams] = np.arange(len(streams))

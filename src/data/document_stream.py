@@ -19,13 +19,13 @@ class DocumentStream:
     def __init__(self, inputs: InputSpec, source: Source | RowSource, name: str = "") -> None:
         self._inputs, self._source, seed = inputs, source, inputs.data.data_shuffle_seed
         if not isinstance(source, RowSource):
-            self._order = Shuffle(len(source), seed, name or 0, source.group_sizes())
+            self._order, self._read = Shuffle(len(source), seed, name or 0, source.group_sizes()), source.__getitem__
         elif source.row_count is not None:
             self._order = Shuffle(source.row_count, seed, name or 0)
 
     def documents(self, ordinal: int) -> list[Document]:
         """Reads and tokenizes item `ordinal` of the stream."""
-        return encode(self._inputs, self._source[self._order(ordinal)])
+        return encode(self._inputs, self._read(self._order(ordinal)))
 
     def row(self, ordinal: int) -> list[Document]:
         """Reads row `ordinal` of the stream: a row of a source of rows, or an item that fills a row by itself."""
@@ -65,10 +65,12 @@ def encode(inputs: InputSpec, item: Item) -> list[Document]:
     if isinstance(item, Conversation):
         from src.extras.conversations import encode_conversation
 
+        assert inputs.tokenizer
         return encode_conversation(inputs.tokenizer, item, inputs.data.sft_train_on_completion_only)
     if isinstance(item, str):  # an empty text would teach the model only to end at once
         if item and inputs.count_bytes:
             return [inputs.count_bytes(item)]
+        assert inputs.tokenizer
         return [Document(inputs.tokenizer.encode(item) if item else np.empty(0, np.int32))]
     if len(item) and item.max() >= inputs.vocab_size:
         raise UserError(f"a document has id {item.max()}: vocab_size={inputs.vocab_size} is too small for these data")

@@ -13,7 +13,7 @@ from src.data.loader import HostBatchLoader, count_targets
 from src.data.order import Mixture
 from src.data.packing import RowLayout
 from src.data.source_packer import SourceStart, source_packer
-from src.data.types import EvalSet, InputSpec, RowArrays, is_stream
+from src.data.types import EvalSet, InputSpec, RowArrays, Rows, RowSource, is_stream
 from src.system.errors import UserError
 
 
@@ -31,7 +31,7 @@ class EvalBatches:
         self,
         inputs: InputSpec,
         data: EvalSet,
-        rows: Sequence[int],
+        rows: Rows,
         global_batch: int,
         rolls: bool = False,
         position: Mapping[str, Any] | None = None,
@@ -63,12 +63,13 @@ class EvalBatches:
     def steps(self) -> int:
         """Counts the batches of an evaluation. The first call, also by `iter`, waits until all other hosts call it."""
         if self._steps is None:  # batches for the host with the most rows
+            assert not isinstance(self._source, RowSource)
             stream, layout, max_rows = DocumentStream(self._inputs, self._source), layout_of(self._inputs), 0
             for row in self._rows:
                 ordinals = range(row, len(self._source), self._global_batch)
                 sizes = ([len(document.ids) for document in stream.documents(ordinal)] for ordinal in ordinals)
                 max_rows = max(max_rows, rows_needed(sizes, self._inputs.batch.max_target_length, layout))
-            self._steps = int(max_over_hosts(np.int32(max_rows)))
+            self._steps = int(max_over_hosts(np.array(max_rows, np.int32)))
         return self._steps
 
     def position(self) -> dict[str, Any]:
@@ -87,6 +88,7 @@ class EvalBatches:
             return self._rows_taken / rows
         from src.data.stream_positions import documents_consumed
 
+        assert not isinstance(self._source, RowSource)
         return float(documents_consumed(np.array(self.position()["lanes"], np.int32)).sum()) / len(self._source)
 
     def _start(self, position: Mapping[str, Any] | None) -> None:

@@ -30,6 +30,7 @@ def data_fingerprint(inputs: InputSpec, data: TrainData, rows: int, eval_sets: S
     tokenizer = inputs.tokenizer.fingerprint() if inputs.tokenizer else {}
     facts |= {f"tokenizer {fact}": value for fact, value in tokenizer.items()}
     if inputs.data.use_sft:
+        assert inputs.tokenizer
         templates = inputs.tokenizer.chat_template, inputs.tokenizer.tool_template
         template = "".join(each or "" for each in templates[: inputs.rules])  # rules 1 showed templates no tools
         facts["chat template"] = hashlib.sha256(template.encode()).hexdigest()[:16]

@@ -8,23 +8,24 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from src.data.types import Rows
 from src.system.errors import UserError, changed_keys
 
 
 def host_rows(sharding: jax.sharding.Sharding, global_shape: Sequence[int]) -> np.ndarray:
     """Lists the rows of a global array of which this process's devices hold any part: int [rows], ascending."""
     index_maps = sharding.addressable_devices_indices_map(tuple(global_shape)).values()
-    return np.unique(np.concatenate([np.arange(*index[0].indices(global_shape[0])) for index in index_maps]))
+    return np.unique(np.concatenate([np.arange(*index[0].indices(global_shape[0])) for index in index_maps if index]))
 
 
-def to_global(arrays: Any, shardings: Any, rows: Sequence[int], global_batch: int) -> Any:
+def to_global(arrays: Any, shardings: Any, rows: Rows, global_batch: int) -> Any:
     """Assembles global arrays [B, ...] on the devices of all hosts from this host's rows, [rows, ...], in any pytree.
 
     `rows` are the numbers of these rows in the global batch, ascending: at least `host_rows` of every sharding.
     """
 
     def of(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-        def local(index: tuple[slice, ...]) -> np.ndarray:
+        def local(index: Any) -> np.ndarray:
             first, last, _ = index[0].indices(global_batch)
             start = int(np.searchsorted(rows, first))
             return array[(slice(start, start + last - first), *index[1:])]

@@ -8,7 +8,7 @@ B: rows of a batch, over all hosts.  T: tokens per row.  S: sources.
 import collections
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from src.data.document_stream import encode
 from src.data.order import Mixture
 from src.data.packing import SourcePacker, empty_batch
 from src.data.source_packer import SourceStart, source_packer
-from src.data.types import START, DataPosition, InputSpec, RowArrays, RowSource, Source, TrainData, is_stream
+from src.data.types import START, DataPosition, InputSpec, RowArrays, Rows, RowSource, Source, TrainData, is_stream
 from src.system.errors import UserError
 
 _BATCHES_AHEAD = 6  # lets threads drift apart by a few batches without waiting for each other
@@ -38,12 +38,12 @@ class HostBatch(NamedTuple):
 def train_batches(
     inputs: InputSpec,
     data: TrainData,
-    streams: Sequence[int],
+    streams: Rows,
     global_batch: int,
     position: DataPosition = START,
     schedule: BatchSchedule | None = None,
     first_step: int = 0,
-) -> Iterator[HostBatch]:
+) -> Generator[HostBatch]:
     """Yields endless batches, made ahead of time in threads. Errors there are raised here; closing ends the threads.
 
     `streams` are the packing streams whose rows this host makes: without a ramp, these are the rows' numbers in the
@@ -77,12 +77,7 @@ class HostBatchLoader:
     """
 
     def __init__(
-        self,
-        inputs: InputSpec,
-        packers: list[SourcePacker],
-        mixture: Mixture,
-        streams: np.ndarray,
-        sizes: BatchSchedule,
+        self, inputs: InputSpec, packers: list[SourcePacker], mixture: Mixture, streams: Rows, sizes: BatchSchedule
     ) -> None:
         self._inputs, self._packers, self._mixture = inputs, packers, mixture
         self._streams, self._schedule = streams, sizes
@@ -93,7 +88,7 @@ class HostBatchLoader:
 
             self._transform = UserTransform(inputs.batch, inputs.vocab_size)
 
-    def batches(self, rows_taken: int, first_step: int = 0, count: int | None = None) -> Iterator[HostBatch]:
+    def batches(self, rows_taken: int, first_step: int = 0, count: int | None = None) -> Generator[HostBatch]:
         """Yields `count` batches, or endless ones, after `rows_taken` rows of the run; threads make them ahead of time.
 
         An error in a thread is raised here at its batch. The threads end when the iterator is closed or garbage

@@ -1,6 +1,7 @@
 """Opens the data that the config names with the reader of their format, and holds a part out for evaluation."""
 
 import importlib
+from typing import Any
 
 import numpy as np
 
@@ -85,7 +86,7 @@ def _open(spec: DatasetSpec, inputs: InputSpec) -> AnySource:
 class _Subset:
     """Selects items of another source by their numbers, ascending; `name` identifies it among the source's subsets."""
 
-    def __init__(self, source: AnySource, items: np.ndarray | range, name: str) -> None:
+    def __init__(self, source: Any, items: np.ndarray | range, name: str) -> None:
         self._source, self._items, self._name = source, items, name
         self.listings, self.is_remote = getattr(source, "listings", ()), getattr(source, "is_remote", False)
 
@@ -118,9 +119,9 @@ class Subset(_Subset, Source):
 class RowSubset(_Subset, RowSource):
     """Selects consecutive rows of another source of rows."""
 
-    @property
-    def row_count(self) -> int:
-        return len(self._items)
+    def __init__(self, source: Any, items: np.ndarray | range, name: str) -> None:
+        super().__init__(source, items, name)
+        self.row_count = len(items)
 
     def row(self, i: int) -> list[Document]:
         return self._source.row(self._items[i])

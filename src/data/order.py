@@ -4,7 +4,7 @@ import functools
 import hashlib
 import heapq
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,9 +18,9 @@ _ROUNDS = 6
 
 def mix64(x: Words) -> Words:
     """Mixes all bits of 64-bit words, an int or an array of uint64, by a bijection (SplitMix64's finaliser)."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+    word: Any = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    return word ^ (word >> 31)
 
 
 @functools.lru_cache(maxsize=64)
@@ -65,7 +65,7 @@ class Shuffle:
             assert group_sizes.sum() == count
             self._starts = np.cumsum(group_sizes) - group_sizes
             # Rows of a batch may be an epoch apart for a while, so the orders of two epochs are needed at a time.
-            self._groups = functools.lru_cache(maxsize=2)(self._shuffled_groups)
+            self._groups = functools.lru_cache(maxsize=2)(functools.partial(self._shuffled_groups, group_sizes))
 
     def __call__(self, ordinal: int) -> int:
         """Maps item `ordinal` of the stream to its number in the source."""
@@ -80,11 +80,11 @@ class Shuffle:
         inside = permute(i - int(ends[place]) + size, size, self._seed, f"{self._source} group {group}", epoch)
         return int(self._starts[group]) + inside
 
-    def _shuffled_groups(self, epoch: int) -> tuple[list[int], np.ndarray]:
-        number = len(self._sizes)
+    def _shuffled_groups(self, sizes: np.ndarray, epoch: int) -> tuple[list[int], np.ndarray]:
+        number = len(sizes)
         # Epochs of items are never negative, so the order of groups is independent of the order inside each group.
         groups = [permute(i, number, self._seed, self._source, -1 - epoch) for i in range(number)]
-        return groups, np.cumsum(self._sizes[groups])
+        return groups, np.cumsum(sizes[groups])
 
 
 class Mixture:

@@ -132,7 +132,7 @@ class PackingStream:
         self._empty_items = 0
         segments, self.position = self._layout(self._sizes, self.position, batch["tokens"].shape[1])
         cuts = fill_row(
-            batch, row, ((self._unfinished[item][0][document], *part) for item, document, *part in segments)
+            batch, row, ((self._unfinished[item][0][at], first, length) for item, at, first, length in segments)
         )
         oldest, written = self.position[0], {segment.item for segment in segments}
         for item in [item for item in self._unfinished if item < oldest or (item > oldest and item in written)]:

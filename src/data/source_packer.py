@@ -4,14 +4,14 @@ T: tokens per row.  B: rows of a batch, over all hosts.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from src.data.document_stream import DocumentStream, layout_of, rows_per_epoch
 from src.data.packing import Items, PackingStream, SourcePacker, Truncation, fill_row
-from src.data.types import Document, InputSpec, RowArrays, RowSource, Source, is_stream
+from src.data.types import Document, InputSpec, RowArrays, Rows, RowSource, Source, is_stream
 
 
 class SourceStart(NamedTuple):
@@ -28,7 +28,7 @@ FIRST_ROW = SourceStart()
 def source_packer(
     inputs: InputSpec,
     source: Source | RowSource,
-    streams: Sequence[int],
+    streams: Rows,
     global_batch: int,
     name: str = "",
     start: SourceStart = FIRST_ROW,
@@ -48,6 +48,7 @@ def source_packer(
     elif (count := rows_per_epoch(inputs, source)) is not None:
         packer = NumberedRows(DocumentStream(inputs, source, name), start.rows, count if one_epoch else math.inf)
     else:
+        assert not isinstance(source, RowSource)
         stream = DocumentStream(inputs, source, name)
         packer = PackedDocuments(inputs, source, stream, streams, global_batch, start.positions, one_epoch)
     packer.name = name
@@ -73,7 +74,7 @@ class PackedDocuments(SourcePacker):
         inputs: InputSpec,
         source: Source,
         documents: DocumentStream,
-        streams: Sequence[int],
+        streams: Rows,
         global_batch: int,
         positions: np.ndarray | None,
         one_epoch: bool,
@@ -90,8 +91,8 @@ class PackedDocuments(SourcePacker):
             read = self._ahead = ReadAhead(read, global_batch, end)
         layout = layout_of(inputs)
         self._streams = [
-            PackingStream(read, stream, global_batch, layout, position, end)
-            for stream, position in zip(streams, positions, strict=True)
+            PackingStream(read, stream, global_batch, layout, (item, taken), end)
+            for stream, (item, taken) in zip(streams, positions.tolist(), strict=True)
         ]
 
     def fill(self, batch: RowArrays, row: int, ordinal: int, place: int) -> Truncation:
@@ -121,6 +122,6 @@ def spread(read: Items, count: int, streams: int, inputs: InputSpec) -> Items:
         first, epoch, last = (n // count for n in (begin, ordinal, begin + streams - 1))
         place = -(-size // unit) * (epoch - first) // (last - first + 1) * unit if size > length else 0
         slices = (slice(place, None), slice(place + 1)) if place else (slice(None),)
-        return [Document(*(None if array is None else array[part] for array in document)) for part in slices]
+        return [Document._make(None if array is None else array[part] for array in document) for part in slices]
 
     return documents

@@ -1,7 +1,7 @@
 """Declares the types that data modules share: documents, their sources, tokenizers, and a run's data sets."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, TypeGuard, runtime_checkable
 
 import numpy as np
 
@@ -19,6 +19,7 @@ BATCH_ARRAYS: dict[str, type] = {
 }
 END, NOT_TEXT = -1, -2  # in `text_bytes`: bos and eos; ids without text, and padding
 RowArrays = dict[str, np.ndarray]  # a host's rows of these arrays
+Rows = Sequence[int] | np.ndarray  # numbers of a host's rows in a global batch, or of its packing streams; ascending
 Fingerprint = dict[str, str | int]  # properties that identify data, by name: equal if and only if the data are equal
 Message = Mapping[str, Any]  # {"role": ..., "content": ..., and any other field that a chat template reads}
 Shown = Mapping[str, Any] | None  # further inputs of a chat template, such as `tools`
@@ -49,8 +50,8 @@ Item = str | Conversation | np.ndarray
 class Source(Protocol):
     """Numbers documents from 0; threads read them in any order, several at a time."""
 
-    is_remote = False  # each read is a request to a store
-    is_stream = False  # documents have no numbers and are read in sequence: a `streams.StreamSource`
+    is_remote: bool = False  # each read is a request to a store
+    is_stream: bool = False  # documents have no numbers and are read in sequence: a `streams.StreamSource`
     listings: Sequence[Any] = ()  # the files of the source (`readers.files.Listing`)
 
     def __len__(self) -> int:
@@ -88,7 +89,7 @@ class RowSource(Protocol):
         """Identifies the rows; equal for sources with the same rows, wherever they are stored."""
 
 
-def is_stream(source: Source | RowSource) -> bool:
+def is_stream(source: Source | RowSource) -> TypeGuard[Any]:
     """Distinguishes a `streams.StreamSource` from sources whose documents or rows are numbered."""
     return getattr(source, "is_stream", False)
 

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,7 +82,7 @@ def write_output(key: str, path: str, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _writing(key: str, path: str) -> Iterator[Any]:
+def _writing(key: str, path: str) -> Generator[Any]:
     """Yields the file to write, with symbolic links resolved; raises UserError for any failure in the block."""
     try:
         if "://" in path:

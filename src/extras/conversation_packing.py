@@ -37,17 +37,17 @@ def best_fit(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Seg
         offset, placed = 0, placed | 1
     item, placed = _oldest(sizes_of, item, placed)
     while free:
-        longest, best = 0, 0
+        longest, best, chosen = 0, 0, ()
         for ahead in range(WINDOW):
             if placed >> ahead & 1:
                 continue
             if (sizes := sizes_of(item + ahead)) is None:
                 break
             if longest < (size := sum(sizes)) <= free:
-                longest, best = size, ahead
+                longest, best, chosen = size, ahead, sizes
         if not longest:
             break
-        segments += [Segment(item + best, document, 0, size) for document, size in enumerate(sizes_of(item + best))]
+        segments += [Segment(item + best, document, 0, size) for document, size in enumerate(chosen)]
         free -= longest
         item, placed = _oldest(sizes_of, item, placed | 1 << best)
     if not placed:

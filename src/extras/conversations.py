@@ -8,7 +8,7 @@ import operator
 import re
 import textwrap
 from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,6 @@ from src.data.readers.text import DocumentFiles
 from src.data.types import Conversation, Document, Fingerprint, InputSpec, Message, Shown, Source, Tokenizer
 from src.system.errors import UserError, printable, say
 from src.system.json_text import parse_json, well_formed
-
-if TYPE_CHECKING:
-    from src.extras.hf.huggingface_tokenizer import HuggingFaceTokenizer
 
 # The date that chat templates see: fixed, because training data must be the same on the day a run is resumed. Llama
 # 3.1's template defaults to this date.
@@ -61,8 +58,8 @@ class ChatFields:
         trainers read and MinText does not.
         """
         if self._rules == 1:
-            messages = ({key: each[key] for key in each if key not in _OF_LOSS} for each in messages)
-            return Conversation(tuple(messages), shown=self._shown)
+            kept = ({key: each[key] for key in each if key not in _OF_LOSS} for each in messages)
+            return Conversation(tuple(kept), shown=self._shown)
         system, tools, variables = map(record.get, _OF_RECORD)
         if isinstance(tools, str):  # Parquet files have them as strings
             with contextlib.suppress(ValueError):
@@ -131,7 +128,7 @@ class ConversationSource(Source):
         except ValueError as error:
             raise UserError(f"{files.line_name(file, start)}: {error}") from None
 
-    def parse_record(self, record: Any, file: str, start: int) -> Conversation:
+    def parse_record(self, record: Any, file: str, start: int) -> Any:
         """Converts a line's JSON to a conversation; raises ValueError if it is not one."""
         messages, *names = _messages(record)
         chat = self._fields.read(record, messages, *names)
@@ -196,7 +193,7 @@ def read_message(message: Any, number: int) -> Message:
             f'message {number} has "content": {excerpt}, expected a string. '
             "Lists of parts are not supported: join them into one text, or remove the line"
         )
-    if role == "assistant" and not (says or content.strip()):
+    if role == "assistant" and not (says or (content or "").strip()):
         raise ValueError(f"message {number}, of the assistant, is empty: there is nothing to learn")
     return message
 
@@ -235,7 +232,7 @@ def encode_conversation(
         raise UserError(f"{files.line_name(conversation.file, conversation.start)}: {error}") from None
 
 
-def _encode_turns(tokenizer: "HuggingFaceTokenizer", conversation: Conversation, first: int) -> list[Document]:
+def _encode_turns(tokenizer: Tokenizer, conversation: Conversation, first: int) -> list[Document]:
     """Tokenizes a conversation as the template formats it; the assistant's turns from `first` on count in the loss.
 
     If the template only appends, the result is one document, and a turn is the text added to its prompt. A template
@@ -283,7 +280,7 @@ def _turn_begin(tokenizer: Tokenizer, messages: tuple[Message, ...], shown: Show
     )
 
 
-def _document(tokenizer: "HuggingFaceTokenizer", text: str, turns: list[tuple[int, int]]) -> Document:
+def _document(tokenizer: Any, text: str, turns: list[tuple[int, int]]) -> Document:
     """Tokenizes a text; the ids of characters in a turn, [begin, end) in the text, count in the loss."""
     ids, spans = tokenizer.encode_with_spans(text)
     stops = np.isin(ids, list(tokenizer.stop_ids))

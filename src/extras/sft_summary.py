@@ -3,7 +3,7 @@
 import numpy as np
 
 from src.data.document_stream import DocumentStream
-from src.data.types import InputSpec, TrainData
+from src.data.types import InputSpec, RowSource, TrainData
 
 _CONVERSATIONS_LOOKED_AT = 256  # of each source
 
@@ -11,8 +11,10 @@ _CONVERSATIONS_LOOKED_AT = 256  # of each source
 def describe_conversations(inputs: InputSpec, data: TrainData) -> str:
     """Says how many conversations are cut and what counts in the loss, judging by the first ones of each source."""
     looked_at = cut = rewritten = endless = 0
+    assert inputs.tokenizer
     stops = list(inputs.tokenizer.stop_ids)
     for name, source in zip(data.names, data.sources, strict=True):
+        assert not isinstance(source, RowSource)
         stream = DocumentStream(inputs, source, name)
         for ordinal in range(min(len(source), _CONVERSATIONS_LOOKED_AT)):
             documents = stream.documents(ordinal)

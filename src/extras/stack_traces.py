@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from src import installing
@@ -18,7 +18,7 @@ _TRACES = Path("/tmp/debugging")
 
 
 @contextlib.contextmanager
-def written(keys: Diagnostics) -> Iterator[None]:
+def written(keys: Diagnostics) -> Generator[None]:
     """Writes the stacks while the body runs; raises UserError if they cannot be written."""
     if any(thread.name == "cloud-tpu-diagnostics" for thread in threading.enumerate()):
         raise UserError("collect_stack_trace=true, but this process's last run is closing its traces: start another")

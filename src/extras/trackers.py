@@ -101,6 +101,10 @@ class _Follower(threading.Thread):
     lost if it fails; and `_finish(sample)`, with the text generated at the run's end.
     """
 
+    _begin: Any
+    _log: Any
+    _finish: Any
+
     def __init__(self, name: str, folder: RunFolder, resume_step: int | None) -> None:
         super().__init__(name=name, daemon=True)
         self._folder, self._file = folder, f"{name}.json"

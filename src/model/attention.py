@@ -30,7 +30,7 @@ class Attention(nnx.Module):
     """Causal self-attention within a segment: N query heads read K key/value heads (Ainslie et al. 2023)."""
 
     def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: Rngs) -> None:
-        self.spec, self.scores = spec, self.costs(spec).scores
+        self.spec, self.scores = spec, score_spec(spec, spec.head_dim)
         emb_dim, N, K, H = spec.emb_dim, spec.num_query_heads, spec.num_kv_heads, spec.head_dim
         self.query = weight(rngs, (emb_dim, N, H), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
         self.key = weight(rngs, (emb_dim, K, H), ("embed", "kv_heads", "head_dim"), dtype, fan_in=(0,))
@@ -61,7 +61,7 @@ class Attention(nnx.Module):
     def costs(spec: LayerSpec) -> Costs:
         """Counts attention's activations and scores."""
         heads = (spec.num_query_heads, spec.num_kv_heads)
-        spared_by = {"query": ("query_proj",), "key": ("key_proj",), "value": ("value_proj",), "out": ("out_proj",)}
+        spared_by: dict[str, tuple[str, ...]] = {name: (f"{name}_proj",) for name in ("query", "key", "value", "out")}
         if spec.share_kv_projections:  # one matmul, saved as key and as value
             spared_by["key"] += spared_by.pop("value")
         # The derivatives of norms need their inputs, but remat policies save their outputs.
@@ -96,7 +96,7 @@ class Attention(nnx.Module):
         sinks_N = self.sinks[...] if self.spec.attention_sink else None
         if cache is not None:
             cache = update(cache, {"key": k_BTKH, "value": v_BTKH}, context)
-        if context.decoding:
+        if cache and context.decoding:
             k_BSKH, v_BSKH = (jnp.swapaxes(cache[name], 1, 2) for name in ("key", "value"))
             mask_BTS = decode_mask(self.scores, context.positions_BT, k_BSKH.shape[1])
             out_BTNH = masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, self.scores, sinks_N)

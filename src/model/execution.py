@@ -31,7 +31,7 @@ class Execution:
     update_in_branch: bool = False  # run in a branch once all gradients exist and it is known whether to update
 
     @property
-    def kept(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def kept(self) -> tuple[tuple[str, ...], ...]:
         """Names of the arrays that a policy other than none saves on the device, and in host memory."""
         if self.remat_policy != "custom":
             return REMAT_POLICIES[self.remat_policy]

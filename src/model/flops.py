@@ -66,9 +66,9 @@ def block_weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
     costs = layer_costs(layer)
     for path, leaf in by_path(values(declarations)).items():
         size, part, name = math.prod(leaf.shape), costs.get(path[0]), path[-1]
-        used = part.active * size if "expert" in axes[path] else 1.0 * size
+        used = part.active * size if part and "expert" in axes[path] else 1.0 * size
         added = layer.normalization_placement == "before"  # its output goes directly to the residual stream
-        ends_block = path[0] == "feed_forward" and name == part.last and added
+        ends_block = added and part is not None and path[0] == "feed_forward" and name == part.last
         spared_by = part.spared_by.get(name, ()) if part else ()
         summed = math.prod(leaf.shape[dim] for dim in fan_in[path])
         taken = summed * used / size * (leaf.shape[0] if "expert" in axes[path] else 1)

@@ -44,7 +44,7 @@ class ForwardContext:
             x_BTD = self.layout.constrain(x_BTD, "batch", axis, "activation_embed")
         return x_BTD
 
-    def gradients_together(self, *arrays: Tree) -> tuple[Tree, ...]:
+    def gradients_together(self, *arrays: object) -> tuple:
         """Barrier for `arrays`, pytrees: with `early_gradients`, computes all their gradients before using any."""
         return _gradients_together(*arrays) if self.early_gradients else arrays
 

@@ -79,14 +79,14 @@ class GatedDelta(nnx.Module):
         qkv_BTKX = checkpoint_name(qkv_BTKX, "value_proj")
         gate_BTKZ = layout.constrain(matmul(x_BTD, self.gate[...], "BTD,DKZ->BTKZ"), *HEADS)
         gate_BTKZ = checkpoint_name(gate_BTKZ, "query_proj").astype(jnp.float32)
-        old = cache if context.decoding else _empty(self.cache_arrays(self.spec, B, T), x_BTD, context)
+        old = cache if cache and context.decoding else _empty(self.cache_arrays(self.spec, B, T), x_BTD, context)
         past_BtKX = jnp.concatenate([old["tail"], qkv_BTKX], axis=1)  # from C - 1 tokens before the first
         documents_BT = _documents(context.segment_ids_BT)
         q_BTKH, k_BTKH, v_BTKGP = self._convolve(past_BtKX, documents_BT)
         gates_BTKG = self._gates(x_BTD, context.segment_ids_BT > 0)
         if context.decoding:
             of_token = (x[:, 0] for x in (q_BTKH, k_BTKH, v_BTKGP, *gates_BTKG))
-            out_BKGP, state = one_token(*of_token, old["state"])
+            out_BKGP, state = one_token(*of_token, S_BKGHP=old["state"])
             out_BTKGP = out_BKGP[:, None]
         else:
             out_BTKGP, state = in_chunks(q_BTKH, k_BTKH, v_BTKGP, *gates_BTKG, documents_BT, old["state"])

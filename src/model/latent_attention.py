@@ -32,7 +32,7 @@ class LatentAttention(nnx.Module):
     """
 
     def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: Rngs) -> None:
-        self.spec, self.scores = spec, self.costs(spec).scores
+        self.spec, self.scores = spec, _scores(spec)
         emb_dim, N, H, Q, R = spec.emb_dim, spec.num_query_heads, _head_dim(spec), spec.q_lora_rank, spec.kv_lora_rank
         if Q:
             self.query_down = weight(rngs, (emb_dim, Q), ("embed", None), dtype, fan_in=(0,))
@@ -76,7 +76,7 @@ class LatentAttention(nnx.Module):
         latent_BT1R, shared_BT1H = self.kv_down_norm(latent_BT1R), self._rotate(shared_BT1H, context)
         if cache is not None:
             cache = update(cache, {"latent": jnp.concatenate([latent_BT1R, shared_BT1H], axis=-1)}, context)
-        if context.decoding:
+        if cache and context.decoding:
             out_BTNH = self._attend_latents(nope_BTNH, rope_BTNH, jnp.swapaxes(cache["latent"], 1, 2), context)
         else:
             q_BTNH = constrain(jnp.concatenate([nope_BTNH, rope_BTNH], axis=-1), "batch", "length", "heads", "head_dim")

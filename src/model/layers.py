@@ -15,7 +15,7 @@ from src.model.spec import LayerGroup
 
 def run_layer_group(
     group: LayerGroup,
-    blocks: nnx.List,
+    blocks: Any,
     x: Array,
     context: ForwardContext,
     caches: Any,

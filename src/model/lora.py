@@ -6,7 +6,7 @@ replacing an adapted weight.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,10 @@ class Adapted:
     """A weight plus `down` times `up`, two thin matrices (LoRA, Hu et al. 2021); the sum is never formed."""
 
     base: Any  # an array, or a quantized weight
-    down: Array  # the summed dims, then the rank
-    up: Array  # the rank, then the other dims; includes alpha / rank
+    down: Any  # an array, or its axes: the summed dims, then the rank
+    up: Any  # the rank, then the other dims; includes alpha / rank
 
-    def __getitem__(self, index: Any) -> Self:
+    def __getitem__(self, index: Any) -> "Adapted":
         """Supports `...`, and `[..., part]` to take a part of the last dim, which `up` has too."""
         return self if index is Ellipsis else Adapted(self.base[index], self.down, self.up[index])
 

@@ -7,7 +7,7 @@ backward pass sums over, the gradient is multiplied by them before it is rounded
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from src.parallel.mesh import Layout
 from src.system.errors import UserError
 
 SCOPE = "in_8_bits"  # marks every 8-bit matmul, for checks of compiled programs (src/extras/aot/eight_bits.py)
-Shards = dict[str, tuple[str, ...]]  # the mesh axes that shard each dim, outermost first
+Shards = Mapping[str, tuple[str, ...]]  # the mesh axes that shard each dim, outermost first
 MAX_SUMMED = (2**31 - 1) // 127**2  # the most int8 products whose sum always fits in an int32
 
 
@@ -42,8 +42,8 @@ FORMATS = {
 class Coded(NamedTuple):
     """An array as codes times float32 scales, which have the same dims, of size 1 if they do not vary."""
 
-    codes: Array
-    scales: Array
+    codes: Any  # an array, or its sharding
+    scales: Any
 
 
 def encode(x: Array, bound: Array, dtype: Any, in_float32: bool = False) -> Coded:
@@ -85,7 +85,7 @@ class Products:
 
     format: Format
     layout: Layout
-    bounds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # fixed bounds of weights, activations, gradients; 0: measured
+    bounds: tuple[float, ...] = (0.0, 0.0, 0.0)  # fixed bounds of weights, activations, gradients; 0: measured
 
     @property
     def on_cpu(self) -> bool:
@@ -174,7 +174,7 @@ class Product:
         factors = [aligned(coded_x.scales, self.other, self.out)]
         factors += [] if varies else [aligned(scales, self.coded, self.out)]
         if not is_integer:  # cuBLASLt multiplies by a single number of the output's dtype
-            factors = [math.prod(factors).astype(x.dtype)]
+            factors = [jnp.asarray(math.prod(factors), x.dtype)]
         for factor in factors:  # one at a time: the product of row and channel scales would be as large as `out`
             out = out * factor
         out = out.astype(x.dtype)

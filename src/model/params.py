@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Self
@@ -29,7 +29,8 @@ STACKED = ("layers", "other_layers", "expert")  # logical axes of dims that stac
 ADAPTER_DTYPE = "float32"  # whatever the base weights' dtype: updates and adapters are small
 
 # Flattens a nested dict to a dict by path, such as ("segments", 0, 0, "attention", "query"), and back.
-by_path, nested = traverse_util.flatten_dict, traverse_util.unflatten_dict
+by_path: Callable[[Mapping[str, Any]], dict[Any, Any]] = traverse_util.flatten_dict
+nested = traverse_util.unflatten_dict
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +70,7 @@ class Rngs:
     `nnx.Rngs` counts in a traced array: each count takes JAX longer than sampling, and declarations sample nothing.
     """
 
-    def __init__(self, key: Array | None = None) -> None:
+    def __init__(self, key: Any = None) -> None:
         self.key = key
         self.count = 0
 

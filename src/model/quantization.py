@@ -31,8 +31,8 @@ class Quantized:
     """A weight whose matmuls run in 8 bits."""
 
     weight: Array
-    bound: Array | None  # its largest magnitudes, from `Products.bound`; None: each block finds its own
-    products: Products | BlockProducts = field(metadata={"static": True})
+    bound: Any  # its largest magnitudes, from `Products.bound`; None: each block finds its own
+    products: Any = field(metadata={"static": True})
     axes: tuple[str | None, ...] = field(metadata={"static": True})  # logical axes of the weight's dims
 
     def __getitem__(self, index: Any) -> Self:
@@ -85,7 +85,7 @@ def attach(chosen: Quantization, weights: params.Tree, layout: Layout) -> params
     if not chosen.kind:
         return weights
     block_scaled = chosen.kind == "mxfp8"
-    products = BlockProducts(layout) if block_scaled else Products(FORMATS[chosen.kind], layout, chosen.bounds)
+    products: Any = BlockProducts(layout) if block_scaled else Products(FORMATS[chosen.kind], layout, chosen.bounds)
     flat = params.by_path(weights)
     for path, (bounded, axes) in chosen.places.items():
         # For all layers at once: inside the layers, devices would wait for each other's magnitudes.
@@ -122,7 +122,7 @@ def _chosen(
     exclude: Sequence[Any],
     declarations: params.Tree,
     words: str,
-    bounds: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    bounds: tuple[float, ...] = (0.0, 0.0, 0.0),
 ) -> Quantization:
     paths, patterns = multiplied(declarations), tuple(map(str, exclude))
     typed = [name for name in patterns if name not in EXCLUDED]

@@ -62,7 +62,7 @@ def accumulate(
     whole, by_replica = PartitionSpec(), PartitionSpec(how.manual_axes)
     mapped = how.layout.shard_map(on_replica, (whole, by_replica), (by_replica, whole), over=how.manual_axes)
     gradients, sums = mapped(inputs, rows)
-    reduced = jax.tree.map(lambda x, *at: _reduce(x, *at, how), gradients, how.weights, how.updates)
+    reduced = jax.tree.map(lambda x, old, new: _reduce(x, old, new, how), gradients, how.weights, how.updates)
     return reduced, sums
 
 

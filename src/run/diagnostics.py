@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from src.checkpoint.run_folder import RunFolder, is_remote
 from src.config.command_keys import Diagnostics
+from src.data.types import Rows
 from src.system.errors import TRY_AGAIN, UserError, say, show
 from src.system.exit_codes import end
 
@@ -34,7 +35,7 @@ def stack_traces(keys: Diagnostics) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def advice_on_memory(per_device_batch_size: float, remat_policy: str) -> Iterator[None]:
+def advice_on_memory(per_device_batch_size: float, remat_policy: str) -> Generator[None]:
     """Raises UserError with advice if a device or the host runs out of memory in the body."""
     try:
         yield
@@ -69,7 +70,7 @@ class Profile:
             say([f"no profile is written: it would cover steps {self._begin + 1} to {self._end}, but steps={steps}"])
 
     @contextlib.contextmanager
-    def step(self, step: int, state: Any) -> Iterator[None]:
+    def step(self, step: int, state: Any) -> Generator[None]:
         """Marks the body as the dispatch of the step after `step`, which starts from `state`.
 
         The profile waits for `state` before its first step and after its last, because steps are dispatched before the
@@ -99,7 +100,7 @@ class Watchdog:
     steps of a start are not watched. C code that holds Python's lock blocks this thread too, so it is not noticed.
     """
 
-    def __init__(self, keys: Diagnostics, folder: RunFolder, rows: Sequence[int], sources: Sequence[str]) -> None:
+    def __init__(self, keys: Diagnostics, folder: RunFolder, rows: Rows, sources: Sequence[str]) -> None:
         """`rows`: the indices of this host's rows in a batch. `sources`: the names of the S sources."""
         self._keys, self._folder, self._rows, self._sources = keys, folder, rows, sources
         self._times: deque[float] = deque(maxlen=100)

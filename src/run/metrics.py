@@ -77,7 +77,9 @@ class MetricsLog:
         """
         # Imported here because it takes 0.4 s, and in parts because the whole package imports PyTorch, if that is
         # installed, in 2 s. Its SummaryWriter would wait forever for its thread, which fails on a full disk.
-        empty = importlib.util.module_from_spec(importlib.util.find_spec("tensorboardX"))
+        spec = importlib.util.find_spec("tensorboardX")
+        assert spec
+        empty = importlib.util.module_from_spec(spec)
         module = sys.modules.setdefault("tensorboardX", empty)
         try:
             from tensorboardX.event_file_writer import EventsWriter
@@ -265,9 +267,9 @@ def _figure(value: float, form: str) -> str:
     return f"{'null':>7}" if math.isnan(value) else format(value, form)
 
 
-def eval_sets(entry: Mapping[str, int | float]) -> dict[str, dict[str, float]]:
+def eval_sets(entry: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Groups the metrics of an evaluation by the name of their set, which is "" for an unnamed set."""
-    sets: dict[str, dict[str, float]] = {}
+    sets: dict[str, dict[str, Any]] = {}
     for key, value in entry.items():
         if key.startswith("eval_"):
             metric, _, name = key.partition("/")

@@ -8,11 +8,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Generator
 from types import FrameType
+from typing import Any
 
 import jax
+from etils import epath
 from jax.experimental import multihost_utils
 
 from src.checkpoint.run_folder import describe_latest
@@ -37,12 +38,12 @@ class Preemption:
 
     save: Callable[[], object] = staticmethod(lambda: None)
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: epath.Path | None = None) -> None:
         self.signal = 0  # the first signal that this process received
         self._folder = folder
         self._distributed = jax.distributed.is_initialized()
         self._waits_since, self._longest_wait, self._waiting = math.inf, 0.0, threading.Lock()
-        self._former: dict[int, object] = {}
+        self._former: dict[int, Any] = {}
         if threading.current_thread() is not threading.main_thread():
             return
         # With jax.distributed, a handler here would replace JAX's SIGTERM handler.
@@ -59,7 +60,7 @@ class Preemption:
         threading.Thread(target=self._end_hanging_wait, name="hang", daemon=True).start()
 
     @contextlib.contextmanager
-    def waits_for_data(self) -> Iterator[None]:
+    def waits_for_data(self) -> Generator[None]:
         """Marks the body as the wait for the next step's data."""
         self._waits_since = begin = time.monotonic()
         try:

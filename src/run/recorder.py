@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Mapping
 from typing import NamedTuple, Self
 
 import jax
@@ -24,8 +24,8 @@ class Result(NamedTuple):
     """The outcome of a run. If the run had finished before, process 0 reads the metrics from metrics.jsonl."""
 
     state: TrainState  # after the last step
-    metrics: dict[str, float]  # of the last step
-    eval_metrics: dict[str, float]  # of the last evaluation
+    metrics: Mapping[str, float]  # of the last step
+    eval_metrics: Mapping[str, float]  # of the last evaluation
     stopped_by: int  # the signal that ended the run early, SIGTERM or SIGINT; 0: none
 
     @property
@@ -79,7 +79,7 @@ class Recorder:
     def __exit__(self, *error: object) -> None:
         if self._log and self._printer:
             self._printer.__exit__(*error)
-            with contextlib.suppress(OSError if error[0] else ()):  # the first error reports a full disk already
+            with contextlib.suppress(*[OSError] if error[0] else []):  # the first error reports a full disk already
                 self._log.close()
 
     def start_clock(self) -> None:
@@ -87,7 +87,7 @@ class Recorder:
         self._clock = time.perf_counter()
 
     @contextlib.contextmanager
-    def waits_for_data(self) -> Iterator[None]:
+    def waits_for_data(self) -> Generator[None]:
         """Measures the body, which takes a batch, as the next step's `data_wait_seconds`."""
         begin = time.perf_counter()
         # On a CPU, a small step may be computed by the time its call returns: its time ends here, not at the next call.

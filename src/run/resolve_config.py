@@ -33,7 +33,7 @@ def read_folder(folder: str, tokenizer_only: bool) -> dict[str, Any] | None:
 def _pinned(config: Config) -> Config:
     """Pins models of the hub to commits; a resumed run keeps the commits that it began with."""
     rules = [rule["path"] for rule in config.checkpoint.load_weights_rules]
-    if not any(path.startswith(HUB) for path in [*map(config.get, HUB_KEYS), *rules]):
+    if not any(path.startswith(HUB) for path in [*(config[key] for key in HUB_KEYS), *rules]):
         return config
     from src.extras.hf.named_models import pinned_keys
 

@@ -66,7 +66,7 @@ class Saver:
             say(check_unchanged(*self._sources))
         except UserError as error:
             self._checkpointer.wait()
-            error.kept_checkpoint = describe_latest(self._folder.path)
+            vars(error)["kept_checkpoint"] = describe_latest(self._folder.path)
             raise
         self._sync()
         if self._batch.saved:
@@ -139,6 +139,6 @@ class Saver:
         self.finish()
         if self._saved == self._done:
             at = f"step {self._done} is saved in {self._folder.path}"
-            error.kept_checkpoint = (
+            vars(error)["kept_checkpoint"] = (
                 f"the state after {at}: run the same command with run_name={self._folder.name} to resume"
             )

@@ -167,7 +167,7 @@ def few_documents(inputs: InputSpec, data: TrainData, rows: int, steps: int) -> 
     """Lists the sources that have fewer documents than rows, or documents so long that a row reads few in the run."""
     lines, tokens, spreads = [], steps * inputs.batch.max_target_length, inputs.rules > 1 and not inputs.data.use_sft
     for name, source, weight in zip(data.names, data.sources, data.weights, strict=True):
-        if rows_per_epoch(inputs, source) is not None:  # each row is one item
+        if isinstance(source, RowSource) or rows_per_epoch(inputs, source) is not None:  # each row is one item
             continue
         count, stream, of = len(source), DocumentStream(inputs, source, name), f"{name}: " * bool(name)
         if count < rows:

@@ -71,7 +71,7 @@ def build(
     train, evaluate = compile_steps(plan, state, compiler_options, loss)
     traced = train.trace(state, batch, hparams)
     if plan.eval_metrics:  # raise its errors now, not at the first evaluation
-        evaluate.eval_shape(state.weights, batch)
+        jax.eval_shape(evaluate, state.weights, batch)
     return TracedStep(plan, compiler_options, state, batch, hparams, train, evaluate, traced, schedule)
 
 

@@ -165,7 +165,7 @@ def check_environment(uses_tpu: bool) -> None:
     for variable, package, line in problems:
         match = re.match(r"Unknown flags? in XLA_FLAGS: (.+)|Unknown command line flag '(\w+)'", line)
         for flag in (match[1] or match[2]).split() if match else ():
-            name = re.search(r"\w+", flag)[0]
+            name = re.findall(r"\w+", flag)[0]
             typed = next((word for word in flags[variable].split() if re.match(rf"--{name}(=|$)", word)), "")
             value = (typed or flag).partition("=")[2].strip("'\"") or "true"
             if (

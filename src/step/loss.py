@@ -7,7 +7,7 @@ signature, here or in your own file that the key `loss` names; docs/forking.md h
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from src.parallel.mesh import Layout
 from src.parallel.sequence import to_zigzag
 from src.step.plan import Batch, StepPlan
 
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Any]
 LogitsOf = Callable[[jax.Array], jax.Array]  # hidden states [B, t, D] to float32 logits [B, t, V]
 
 
@@ -72,7 +72,7 @@ def objective(
     model = plan.decoder(dataclasses.replace(weights, trainable=trainable))
     sums = loss(model, batch, plan)
     step, denominator = plan.step, jnp.maximum(counts.loss, 1.0)
-    losses = {"loss": sums.loss / denominator, **({"user_metrics": dict(sums.metrics)} if sums.metrics else {})}
+    losses: Metrics = {"loss": sums.loss / denominator, **({"user_metrics": {**sums.metrics}} if sums.metrics else {})}
     total = (sums.loss + step.z_loss_multiplier * sums.z) / denominator
     if plan.spec.has_experts and (step.load_balance_loss_weight or step.router_z_loss_weight):
         from src.model.moe import router

@@ -38,8 +38,8 @@ def muon(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransformat
         rows, columns = math.prod(inputs), math.prod(outputs)
         x_SIO = x.astype(jnp.float32).transpose(order).reshape(*stacks, rows, columns)
         if not stacks:  # a matrix outside the layers
-            x_SIO, axes[0] = x_SIO[None], [()]
-        x_SIO = _on_whole_matrices(x_SIO, axes[0], sum(axes[1], ()), sum(axes[2], ()), at.mesh)
+            x_SIO = x_SIO[None]
+        x_SIO = _on_whole_matrices(x_SIO, axes[0] or [()], sum(axes[1], ()), sum(axes[2], ()), at.mesh)
         x_SIO *= UPDATE_RMS * math.sqrt(max(rows, columns))
         back = sorted(range(x.ndim), key=order.__getitem__)
         return x_SIO.reshape(*stacks, *inputs, *outputs).transpose(back).astype(x.dtype)

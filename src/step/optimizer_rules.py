@@ -75,7 +75,7 @@ def scaled(rules: Tree, field: str) -> list[optax.GradientTransformation]:
 
 
 def _rules(keys: Step) -> list[Rule]:
-    return [Rule(**{"opt_type": keys.opt_type, **settings}) for settings in (*keys.optimizer_rules, {})]
+    return [replace(Rule(keys.opt_type), **settings) for settings in (*keys.optimizer_rules, {})]
 
 
 def describe_rules(keys: Step, rules: Tree, trained: Tree) -> str:

@@ -17,7 +17,7 @@ from src.model.params import ROLES, Tree, Weights, by_path
 from src.parallel.mesh import Layout
 from src.parallel.sequence import sharing_keys, zigzag_order
 from src.step.optimizer import hparams_at
-from src.step.plan import Batch, StepPlan
+from src.step.plan import StepPlan
 from src.system.errors import UserError
 
 EXTRAS = ("ema", "spikes")  # entries of a state that only some runs have
@@ -28,7 +28,7 @@ EXTRAS = ("ema", "spikes")  # entries of a state that only some runs have
 class TrainState:
     """Everything that devices hold between steps; a checkpoint stores this and the data position."""
 
-    step: jax.Array  # int32: updates done or skipped
+    step: Any  # int32: updates done or skipped
     weights: Weights
     opt: Any
     ema: Tree = dataclasses.field(default_factory=dict)  # float32: the trainable weights' average, with ema_decay
@@ -85,7 +85,7 @@ def batch_sharding(layout: Layout, fields: Mapping[str, jax.ShapeDtypeStruct] = 
     return {name: layout.sharding(("batch", *[None] * ndim)) for name, ndim in ndims.items()}
 
 
-def abstract_batch(plan: StepPlan, rows: int, length: int, key: str = "per_device_batch_size") -> Batch:
+def abstract_batch(plan: StepPlan, rows: int, length: int, key: str = "per_device_batch_size") -> Tree:
     """Abstract arrays of a batch, `rows` x `length`; raises UserError, naming `key`, if they do not divide."""
     plan.layout.check((rows,), ("batch",))
     zigzag_order(length, plan.layout)

@@ -71,7 +71,7 @@ def train_step(
     ema = state.ema
     if plan.step.ema_decay:
         ema = _where(keep, optax.incremental_update(trainable, ema, 1 - hparams["ema_decay"]), ema)
-    metrics = {
+    metrics: Metrics = {
         **of_experts,
         **loss_metrics(losses, counts),
         **spike_metrics,

@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -12,7 +12,7 @@ from src.system.errors import UserError
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
+def new_file(path: Path) -> Generator[BinaryIO]:
     """Opens a file for writing that appears when the block ends, complete, or not at all if the block raises.
 
     Several threads and processes may write it at the same time. A killed process leaves `.NAME....part`.

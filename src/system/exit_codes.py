@@ -122,7 +122,7 @@ def _write_traceback(error: BaseException) -> str:
     text = "".join(traceback.format_exception(error))
     process = job.process if job else 0
     name = time.strftime(f"traceback-%Y-%m-%d-%H-%M-%S-process-{process}.txt")
-    for folder_of in (lambda: error.run_folder, lambda: Path(tempfile.mkdtemp(prefix="mintext-"))):
+    for folder_of in (lambda: vars(error)["run_folder"], lambda: Path(tempfile.mkdtemp(prefix="mintext-"))):
         with contextlib.suppress(Exception):  # no folder, or not writable: each store's client has its own types
             file = folder_of() / name
             file.write_text(text)

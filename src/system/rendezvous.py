@@ -267,8 +267,8 @@ class Job:
             for descriptor, number in watched.items():
                 if now - heard[descriptor] > silence and not self._has_left:
                     problem = f"process {number} of this job has not answered for {silence} s"
-                    message = f"{problem}: it or its machine is stopped. {AGAIN}"
-                    self._ends_by(number, {"code": TRY_AGAIN, "message": message})
+                    text = f"{problem}: it or its machine is stopped. {AGAIN}"
+                    self._ends_by(number, {"code": TRY_AGAIN, "message": text})
                     return
 
     def _ends_by(self, number: int, message: Mapping[str, Any]) -> bool:

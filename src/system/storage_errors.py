@@ -11,7 +11,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from src.system.errors import TransientError, UserError, show
@@ -73,7 +73,7 @@ def failure_of(error: BaseException) -> Failure:
         return Failure.TRANSIENT
     if isinstance(error, OSError) and (error.errno or -1) > 0:  # failed host lookups have negative numbers
         return ERRNO.get(error.errno, Failure.OTHER)
-    http = getattr(error, "status", None) or getattr(error, "code", None)  # aiohttp; gcsfs, maybe a string
+    http: Any = getattr(error, "status", None) or getattr(error, "code", None)  # aiohttp; gcsfs, maybe a string
     if str(http).isdecimal():
         return Failure.TRANSIENT if int(http) in HTTP_TRANSIENT else Failure.OTHER
     if isinstance(error, FileNotFoundError):  # fsspec raises it without errno
@@ -85,7 +85,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 @contextlib.contextmanager
-def tensorstore_errors() -> Iterator[None]:
+def tensorstore_errors() -> Generator[None]:
     """Converts the ValueErrors that TensorStore raises in the block to StoreError."""
     try:
         yield

@@ -3,13 +3,10 @@
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from src.system.errors import UserError
 from src.system.storage_errors import attempted
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
 
 _REQUESTS, _DEPTH = 128, 6  # reads ahead: at once, and for each packing stream
 
@@ -30,7 +27,7 @@ def version(file: str) -> tuple[Any, ...]:
 def find(path: str, setting: str, fixed_part: str) -> tuple[str, str | None, dict[str, int]]:
     """Finds the files of a path, given its part without wildcards; returns the same as `find_files._find_local`."""
 
-    def look(fs: "AbstractFileSystem", place: str) -> tuple[str, str | None, dict[str, dict]]:
+    def look(fs: Any, place: str) -> tuple[str, str | None, dict[str, dict]]:
         fs.invalidate_cache()  # cached listings may be older than the files
         try:
             info = fs.info(place)
@@ -51,7 +48,7 @@ def find(path: str, setting: str, fixed_part: str) -> tuple[str, str | None, dic
     return folder, pattern, sizes
 
 
-class ReadAhead:
+class ReadAhead(Generic[Result]):
     """Calls `read(ordinal)`, and prefetches the stream's next ordinals in threads: `stride` apart, below `end`.
 
     Each stream may call from its own thread. An error is raised when its ordinal is requested.
@@ -82,7 +79,7 @@ class ReadAhead:
         self._begun: dict[int, Future[Result]] = {}
 
 
-def _on_store(path: str, what: str, use: Callable[["AbstractFileSystem", str], Result]) -> Result:
+def _on_store(path: str, what: str, use: Callable[[Any, str], Result]) -> Result:
     """Calls `use` with a path's file system and its name for the path; raises as `attempted` does."""
     from fsspec.core import url_to_fs
 

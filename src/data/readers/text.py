@@ -9,6 +9,7 @@ import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -199,14 +200,14 @@ def _extents(file: str, size: int) -> np.ndarray:
     return np.stack([starts, stops], axis=1)[stops - starts >= len("{}")]  # a shorter line cannot hold an object
 
 
-def _count_pieces(sizes: np.ndarray, max_bytes: int) -> np.ndarray:
+def _count_pieces(sizes: Any, max_bytes: int) -> Any:
     return -(-sizes // (max_bytes - int(_CUT_WINDOW * max_bytes)))
 
 
 def _piece(number: int, size: int, max_bytes: int, read: Callable[[int, int], bytes]) -> bytes:
     """Reads piece `number` of a document of `size` bytes by `read(begin, end)`; empty past the last piece."""
     # Cuts depend only on the document and are found from the bytes around them, so each piece can be read separately.
-    count, window = int(_count_pieces(np.int64(size), max_bytes)), int(_CUT_WINDOW * max_bytes)
+    count, window = _count_pieces(size, max_bytes), int(_CUT_WINDOW * max_bytes)
     if number >= count:
         return b""
     begin, end = number * size // count, (number + 1) * size // count

@@ -128,7 +128,7 @@ def _candidates(config: Config, built: TracedStep, state_decides: bool) -> Itera
     yield cost, *(over("context", n) | in_passes(rows * n) for n in FACTORS)
 
     def by_heads(n: int) -> dict[str, Any]:
-        keys = over("tensor", n) | in_passes(rows * n) | between_blocks
+        keys: dict[str, Any] = over("tensor", n) | in_passes(rows * n) | between_blocks
         divide = all(layer.num_kv_heads % keys["ici_tensor_parallelism"] == 0 for layer in spec.layers)
         return keys | ({} if divide else {_rule("kv_heads"): []})
 

@@ -8,8 +8,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 sys.path.append(str(Path(sys.prefix) / "aot"))  # last, so that packages for this machine's own accelerator come first
 # A process can use one CUDA plugin, and JAX would take whichever it loads first: block the bundled one.
 if find_spec("jax_cuda13_plugin"):
-    sys.modules["jax_plugins.xla_cuda12"] = SimpleNamespace(initialize=lambda: None)
+    plugin: Any = SimpleNamespace(initialize=lambda: None)
+    sys.modules["jax_plugins.xla_cuda12"] = plugin

@@ -60,6 +60,7 @@ def _tpus(topology: Topology) -> list[jax.Device]:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     # Only one process per machine may use its TPUs, but any number may compile for them.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    assert topology.chip
     generation = _GENERATIONS[topology.chip.kind]
     return topologies.get_topology_desc(
         platform="tpu",
@@ -89,6 +90,7 @@ def _gpus(topology: Topology) -> list[jax.Device]:
     packages = {"dnn_version_info": f"nvidia-cudnn-cu{CUDA}", "runtime_version": runtime}
     versions = {field: _installed(package, topology).split(".")[:3] for field, package in packages.items()}
     chip = topology.chip
+    assert chip
     target = f"""
         platform_name: "CUDA"
         device_description_str: "{chip.kind}"

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -115,14 +115,14 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
         # A start may be synchronous: XLA's GPU compiler marks it so if nothing runs in the meantime.
         starts = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
         asynchronous = starts or instruction.opcode == "send" or "chain_id" in instruction.attributes
-        fields = {"dtype": first_array(instruction.type)[0], "asynchronous": asynchronous or computation in wrapped}
+        fields: dict[str, Any] = {"name": instruction.name, "dtype": first_array(instruction.type)[0]}
+        fields |= {"asynchronous": asynchronous or computation in wrapped, "per_round": with_unknown - times}
         on_networks = mesh_map.collectives(kind, groups, times, whole)
-        fields |= {"name": instruction.name, "per_round": with_unknown - times}
         operations += [replace(collective, **fields) for collective in on_networks]
     return operations
 
 
-def parse(text: str) -> tuple[dict[str, Computation], str]:
+def parse(text: str) -> tuple[Mapping[str, Computation], str]:
     """Parses a module into its computations and the name of its entry computation."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry = name = ""
@@ -170,7 +170,7 @@ def loop_rounds(loop: Instruction, caller: Computation, computations: Mapping[st
     if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(match[1])
     condition, body = (
-        computations[re.search(rf" {role}=%?([\w.\-]+)", loop.attributes)[1]] for role in ("condition", "body")
+        computations[found(rf" {role}=%?([\w.\-]+)", loop.attributes)[1]] for role in ("condition", "body")
     )
     compare, after = (next(each for each in part.values() if each.root) for part in (condition, body))
     before = caller[loop.operands[0]]
@@ -179,7 +179,7 @@ def loop_rounds(loop: Instruction, caller: Computation, computations: Mapping[st
     counter = condition[compare.operands[0]]
     if counter.opcode != "get-tuple-element" or "direction=LT" not in compare.attributes:
         return None
-    index = int(re.search(r"index=(\d+)", counter.attributes)[1])
+    index = int(found(r"index=(\d+)", counter.attributes)[1])
     start, bound = _constant(caller, before.operands[index]), _constant(condition, compare.operands[1])
     added = body[after.operands[index]]
     step = _constant(body, added.operands[1]) if added.opcode == "add" else None
@@ -209,14 +209,21 @@ def type_bytes(types: str) -> int:
     """Adds up the bytes of all arrays in a type."""
     total = 0
     for dtype, dims in _ARRAY.findall(types):
-        bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+        bits = 8 if dtype == "pred" else int(found(r"\d+", dtype)[0])
         total += math.prod(_ints(dims)) * bits // 8
     return total
 
 
+def found(pattern: str | re.Pattern[str], text: str) -> re.Match[str]:
+    """Searches for what XLA always writes."""
+    match = re.search(pattern, text)
+    assert match, f"no {pattern} in {text}"
+    return match
+
+
 def first_array(types: str) -> tuple[str, list[int]]:
     """Returns the dtype and dims of the first array in a type."""
-    dtype, dims = _ARRAY.search(types).groups()
+    dtype, dims = found(_ARRAY, types).groups()
     return dtype, _ints(dims)
 
 
@@ -226,12 +233,12 @@ def _ints(text: str) -> list[int]:
 
 def _groups(attributes: str, partitions: int) -> np.ndarray:
     """Parses the partitions of each group, [groups, n]; for a permute, (source, target) pairs, [pairs, 2]."""
-    text = re.search(r"(?:replica_groups|source_target_pairs)=(.*)", attributes)[1]
+    text = found(r"(?:replica_groups|source_target_pairs)=(.*)", attributes)[1]
     if text.startswith("mesh["):
         return _mesh_groups(text)
     if match := re.match(r"\[(.*?)\]<=(\[.*?\])(T\(.*?\))?", text):
         return _iota(match[2] + (match[3] or "")).reshape(_ints(match[1]))
-    listed = re.match(r"\{((?:\{[\d,]*\},?)*)\}", text)[1]
+    listed = found(r"^\{((?:\{[\d,]*\},?)*)\}", text)[1]
     return np.array([_ints(group) for group in re.findall(r"\{(.*?)\}", listed)] or [range(partitions)])
 
 
@@ -240,7 +247,7 @@ def _mesh_groups(text: str) -> np.ndarray:
 
     In (1)2, an axis is split: 1 is the product of the parts before this one, and 2 is this part's size.
     """
-    sizes, order, along = re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", text).groups()
+    sizes, order, along = found(r"^mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", text).groups()
     axes = {name: int(size) for name, size in re.findall(r"'(.*?)'=(\d+)", sizes)}
     ids = np.arange(math.prod(axes.values()))
     if order:
@@ -260,7 +267,7 @@ def _mesh_groups(text: str) -> np.ndarray:
 
 def _iota(text: str) -> np.ndarray:
     """Expands [4,2]T(1,0): 0, 1, 2, ... reshaped to these dims, then transposed and flattened."""
-    dims, order = re.match(r"\[(.*?)\](?:T\((.*?)\))?", text).groups()
+    dims, order = found(r"^\[(.*?)\](?:T\((.*?)\))?", text).groups()
     ids = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
     return ids.transpose(_ints(order) if order else None).ravel()
 
@@ -271,7 +278,7 @@ def _between_slices(send: Instruction, computation: Computation, mesh_map: "_Mes
     Each group lists device ids; {1,2}x{0:255} stands for one group per number from 0 to 255, with the devices of that
     number in slices 1 and 2. A device's id is 100000 times its slice plus that number.
     """
-    target, kind = re.search(
+    target, kind = found(
         r'_xla_megascale_target="?(.*?)"?,_xla_megascale_transfer_type="(\w+)"', send.attributes
     ).groups()
     if match := re.match(r"\{([\d,]+)\}x\{(\d+):(\d+)\}", target):
@@ -279,12 +286,12 @@ def _between_slices(send: Instruction, computation: Computation, mesh_map: "_Mes
     else:
         ids = [_ints(group.replace("->", ",")) for group in re.findall(r"\{([\d,>\-]+)\}", target)]
     groups = np.array([[mesh_map.by_id[i] for i in group] for group in ids])
-    sent = type_bytes(_ARRAY.search(send.type)[0])
+    sent = type_bytes(found(_ARRAY, send.type)[0])
     whole = sent * groups.shape[1] if kind == "ALL_GATHER" else sent
     if kind == "RAGGED_ALL_TO_ALL":  # as within a slice, the smaller side bounds the rows
-        rendezvous = re.search(r'_xla_host_transfer_rendezvous="[^"]*"', send.attributes)[0]
+        rendezvous = found(r'_xla_host_transfer_rendezvous="[^"]*"', send.attributes)[0]
         received = [each for each in computation.values() if each.opcode == "recv" and rendezvous in each.attributes]
-        whole = min([sent, *(type_bytes(_ARRAY.search(each.type)[0]) for each in received)])
+        whole = min([sent, *(type_bytes(found(_ARRAY, each.type)[0]) for each in received)])
     return "collective-permute" if kind == "ONE_TO_ONE" else kind.lower().replace("_", "-"), groups, whole
 
 

@@ -67,7 +67,7 @@ def chosen_step(keys: Aot, built: TracedStep, header: Header, folder: epath.Path
         return collector
     option = options(keys.pgle_profile, header)
     compiled = lowered.compile(option)
-    check_used(keys.pgle_profile, option, compiled.as_text())
+    check_used(keys.pgle_profile, option, compiled.as_text() or "")
     eight_bits.check(compiled, built.plan)
     return compiled
 

@@ -184,7 +184,8 @@ def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
     assert not jax.config.jax_enable_compilation_cache, "the program may be one that the compilation cache kept"
     # This keeps the Python callbacks of custom partitioning alive, if there are any. XLA has already called them, and
     # they can't be pickled.
-    compiled._executable._unloaded_executable.keepalive = None
+    executable: Any = compiled._executable
+    executable._unloaded_executable.keepalive = None
     program, _, _ = serialize_executable.serialize(compiled)
     write_file(STEP_FILE, path, header, program)
 

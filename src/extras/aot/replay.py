@@ -7,14 +7,13 @@ rates. If the next instruction needs the result of a collective, the compute str
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from jax.sharding import Mesh
 
 from src.extras.aot import hlo
-from src.extras.aot.hlo import Computation, Instruction, first_array, type_bytes
+from src.extras.aot.hlo import Computation, Instruction, first_array, found, type_bytes
 from src.extras.aot.roofline import COMPUTE_REACHED, MEMORY_REACHED
 from src.model.attention_kernels.cudnn_segments import RATIO
 from src.parallel.chips import Chip
@@ -41,11 +40,11 @@ class Replay(NamedTuple):
 def replay(text: str, mesh: Mesh, chip: Chip, peak: float) -> Replay:
     """Replays `compiled.as_text()`, a program for GPUs of `mesh` with `peak` bfloat16 operations per second."""
     computations, entry = hlo.parse(text)
-    wire: Counter[str] = Counter()
+    wire: dict[str, float] = {}
     for moved in hlo.collectives(text, mesh):
         bandwidth = {"ici": chip.ici_bandwidth, "dcn": chip.dcn_bandwidth}[moved.network]
         # A ring uses both networks at the same time.
-        wire[moved.name] = max(wire[moved.name], moved.sent_bytes / bandwidth)
+        wire[moved.name] = max(wire.get(moved.name, 0), moved.sent_bytes / bandwidth)
     return _Clock(computations, wire, chip, peak).run(entry)
 
 
@@ -94,9 +93,9 @@ class _Clock(NamedTuple):
         target = re.search(r'custom_call_target="([^"]+)"', instruction.attributes)
         if instruction.opcode == "dot" or (target and "matmul" in target[1]):
             dtype, left = first_array(computation[instruction.operands[0]].type)
-            named = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?([\d,"]+)', instruction.attributes)[1]
+            named = found(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?([\d,"]+)', instruction.attributes)[1]
             contracted = math.prod(left[int(dim)] for dim in re.findall(r"\d+", named))
-            bits = int(re.search(r"\d+", dtype)[0])  # half the bits run at twice the rate
+            bits = int(found(r"\d+", dtype)[0])  # half the bits run at twice the rate
             return 2 * math.prod(first_array(instruction.type)[1]) * contracted / self.peak * bits / 16
         if target and "fmha" in target[1]:
             B, T, N, H = first_array(computation[instruction.operands[0]].type)[1]

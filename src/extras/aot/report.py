@@ -40,7 +40,7 @@ def make_report(
     tracing, lowering and compiling.
     """
     plan, work = built.plan, work_of(built)
-    report = {
+    report: Report = {
         "topology": topology.name,
         "slices": topology.slices,
         "devices": topology.num_devices,
@@ -66,7 +66,8 @@ def make_report(
         "compiler_message": refusal,
     }
     if compiled:
-        communication = collectives(compiled.as_text(), plan.layout.mesh)
+        text = compiled.as_text() or ""
+        communication = collectives(text, plan.layout.mesh)
         report["collectives"] = [dataclasses.asdict(collective) for collective in communication]
         chip = topology.chip
         if not chip:
@@ -75,7 +76,7 @@ def make_report(
             low_peak = peak_flops(chip.kind, plan.quantization.kind)
             report["prediction"] = predict(work, chip, peak, communication, low_peak)._asdict()
             if topology.platform == "gpu":
-                replayed = replay(compiled.as_text(), plan.layout.mesh, chip, peak)
+                replayed = replay(text, plan.layout.mesh, chip, peak)
                 report["replay"] = replayed._asdict() | {"exposed_seconds": replayed.exposed_seconds}
         else:
             report["no_prediction"] = f"there is no published peak rate of a {chip.kind} for dtype={plan.spec.dtype}"
@@ -88,6 +89,7 @@ def device_memory(topology: Topology, built: TracedStep, compiled: jax.stages.Co
     saved_on_host = 0
     if compiled:
         stats = compiled.memory_analysis()
+        assert stats
         sizes = {
             "arguments": stats.argument_size_in_bytes,
             "temporaries": stats.temp_size_in_bytes,
@@ -122,8 +124,9 @@ def device_memory(topology: Topology, built: TracedStep, compiled: jax.stages.Co
 
 def device_capacity(topology: Topology) -> int | None:
     """Returns the bytes a program may use, None for a CPU; raises UserError for a bad fraction in the environment."""
-    if topology.platform != "gpu":
-        return topology.chip.memory if topology.chip else None
+    chip = topology.chip
+    if topology.platform != "gpu" or not chip:
+        return chip.memory if chip else None
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     chosen = [(name, os.environ[name]) for name in names if os.environ.get(name)]
     if len(chosen) > 1:
@@ -135,7 +138,7 @@ def device_capacity(topology: Topology) -> int | None:
         fraction = math.nan
     if not 0 < fraction < math.inf:
         raise UserError(f"{name}={typed} in the environment: expected a fraction of a GPU's memory, such as 0.9")
-    return int(topology.chip.memory * fraction)
+    return int(chip.memory * fraction)
 
 
 def verdict(report: Report) -> str:

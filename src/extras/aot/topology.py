@@ -77,7 +77,7 @@ def parse_topology(name: str, slices: int) -> Topology:
     if host in GPU_HOSTS and (name == host or gpus in map(str, range(1, _GPUS_PER_HOST + 1))):
         return Topology(name, "gpu", GPU_HOSTS[host], (int(gpus or _GPUS_PER_HOST),), 1, slices)
     written = re.fullmatch(r"(\w+)(?:-(\d+)|:(\d+(?:x\d+)*))", name, re.ASCII)
-    family, count, shape = written.groups() if written else (None, None, None)
+    family, count, shape = written.groups("") if written else ("", "", "")
     if family == "cpu" and count:
         if slices > 1 or int(count) < 1:
             raise UserError(
@@ -88,7 +88,7 @@ def parse_topology(name: str, slices: int) -> Topology:
     if family not in _GENERATIONS:
         size = re.search(r"(?<![\dx])\d+$", name, re.ASCII)  # also matches v5p128
         families = [f"{each}-{size[0] if size else 8}" for each in (*_GENERATIONS, "cpu")]
-        gpu_of = {each: re.search(r"[a-z]\d00", chip.kind.lower())[0] for each, chip in GPU_HOSTS.items()}  # a3: h100
+        gpu_of = {each: re.findall(r"[a-z]\d00", chip.kind.lower())[0] for each, chip in GPU_HOSTS.items()}  # a3: h100
         of_gpu = [f" Did you mean {each}?" for each, gpu in gpu_of.items() if gpu in name]
         gpus = ", ".join(f"{each}: {chip.kind}" for each, chip in GPU_HOSTS.items())
         hint = of_gpu[0] if of_gpu else did_you_mean(name, [*GPU_HOSTS, *families])

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     compiled, refusal = _compile(lowered, topology, profile)
     times.append(time.monotonic())
     if profile and compiled:
-        pgle.check_used(config.aot.pgle_profile, profile, compiled.as_text())
+        pgle.check_used(config.aot.pgle_profile, profile, compiled.as_text() or "")
     if compiled:
         eight_bits.check(compiled, built.plan)
     parts = zip(("tracing", "lowering", "compiling"), itertools.pairwise(times), strict=True)
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
         _advise(result, config, topology, devices, built)
         print_header([("would help ", "\n".join(report.change_lines(result)))])
 
-    if program_path and fits:
+    if program_path and compiled and fits:
         program.save(program_path, compiled, header)
         show(f"saved {program_path}")
     elif program_path:
@@ -121,7 +121,7 @@ def _compile(
 
 
 def _advise(
-    result: report.Report, config: Config, topology: Topology, devices: Sequence[jax.Device], built: TracedStep
+    result: report.Report, config: Config, topology: Topology, devices: list[jax.Device], built: TracedStep
 ) -> None:
     """Adds changes that reduce the step's memory to the report, compiling each until one fits or time runs out."""
     needed, capacity = result["memory"]["needed"], result["memory"]["capacity"]

@@ -183,6 +183,7 @@ def _summary(shown: list[HostBatch], batches: Iterator[HostBatch]) -> list[tuple
 
 def _round_trip(inputs: InputSpec, data: TrainData) -> str:
     tokenizer, checked, different = inputs.tokenizer, 0, []
+    assert tokenizer
     for name, source in zip(data.names, data.sources, strict=True):
         stream = DocumentStream(inputs, source, name)
         has_rows = isinstance(source, RowSource)

@@ -17,7 +17,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ class Items:
         config = Config.of(configuration.from_yaml(config_text))
         self._inputs = inputs = InputSpec.of(config, make_tokenizer(config.data, config.model.vocab_size))
         self._spec = train_specs(inputs.data)[0]
-        self._source = open_source(self._spec, inputs)
+        self._source: Any = open_source(self._spec, inputs)
         self.dtype = "uint16" if inputs.vocab_size <= _MAX_UINT16_VOCABULARY else "uint32"
 
     def __len__(self) -> int:
@@ -140,10 +140,11 @@ class Items:
 
     def summary(self) -> dict[str, Any]:
         """Lists everything that the tokens depend on, as stored in tokens.json."""
+        tokenizer = self._inputs.tokenizer
         return {
             "dtype": self.dtype,
             "vocab_size": self._inputs.vocab_size,
-            "tokenizer": self._inputs.tokenizer.fingerprint() if isinstance(self._source[0], str) else None,
+            "tokenizer": tokenizer.fingerprint() if tokenizer and isinstance(self._source[0], str) else None,
             "source": self._source.fingerprint(),
             "settings": {
                 name: value for name in SETTINGS if name != "dataset_path" and (value := getattr(self._spec, name))
@@ -160,7 +161,7 @@ class Items:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Generator[None]:
     """Creates a folder, locks it against other processes of this command, and removes partial files at the end."""
     descriptor = lock(folder, f"another process is writing tokenized_path={folder}: wait for it")
     try:
@@ -223,7 +224,7 @@ def _write(config_text: str, folder: Path, items: int, plan: Mapping[str, Any]) 
 
 
 @contextlib.contextmanager
-def _processes(limit: int) -> Iterator[concurrent.futures.Executor]:
+def _processes(limit: int) -> Generator[concurrent.futures.Executor]:
     """Starts a process for each core, but no more than `limit`; they are killed if the block raises."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Spawn, don't fork: the source may have threads, whose locks would be copied in whatever state they are.
@@ -244,7 +245,8 @@ def _processes(limit: int) -> Iterator[concurrent.futures.Executor]:
 
 def _start_process() -> None:
     def end_with_parent() -> None:
-        multiprocessing.parent_process().join()  # however the parent ends, even by a kill
+        parent: Any = multiprocessing.parent_process()
+        parent.join()  # however the parent ends, even by a kill
         os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which then kills this process

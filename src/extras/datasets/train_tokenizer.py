@@ -7,6 +7,7 @@ tokenizer.json that other programs read.
 import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -14,7 +15,7 @@ from src.config.run_configs import HUB
 from src.config.usage import Usage
 from src.data import order
 from src.data.open import open_sources
-from src.data.types import InputSpec, Source
+from src.data.types import InputSpec
 from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.extras.hf.tokenizer_json import save_tokenizer
 from src.run import resolve_config
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     path = Path(keys.tokenizer_path)
     file = path if keys.tokenizer_type == "sentencepiece" else path / "tokenizer.model"
     data, _ = open_sources(InputSpec.of(config, None), config.evaluation)
-    source = data.sources[0]
+    source: Any = data.sources[0]
     texts = list(_sample(source, config.data.data_shuffle_seed))
     read = f"{len(texts):,} of {len(source):,} documents or pieces of them, {sum(map(len, texts)):,} characters"
     show(f"training on {read}")
@@ -100,7 +101,7 @@ def train(texts: Sequence[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-def _sample(source: Source, seed: int) -> Iterator[str]:
+def _sample(source: Any, seed: int) -> Iterator[str]:
     characters = 0
     for i in range(min(len(source), _MAX_DOCUMENTS)):
         text = source[order.permute(i, len(source), seed, source=0, epoch=0)]

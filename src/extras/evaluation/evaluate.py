@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     if config.harness.tasks:
         from src.extras.evaluation.tasks import find_tasks, run_tasks  # only these need the harness installed
 
+        assert tokenizer
         if config.decoding.use_chat_template and tokenizer.chat_template is None:
             raise missing_template()
         tasks = find_tasks(config.harness)  # report a mistake in them before reading the weights

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ def score_texts(
     texts = read_lines(path, "texts_path", _text_of_json)
     if not texts:
         raise UserError(f"texts_path={path} has no text")
+    assert tokenizer
     encoded = [tokenizer.encode_prompt(text) for text in texts]
     longest = max(map(len, encoded))
     if longest > T:
@@ -94,8 +95,8 @@ def score_texts(
     scores_path = Path(evaluation.scores_path).expanduser() if jax.process_index() == 0 else os.devnull
     with open(scores_path, "w", encoding="utf-8") as file:
         for text, ids, (of_ids, _) in zip(texts, encoded, scores, strict=True):
-            log_probs = [None, *map(float, of_ids)]
-            line = {"text": text, "ids": ids.tolist(), "log_probs": log_probs, "log_prob": sum(log_probs[1:])}
+            log_probs = list(map(float, of_ids))
+            line = {"text": text, "ids": ids.tolist(), "log_probs": [None, *log_probs], "log_prob": sum(log_probs)}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return len(texts)
 
@@ -153,7 +154,7 @@ def whole_texts(plan: StepPlan, length: int) -> StepPlan:
     return dataclasses.replace(plan, kernel=kernel, packed=False)
 
 
-def _padded(rows: Sequence[np.ndarray], B: int, T: int) -> np.ndarray:
+def _padded(rows: Iterable[np.ndarray], B: int, T: int) -> np.ndarray:
     tokens_BT = np.full((B, T), _PADDING, np.int32)
     for row, ids in enumerate(rows):
         tokens_BT[row, : len(ids)] = ids
@@ -179,9 +180,7 @@ def _logits(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> jax.Array
     return logits_of(from_zigzag(hidden_BTD, plan.layout.shards("length")))
 
 
-def _scores(
-    weights: Weights, tokens_BT: jax.Array, targets_BT: jax.Array, plan: StepPlan
-) -> tuple[jax.Array, jax.Array]:
+def _scores(weights: Weights, tokens_BT: jax.Array, targets_BT: jax.Array, plan: StepPlan) -> tuple[jax.Array, ...]:
     """Computes the targets' `token_scores`, each given its token and the tokens before it in the sequence."""
     hidden_BTD, logits_of = _hidden_states(weights, tokens_BT, plan)
     targets_BT, shards = to_zigzag(targets_BT, plan.layout), plan.layout.shards("norm_length")

@@ -127,9 +127,9 @@ def generate(
     tokens_BT, lengths_B = generator.padded([completion.prompt for completion in completions], rows)
     indices_B = np.arange(first_index, first_index + len(lengths_B), dtype=np.int32)
     generator.compile(*tokens_BT.shape)
-    speed, start, first_token, printed = generator.speed, time.perf_counter(), None, 0
+    speed, start, first_token, printed = generator.speed, time.perf_counter(), 0.0, 0
     for next_B in generator.tokens(tokens_BT, lengths_B, indices_B):
-        if first_token is None:
+        if not first_token:
             first_token = time.perf_counter()
         else:
             speed.decoded_tokens += sum(not completion.done for completion in completions)

@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     if config.decoding.interactive and jax.process_count() > 1:
         raise UserError("interactive=true needs a job with one process, but this one has several: use prompt_path")
     tokenizer = make_tokenizer(config.data, config.model.vocab_size, "prompt")
+    assert tokenizer
     # Report a mistake in a prompt before reading the weights, which takes minutes.
     if config.decoding.use_chat_template and tokenizer.chat_template is None:
         raise missing_template()
@@ -120,7 +121,8 @@ class DocumentPrompts(Sequence[Prompt]):
                     f"one, {key}=[{{name: {specs[0].name}, ...}}], and give each its own decode_path"
                 )
             say([f"decode_metrics takes prompts only from {specs[0].name}, the first dataset of {key}: {names}"])
-        source, limit = open_source(specs[0], self._inputs), decoding.decode_num_prompts
+        source: Any = open_source(specs[0], self._inputs)
+        limit = decoding.decode_num_prompts
         self._tokens, self.fingerprint = decoding.decode_prompt_tokens, source.fingerprint()
         if is_stream(source) and limit != -1:
             if jax.process_count() > 1:
@@ -141,6 +143,7 @@ class DocumentPrompts(Sequence[Prompt]):
         if isinstance(item, Conversation):
             last = max(n for n, message in enumerate(item.messages) if message["role"] == "assistant")
             return item._replace(messages=item.messages[:last])
+        assert self._inputs.tokenizer
         ids = encode(self._inputs, item)[0].ids
         return ids[: min(self._tokens, len(ids) - 1)] if len(ids) > 1 else np.array([self._inputs.tokenizer.bos])
 
@@ -251,6 +254,7 @@ class DecodeMetrics:
         lengths = self._decoding, self._inputs.batch.max_target_length
         generator = dataclasses.replace(self._generator or make_generator(*lengths, plan, weights), weights=weights)
         self._generator = dataclasses.replace(generator, weights=Weights({}))  # keep only the programs
+        assert self._inputs.tokenizer
         batch = self._decoding, self._inputs.tokenizer, generator
         starts = range(0, self._decoding.decode_samples * len(self._prompts), self._rows)
         lines = [line for first in starts for line in complete_batch(*batch, self._prompts, first, self._rows)]

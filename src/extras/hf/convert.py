@@ -182,7 +182,7 @@ def _load_adapters(path: str) -> tuple[dict[tuple[str | int, ...], tuple[np.ndar
         }
 
     arrays, meta, _ = restore_any(path, entries, "the adapters")
-    pairs: dict[Any, dict[str, np.ndarray]] = {}
+    pairs: dict[Any, dict[Any, np.ndarray]] = {}
     for name, array in arrays.items():
         *weight, kind = undotted(name)[2:]  # after trainable.lora
         pairs.setdefault(tuple(weight), {})[kind] = np.asarray(array)
@@ -193,7 +193,7 @@ def _write_tokenizer(data: Data, model_folder: Path | None, out_dir: Path, notes
     """Writes a tokenizer's files and returns its config.json entries; adds a line to `notes` if it can't."""
     if data.tokenizer_type == "huggingface" or all_synthetic(data):
         path = Path(local_folder(data.tokenizer_path, weights=False)).expanduser()
-        own_folder = data.tokenizer_path and (path if path.is_dir() else path.parent)
+        own_folder = (path if path.is_dir() else path.parent) if data.tokenizer_path else None
         for folder in filter(None, (model_folder, own_folder)):  # the run's own tokenizer is copied last and wins
             _copy_companions(folder, out_dir)
         if path.is_file():
@@ -268,9 +268,9 @@ def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:
 
 def _original_config(model_folder: Path | None) -> dict[str, Any]:
     """Returns the text model's part of the config.json that the model file was made from, or {}."""
-    for name in (ORIGINAL, "config.json") if model_folder else ():
-        if (model_folder / name).is_file():
-            entries = read_object(model_folder / name)
+    for file in [model_folder / name for name in (ORIGINAL, "config.json")] if model_folder else ():
+        if file.is_file():
+            entries = read_object(file)
             tokens = {name: entries[name] for name in ENTRIES if name in entries}
             return {**tokens, **(entries.get("text_config") or entries)}
     return {}

@@ -44,7 +44,7 @@ class Field:
     absent: Any = REQUIRED
     # config.json's values -> the key's, if they differ. An export writes the first entry with the key's value, or
     # else the very first one.
-    values: Json | None = None
+    values: Mapping[Any, Any] | None = None
     written: Callable[[Model], Any] | None = None  # computes the entry from a layer, if reversing `read` is not enough
 
     def read(self, hf: Json, keys: Keys) -> Keys:
@@ -255,7 +255,7 @@ class Family:
         if self.mtp_prefix and name.startswith(self.mtp_prefix):
             return True
         match = re.match(r"model\.layers\.(\d+)\.", name)
-        return bool(self.copied and match) and int(match[1]) >= layers
+        return bool(self.copied and match and int(match[1]) >= layers)
 
     def skips(self, name: str) -> bool:
         """Tests whether a tensor of this name contains no weights."""

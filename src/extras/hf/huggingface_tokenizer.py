@@ -104,8 +104,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self._changes = repr(added) if self._of_rules[2] is not self._tokenizer else ""
         self.caveat = class_caveat(named["tokenizer_config.json"], self._tokenizer)
         template_file, self.chat_template, self.tool_template = _chat_templates(file.parent, named)
-        templates = self.chat_template, self.tool_template
-        self._template = ChatTemplate(*templates, tokens, str(template_file)) if self.chat_template else None
+        self._template = None
+        if self.chat_template:
+            self._template = ChatTemplate(self.chat_template, self.tool_template, tokens, str(template_file))
 
     def encode(self, text: str) -> np.ndarray:
         ids = self.encode_prompt(text)
@@ -202,7 +203,7 @@ def added_tokens(
     found = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     added = []
     for token in [*decoder, *named.values(), *further]:
-        fields = {"content": token, "special": True} if isinstance(token, str) else dict(token)
+        fields: dict[str, Any] = {"content": token, "special": True} if isinstance(token, str) else dict(token)
         if fields["content"] not in found:
             found.add(fields["content"])
             fields.pop("__type", None)
@@ -230,7 +231,8 @@ def _chat_templates(folder: Path, named: dict[str, dict[str, Any]]) -> tuple[Pat
     if file.is_file():
         files = file, folder / "additional_chat_templates" / "tool_use.jinja"
         try:
-            return file, *(each.read_text(encoding="utf-8") if each.is_file() else None for each in files)
+            general, tools = (each.read_text(encoding="utf-8") if each.is_file() else None for each in files)
+            return file, general, tools
         except UnicodeDecodeError as error:
             raise UserError(f"{file} is not a chat template: it is not UTF-8 ({error.reason})") from None
     file = folder / "tokenizer_config.json"

@@ -54,7 +54,7 @@ def restore_folder(path: str, folder: str, tree: Tree) -> Restored:
     notes: list[str] = []
     arrays = load_weights(folder, tree, notes)
     vocab_size = read_model_keys(folder)["vocab_size"]
-    meta = {"vocab_size": vocab_size, "tokenizer": None}
+    meta: dict[str, Any] = {"vocab_size": vocab_size, "tokenizer": None}
     if has_tokenizer(place := Path(folder).expanduser()):
         try:
             meta["tokenizer"] = folder_tokenizer(place, vocab_size).fingerprint()
@@ -129,7 +129,7 @@ class _PartialArray:
         self._buffers: dict[jax.Device, jax.Array] = {}
         self._holders: dict[tuple[Range, ...], list[jax.Device]] = {}  # the devices that hold each region
         for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-            region = tuple(at.indices(size)[:2] for at, size in zip(index, leaf.shape, strict=True))
+            region = tuple(at.indices(size)[:2] for at, size in zip(index or (), leaf.shape, strict=True))
             self._holders.setdefault(region, []).append(device)
             shape = [stop - start for start, stop in region]
             self._buffers[device] = jnp.zeros(shape, leaf.dtype, device=device)

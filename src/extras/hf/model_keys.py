@@ -28,7 +28,7 @@ def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
     hf = entry(whole, "text_config", {}) or whole  # the whole config, unless the text model is one of several parts
     if "tie_word_embeddings" in whole:  # the outer entry decides; transformers treats null as false
         hf = {**hf, "tie_word_embeddings": whole["tie_word_embeddings"]}
-    kind = hf.get("model_type")
+    kind = str(hf.get("model_type"))
     families = {name: family for family in FAMILIES for name in (family.model_type, *family.other_model_types)}
     if (family := families.get(kind)) is None:
         nearest = min(FAMILIES, key=lambda family: len(family.differences(hf)))
@@ -110,7 +110,7 @@ def _differences(layers: Layers, read: Layers, max_target_length: int) -> list[s
     for layer, other in dict.fromkeys(zip(layers, read, strict=True)):
         spec = _spec(replace(layer, base_num_decoder_layers=1), max_target_length)
         for key in (key for key in keys_of("model") if getattr(layer, key) != getattr(other, key)):
-            changed = replace(layer, **{key: getattr(other, key), "base_num_decoder_layers": 1})
+            changed = replace(layer, **{key: getattr(other, key)}, base_num_decoder_layers=1)
             if _spec(changed, max_target_length) != spec:
                 differing.setdefault(key, getattr(layer, key))
     return [f"{key}={dump(value)}" for key, value in differing.items()]

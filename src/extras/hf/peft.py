@@ -60,8 +60,8 @@ def adapted(folder: Path, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
     modules = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in stored}
     fan_in_first, patterns = bool(entries.get("fan_in_fan_out")), entries.get("alpha_pattern") or {}
     for module in sorted(modules):
-        pair = [stored.pop(_NAME.format(module, letter), None) for letter in "AB"]
-        if None in pair or (under := merged.get(f"{module}.weight")) is None:
+        pair = [each for letter in "AB" if (each := stored.pop(_NAME.format(module, letter), None))]
+        if len(pair) < 2 or (under := merged.get(f"{module}.weight")) is None:
             raise UserError(f"{file} does not fit {base_model(folder)}: the LoRA or the weight of {module} is missing")
         down, up = (each.read(tuple(slice(0, size) for size in each.shape)).astype(np.float32) for each in pair)
         rank = len(down)
@@ -102,6 +102,7 @@ def save_adapters(
     pieces = lay_out(family.tensors, shapes, vocab_size, family.architecture)
     held = Counter(piece.file for piece in pieces)
     arrays: dict[str, np.ndarray] = {}
+    fan_in_first = False
     for piece in (piece for piece in pieces if piece.weight in adapters):
         matrices = piece.low_rank(*adapters[piece.weight]) if held[piece.file] == 1 else None
         if matrices is None:

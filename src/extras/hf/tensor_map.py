@@ -20,7 +20,7 @@ dims lack are dims that are split over several tensors, one per index.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from src.extras.hf.safetensors import Tensor
 from src.system.errors import UserError, first_few
 
 Range = tuple[int, int]  # start, stop
-WeightPath = tuple[str | int, ...]  # in the model's nested dict
+WeightPath = tuple[Any, ...]  # names and numbers in the model's nested dict
 Shapes = Mapping[WeightPath, tuple[int, ...]]
 
 

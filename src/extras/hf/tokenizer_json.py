@@ -23,8 +23,8 @@ def save_tokenizer(folder: Path, tokenizer: ByteTokenizer | SentencePieceTokeniz
     A text begins with bos and does not end with eos, like a prompt. Special tokens spelled in a text stay plain text.
     Raises UserError if tokenizer.json can't represent the tokenizer.
     """
-    of_kind = _of_bytes if isinstance(tokenizer, ByteTokenizer) else _of_sentencepiece
-    fast, bos, eos = of_kind(tokenizer)
+    is_bytes = isinstance(tokenizer, ByteTokenizer)
+    fast, bos, eos = _of_bytes(tokenizer) if is_bytes else _of_sentencepiece(tokenizer)
     fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (bos, eos)])
     fast.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, fast.token_to_id(bos))]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from src import FOLDER
@@ -80,7 +81,7 @@ class ChatTemplate:
             source = "{% if tools is not none %}\n" + "{%+ else %}\n".join(both) + "{%+ endif %}"
         self._setup, self._where = {"source": source, "tokens": dict(tokens)}, where
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None  # subprocess.Popen, with pipes
         try:
             _environment().parse(source)
         except jinja2.TemplateSyntaxError as error:
@@ -112,9 +113,10 @@ class ChatTemplate:
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if self._process is None:
             command = _python(f"serve({CPU_SECONDS}, {MEMORY_BYTES})")
-            streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
             # In a new session, so that Ctrl-C does not reach it.
-            self._process = subprocess.Popen(command, **streams, start_new_session=True)
+            process: Any = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, start_new_session=True)
+            self._process = process
             self._send(self._setup)
         self._send(request)
         if line := self._process.stdout.readline():
@@ -147,7 +149,7 @@ def serve(cpu_seconds: int, memory_bytes: int) -> None:
         _limit(cpu_seconds, memory_bytes)
         try:
             template = template or _environment().from_string(setup["source"])
-            shown = {"tools": None, "documents": None, **setup["tokens"], **request["shown"]}
+            shown: dict[str, Any] = {"tools": None, "documents": None, **setup["tokens"], **request["shown"]}
             shown["strftime_now"] = datetime.datetime.fromisoformat(shown["strftime_now"]).strftime
             texts = [
                 template.render(messages=request["messages"][:count], add_generation_prompt=prompts, **shown)
@@ -166,7 +168,7 @@ def serve(cpu_seconds: int, memory_bytes: int) -> None:
 
 def _environment() -> jinja2.Environment:
     extensions = [_Generation, jinja2.ext.loopcontrols]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment: Any = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     # Plain JSON: Jinja2's own filter would escape it for HTML.
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
@@ -176,9 +178,9 @@ def _environment() -> jinja2.Environment:
 class _Generation(jinja2.ext.Extension):
     """Outputs the content of `{% generation %}`, which some templates use to mark the assistant's turns, unchanged."""
 
-    tags = frozenset({"generation"})
+    tags: Any = frozenset({"generation"})
 
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
         """Parses the block as a scope, so that assignments inside it stay local."""
         line = next(parser.stream).lineno
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)

@@ -10,7 +10,7 @@ from etils import epath
 
 from src.run.metrics import PER_LAYER, TRAIN_KEYS, Entry, duration, eval_key, eval_sets, perplexity, read_entry
 
-Point = tuple[int, float | None]  # step and value; None for a non-finite value, which leaves a gap
+Point = tuple[int, Any]  # step and value; None for a non-finite value, which leaves a gap
 
 _BLOCKS = 1000  # minimum blocks of a downsampled curve
 

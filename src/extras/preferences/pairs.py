@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from src.data.readers import files
-from src.data.types import Conversation, Document, Fingerprint, InputSpec, Message, RowArrays, RowSource, Source
+from src.data.types import Conversation, Document, Fingerprint, InputSpec, Message, RowArrays, RowSource
 from src.extras.conversations import ConversationSource, encode_conversation, is_left_out, read_message
 from src.system.errors import UserError
 from src.system.json_text import well_formed
@@ -46,14 +46,16 @@ class PairSource(ConversationSource):
             raise ValueError(
                 'an answer has "weight": 0 or "train": false, but whole answers are compared: remove these'
             )
-        return Pair(*(chat._replace(is_pair=is_text and first == 1, file=file, start=start) for chat in chats), first)
+        return Pair(
+            *(chat._replace(is_pair=is_text and first == 1, file=file, start=start) for chat in chats), first=first
+        )
 
     def fingerprint(self) -> Fingerprint:
         """Describes the data; equal for files with the same pairs."""
         return super().fingerprint() | {"type": "pairs"}
 
 
-def _read_pair(record: Any) -> tuple[Messages, Messages, Messages, bool]:
+def _read_pair(record: Any) -> tuple[Any, ...]:
     """Returns the messages of the prompt and of both answers, and whether these were texts; raises ValueError."""
     if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
         raise ValueError(_EXPECTED)
@@ -61,7 +63,7 @@ def _read_pair(record: Any) -> tuple[Messages, Messages, Messages, bool]:
     if is_text := all(isinstance(text, str) for text in texts):
         roles = ("user", "assistant", "assistant")
         messages = tuple(
-            ({"role": role, "content": well_formed(text)},) for role, text in zip(roles, texts, strict=True)
+            ({"role": role, "content": well_formed(str(text))},) for role, text in zip(roles, texts, strict=True)
         )
     elif isinstance(chosen, list) and isinstance(rejected, list):
         messages = _of_lists(prompt, chosen, rejected)
@@ -71,7 +73,7 @@ def _read_pair(record: Any) -> tuple[Messages, Messages, Messages, bool]:
     return *messages, is_text
 
 
-def _of_lists(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[Messages, ...]:
+def _of_lists(prompt: Any, chosen: Any, rejected: Any) -> tuple[Messages, ...]:
     """Splits off the messages that both lists begin with as the prompt, unless `prompt` is itself a list."""
     before, chosen, rejected = (
         tuple(read_message(message, number) for number, message in enumerate(messages, start=1))
@@ -104,12 +106,13 @@ def _check(before: Messages, chosen: Messages, rejected: Messages) -> None:
 class PairRows(RowSource):
     """Makes a row of each pair: the prompt with the chosen answer, then with the rejected one. Only answers count."""
 
-    def __init__(self, inputs: InputSpec, source: Source) -> None:
+    def __init__(self, inputs: InputSpec, source: Any) -> None:
         self._inputs, self._source, self.row_count, self.listings = inputs, source, len(source), source.listings
 
     def row(self, i: int) -> list[Document]:
         """Returns both documents; raises UserError if they exceed a row, or if the template splits an answer."""
         (chosen, rejected, first), T = self._source[i], self._inputs.batch.max_target_length
+        assert self._inputs.tokenizer
         examples = [encode_conversation(self._inputs.tokenizer, each, True, first) for each in (chosen, rejected)]
         documents = [document for example in examples for document in example]
         tokens, line = sum(len(document.ids) - 1 for document in documents), files.line_name(chosen.file, chosen.start)
@@ -150,7 +153,7 @@ def pair_batch(rows: RowArrays, reference: Mapping[str, Sequence[float]] | None)
         )
     log_probs = [reference[key] if reference and key else (0, 0) for key in keys]
     first_BT = (np.arange(rows["tokens"].shape[1]) == 0) * (rows["segment_ids"] > 0)
-    masks = {"answer_mask": rows["loss_mask"], "loss_mask": np.float32(first_BT)}
+    masks = {"answer_mask": rows["loss_mask"], "loss_mask": first_BT.astype(np.float32)}
     return {**rows, **masks, "reference": np.array(log_probs, np.float32)}
 
 

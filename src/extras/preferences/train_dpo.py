@@ -80,6 +80,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
     # ---- Data
     tokenizer = make_tokenizer(config.data, config.model.vocab_size)
+    assert tokenizer
     # The settings for reading: conversations, one pair per row.
     of_chats = config.replace(use_sft=True, packing=False, loss="")
     inputs = InputSpec.of(of_chats, tokenizer, run_rules(config.run, config.checkpoint))
@@ -140,6 +141,7 @@ def log_probs(
         )
     log_probs: dict[str, list[float]] = {}
     for source in sources:
+        assert isinstance(source.source, PairRows)
         say([f"reference: computing log-probabilities of {source.source.row_count:,} pairs in {source.name}"])
         keys: list[list[str]] = []
         each = evaluator(source, prepare=lambda rows, keys=keys: keys.append(pair_keys(rows)) or pair_batch(rows, None))

@@ -124,7 +124,7 @@ class ArrayRecordSource(RecordSource):
         if not sum(counts):
             raise UserError(f"{setting}: the {len(counts)} ArrayRecord files have no records")
         ranges = [RecordRange(file, 0, count) for file, count in zip(listing.paths, counts, strict=True)]
-        fingerprint = {"type": "array_record", "format": spec.array_record_format}
+        fingerprint: Fingerprint = {"type": "array_record", "format": spec.array_record_format}
         super().__init__(spec, ranges, spec.array_record_format, listing, fingerprint, open_reader)
 
 

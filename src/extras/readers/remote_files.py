@@ -4,13 +4,13 @@ import hashlib
 import os
 import tempfile
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from src.data.readers.files import chunks, read
 from src.system.disk import new_file
 
 
-def open_remote(file: str, length: int) -> IO[bytes]:
+def open_remote(file: str, length: int) -> Any:
     """Opens a remote file of `length` bytes for a library. Each read is a request, and nothing is read ahead."""
     from fsspec.spec import AbstractBufferedFile
 

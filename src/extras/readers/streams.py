@@ -8,7 +8,7 @@ import collections
 import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 from absl import flags
@@ -40,12 +40,16 @@ class StreamSource(Source):
         # With `datasets`, a host may get different files each epoch, and so a different number of documents.
         self.moves_files = hasattr(iterable, "set_epoch") and jax.process_count() > 1
 
-    def __len__(self) -> int:
+    def __len__(self) -> NoReturn:
         raise UserError(
             f"{self.name} is a stream, read in sequence: its documents cannot be counted, and none can be held out. "
             "Name data to evaluate on (eval_dataset_path, eval_datasets), with eval_mode=reset and eval_steps=N; "
             "src.decode takes the first decode_num_prompts=N; other tools take numbered documents"
         )
+
+    def __getitem__(self, i: int) -> Item:
+        """Raises UserError, as `len` does."""
+        self.__len__()
 
     def check_hosts_differ(self) -> None:
         """Raises UserError on every process if two begin with the same documents; every process calls it."""

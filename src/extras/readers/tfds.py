@@ -49,7 +49,7 @@ class TfdsSource(RecordSource):
         slices = _file_slices(spec, info)
         listing, open_file = _check_files(spec, info, slices)
         ranges = [RecordRange(each.filename, each.skip, each.take) for each in slices]
-        fingerprint = {"type": "tfds", "dataset": info.full_name, "split": spec.split}
+        fingerprint: dict[str, Any] = {"type": "tfds", "dataset": info.full_name, "split": spec.split}
         super().__init__(spec, ranges, "example", listing, fingerprint, open_file)
 
 

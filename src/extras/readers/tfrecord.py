@@ -78,8 +78,8 @@ def _index(file: str, size: int, index_file: Path) -> np.ndarray:
     index = np.array([*starts, size], np.int64)
     with contextlib.suppress(OSError):  # the cache may not be writable
         index_file.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(index_file) as file:
-            np.save(file, index)
+        with new_file(index_file) as opened:
+            np.save(opened, index)
     return index
 
 

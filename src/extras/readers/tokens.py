@@ -14,7 +14,7 @@ other index's digest is checked on first use, and ids are checked as they are re
 import functools
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,7 +115,7 @@ class _TokenFolder:
         self._copies = remote_files.LocalCopies() if files.is_remote(self._folder) else None
         self._digest = hashlib.sha256(summary).hexdigest()[:16]
         self._verified_indexes: set[int] = set()
-        self.listings = [listing]
+        self.listings: Sequence[Any] = [listing]
         if not self._copies:
             self._verify()
 

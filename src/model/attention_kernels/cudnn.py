@@ -90,11 +90,12 @@ def _differentiable(pieces: "_Pieces", segments: Segments | None) -> Callable[..
         if segments is None:
             return in_pieces(*given)
         # Without the barrier JAX would make the masks before the loop over layers, whether they are used or not.
-        fits, *given = jax.lax.optimization_barrier((segments.fits(ids_BT), *given))
+        fits, given = jax.lax.optimization_barrier((segments.fits(ids_BT), given))
         return jax.lax.cond(fits, of_segments, in_pieces, *given)
 
     def run(*given: Array) -> tuple[Array, tuple[Array, ...]]:
-        def of_segments(q: Array, k: Array, v: Array, q_ids: Array, *_: Array) -> tuple[Array, Array]:
+        def of_segments(q: Array, k: Array, v: Array, q_ids: Array, *_: Array) -> tuple[Array, ...]:
+            assert segments
             return segments.run(q, k, v, q_ids)
 
         found = choose(given[3], of_segments, pieces.run, *given)
@@ -105,6 +106,7 @@ def _differentiable(pieces: "_Pieces", segments: Segments | None) -> Callable[..
         def of_segments(
             q: Array, k: Array, v: Array, q_ids: Array, k_ids: Array, starts_1p: Array, *of_out: Array
         ) -> tuple[Array, ...]:
+            assert segments
             return segments.gradients(q, k, v, q_ids, *of_out)
 
         return *choose(kept[3], of_segments, pieces.gradients, *kept, d_out), None, None, None
@@ -119,8 +121,8 @@ class _Mask(NamedTuple):
     """
 
     bias_b1ts: Array | None = None
-    lengths: tuple[Array, Array] | None = None  # [b]: numbers of the first queries and of the first keys
-    used: tuple[Array, Array] | None = None  # [b, t] and [b, s]: queries seeing a key, and keys seen; None: all
+    lengths: tuple[Array, ...] | None = None  # [b]: numbers of the first queries and of the first keys
+    used: tuple[Array, ...] | None = None  # [b, t] and [b, s]: queries seeing a key, and keys seen; None: all
 
     def of_queries(self, x_bt: Array, otherwise: float = 0.0) -> Array:
         """Replaces the entries of queries that see no key."""
@@ -245,8 +247,8 @@ class _Pieces:
         if len(outs) > 1:
             shares = [jnp.exp(x - y) for x, y in zip(normalisers, self.queries(normaliser_BTN), strict=True)]
             outs = [share[..., None] * out for share, out in zip(shares, outs, strict=True)]
-        out_BTNV = sum(self._rows(p, out, (*q.shape[:3], v.shape[3])) for p, out in enumerate(outs)).astype(q.dtype)
-        return out_BTNV, normaliser_BTN
+        out_BTNV = sum(self._rows(p, out, (*q.shape[:3], v.shape[3])) for p, out in enumerate(outs))
+        return jnp.asarray(out_BTNV, q.dtype), normaliser_BTN
 
     def gradients(
         self, q: Array, k: Array, v: Array, q_ids: Array, k_ids: Array, starts_1p: Array, *of_out: Array

@@ -30,8 +30,8 @@ def operands(
     *,
     window: int = 0,
     bias_b1ts: Array | None = None,
-    lengths: tuple[Array, Array] | None = None,
-    offsets: tuple[Array, Array] | None = None,
+    lengths: tuple[Array, ...] | None = None,
+    offsets: tuple[Array, ...] | None = None,
 ) -> tuple[tuple[Array, ...], dict[str, Any]]:
     """Builds the operands and settings of a call of cuDNN's attention with q, k, v [b, t, n, h]."""
     none = jnp.zeros(0, arrays[0].dtype)
@@ -71,11 +71,11 @@ class Segments:
         last = _classes(ids_BT)[-1]
         return last.count <= last.starts_S.size
 
-    def run(self, q: Array, k: Array, v: Array, ids_BT: Array) -> tuple[Array, Array]:
+    def run(self, q: Array, k: Array, v: Array, ids_BT: Array) -> tuple[Array, ...]:
         """Returns the output [B, T, N, H] and softmax normaliser [B, T, N]; arbitrary if the segments do not fit."""
         B, T, N, _ = q.shape
         starts_F, _ = _bounds(ids_BT)
-        results = []
+        results: list[tuple[_Class, tuple[Array, ...]]] = []
         for each in _classes(ids_BT):
             given, settings = self._call((q, k, v), each)
             out, normaliser_SNL = fused._dot_product_attention_fwd_p.bind(*given, is_training=True, **settings)
@@ -90,7 +90,7 @@ class Segments:
         """Returns the gradients of q, k and v, from the results of `run` and the gradient of the output."""
         B, T, N, _ = q.shape
         normaliser_FN = normaliser_BTN.reshape(B * T, N)
-        results = []
+        results: list[tuple[_Class, tuple[Array, ...]]] = []
         for each in _classes(ids_BT):
             given, settings = self._call((q, k, v), each)
             token_SL = each.starts_S[:, None] + jnp.arange(each.longest)
@@ -121,7 +121,7 @@ def can_list(tokens: int, T: int, spec: ScoreSpec, heads: int) -> bool:
     return suitable and all(T % L == 0 and L % MULTIPLE == 0 for L in _longest(T))
 
 
-def _of_own_class(results: list[tuple[_Class, tuple[Array, ...]]], rows: tuple[int, int]) -> tuple[Array, ...]:
+def _of_own_class(results: list[tuple[_Class, tuple[Array, ...]]], rows: tuple[int, ...]) -> tuple[Array, ...]:
     """Takes each token's entries of arrays [B, T, ...] from the results of its segment's class."""
     (_, chosen), *others = results
     for each, arrays in others:

@@ -51,7 +51,7 @@ def dot_product(
     """Attends with q [B, T, N, H] to k, v [B, n S, K, H]; holds the scores [B, N, T, S] in float32."""
     B, T, N, _ = q_BTNH.shape
     by_device = (x.reshape(B, context.layout.shards("length"), -1, *x.shape[2:]) for x in (q_BTNH, k_BSKH, v_BSKH))
-    out_BntNH = masked_attention(*by_device, causal_mask(context, spec.window), spec, sinks_N)
+    out_BntNH = masked_attention(*by_device, mask_BTS=causal_mask(context, spec.window), spec=spec, sinks_N=sinks_N)
     return checkpoint_name(out_BntNH.reshape(B, T, N, -1), CONTEXT)
 
 
@@ -82,14 +82,14 @@ def masked_attention(
         scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
     scores = jnp.where(mask_BTS[..., None, None, :, :], scores, MASKED)
     largest = jnp.max(scores, axis=-1, keepdims=True)
-    if sinks_N is not None:
-        sinks = sinks_N.astype(jnp.float32).reshape(K, N // K, 1, 1)
+    sinks = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(K, N // K, 1, 1)
+    if sinks is not None:
         largest = jnp.maximum(largest, sinks)
     largest = jax.lax.stop_gradient(largest)
     # Divide by the softmax normaliser last: the output [B, T, N, H] is smaller than the scores.
     unnormalised = jnp.exp(scores - largest)
     normaliser = jnp.sum(unnormalised, axis=-1, keepdims=True)
-    if sinks_N is not None:
+    if sinks is not None:
         normaliser += jnp.exp(sinks - largest)
     out_BTKGH = jnp.einsum("...KGTS,...SKH->...TKGH", unnormalised.astype(v_BSKH.dtype), v_BSKH)
     return (out_BTKGH / jnp.moveaxis(normaliser, -2, -4)).astype(v_BSKH.dtype).reshape(*B, T, N, -1)

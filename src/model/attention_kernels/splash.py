@@ -48,12 +48,12 @@ class ZigzagCausalMask(sa.Mask):
         """Numbers of queries and keys."""
         return 2 * self.q_sequence.shape
 
-    def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
+    def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
         """Gives [any, all] of a block's mask instead of the mask; its queries must be consecutive in the text.
 
         JAX reads nothing else from it: it does not load masks of blocks for which it has a `mask_function`.
         """
-        queries, keys = block
+        queries, keys = idx
         first, last = self.q_sequence[queries.start], self.q_sequence[queries.stop - 1]
         nearest, furthest = first - (keys.stop - 1), last - keys.start  # distance in tokens from a query back to a key
         reach = self.mask_function.window or len(self.q_sequence)
@@ -83,10 +83,14 @@ def block_sizes(queries: int, keys: int, window: int, head_dim: int, dtype: jnp.
     computed = COMPUTED_OF_LARGE if block_kv == BLOCKS[-1] else min(block_kv, COMPUTED)
     fused = head_dim <= 128 and keys // block_kv <= 4
     return sa.BlockSizes(
-        **{f"block_q{of}": block_q for of in ("", "_dkv")},
-        **{f"block_kv{of}": block_kv for of in ("", "_dkv")},
-        **{f"block_kv{of}_compute": computed for of in ("", "_dkv")},
-        **({} if fused else {f"block_{of}_dq": min(block, 1024) for of, block in (("q", block_q), ("kv", block_kv))}),
+        block_q=block_q,
+        block_kv=block_kv,
+        block_kv_compute=computed,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_kv,
+        block_kv_dkv_compute=computed,
+        block_q_dq=None if fused else min(block_q, 1024),
+        block_kv_dq=None if fused else min(block_kv, 1024),
         use_fused_bwd_kernel=fused,
     )
 

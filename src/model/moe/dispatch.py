@@ -161,7 +161,7 @@ def _linear(transpose: Callable, static: tuple[int, ...]) -> Callable[[Callable]
     """Makes transpose(., inverse, indices, *static) the derivative of f(x, indices, inverse, *static), linear in x."""
 
     def decorate(function: Callable) -> Callable:
-        differentiable = functools.wraps(function)(jax.custom_vjp(function, nondiff_argnums=static))
+        differentiable: Any = functools.wraps(function)(jax.custom_vjp(function, nondiff_argnums=static))
 
         def forward(*arguments: Any) -> tuple[Array, Any]:
             return differentiable(*arguments), arguments[1:3]

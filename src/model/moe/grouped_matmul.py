@@ -112,7 +112,7 @@ def add_by_group(x: Array, bias: Array, factor_R1: Array | None = None, *, rows_
 def _batched_codes(x_GRX: Array, kernel: GroupedCodes, transposed: bool) -> Array:
     weight_dims = "gyx" if transposed else "gxy"
     triples = (weight_dims, "grx", "gry"), (weight_dims, "gry", "grx"), ("grx", "gry", weight_dims)
-    no_axes = dict.fromkeys("grxy", ())  # all dims are local to this device
+    no_axes: Any = dict.fromkeys("grxy", ())  # all dims are local to this device
     forward, to_x, to_kernel = (Product(kernel.products, *dims, no_axes, no_axes) for dims in triples)
     formats = kernel.products.format
 

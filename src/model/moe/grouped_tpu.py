@@ -51,7 +51,7 @@ def row_tile(rows: int, groups: int) -> int:
 
 
 @functools.cache
-def tile_sizes(rows: int, X: int, Y: int, itemsize: int) -> tuple[int, int]:
+def tile_sizes(rows: int, X: int, Y: int, itemsize: int) -> tuple[int, ...]:
     """Chooses tiles of X and Y, multiples of 128 that fit in a TPU core's memory, with the least time per tile of rows.
 
     The time counts multiplying (including padding past the arrays' ends), adding to the sum, fetching both inputs, and
@@ -59,12 +59,12 @@ def tile_sizes(rows: int, X: int, Y: int, itemsize: int) -> tuple[int, int]:
     """
     speed, out_bytes = (2, 2) if itemsize == 1 else (1, itemsize)
 
-    def time(tile: tuple[int, int]) -> int:
+    def time(tile: tuple[int, ...]) -> int:
         x, y = tile
         fetch = OPERATIONS_PER_BYTE * itemsize * (rows * x + x * y) // 2
         return -(-X // x) * -(-Y // y) * (rows * (x + speed * ADDITION) * y + speed * (fetch + STEP))
 
-    def fits(tile: tuple[int, int]) -> bool:
+    def fits(tile: tuple[int, ...]) -> bool:
         x, y = tile
         # Inputs and outputs are double-buffered; the sum is in float32, of a gradient's size.
         outputs = (rows if itemsize > 1 else max(rows, x)) * y

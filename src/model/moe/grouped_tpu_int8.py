@@ -104,7 +104,7 @@ def rows_times_rows(x_RX: Array, y_RY: Array, scales: Array, rows_G: Array, dtyp
 
 
 def _run(
-    program: Callable, grid: tuple, blocks: list[pl.BlockSpec], out_block: pl.BlockSpec, out: Any, interpret: bool
+    program: Callable, grid: tuple, blocks: list[pl.BlockSpec], out_block: Any, out: Any, interpret: bool
 ) -> Callable:
     tile = [size for size in out_block.block_shape if size]
     specs = pltpu.PrefetchScalarGridSpec(

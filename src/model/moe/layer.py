@@ -145,7 +145,7 @@ class Experts(nnx.Module):
         """
 
         def multiplied(weight: Array | Quantized) -> Array | GroupedCodes:
-            return encoded(weight, dtype) if _is_quantized(weight) else weight.astype(dtype)
+            return encoded(weight, dtype) if isinstance(weight, Quantized) else weight.astype(dtype)
 
         weights = {name: getattr(self, name)[...] for name in AXES if hasattr(self, name)}
         weights = jax.tree.map(multiplied, weights, is_leaf=_is_quantized)
@@ -206,7 +206,7 @@ def _run_experts(
 ) -> Array:
     """Weighted sums [X, D] of the expert outputs of a device's tokens."""
     x_XD, weights_Xk = tokens
-    if spec.scale_expert_inputs:  # treat each of a token's choices as a separate token
+    if spec.scale_expert_inputs and weights_Xk is not None:  # treat each of a token's choices as a separate token
         tokens = (x_XD[:, None] * weights_Xk[..., None]).reshape(-1, x_XD.shape[1]), None
         experts_Xk = experts_Xk.reshape(-1, 1)
     if slots:

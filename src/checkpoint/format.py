@@ -1,4 +1,4 @@
-"""Defines a checkpoint's parts: arrays by dotted name, a checksum of its meta, and a file of evaluations."""
+"""Defines a checkpoint's contents: arrays by dotted name, a checksum of its meta, and a file of evaluations."""
 
 import functools
 import json

@@ -79,7 +79,7 @@ def identity(path: str) -> str:
 
 
 def hf_folder(path: str) -> str:
-    """Finds the local folder of a Hugging Face model, after fetching it from the hub; "" for other paths."""
+    """Returns the folder of the Hugging Face model `path`, fetched first if it is on the hub; "" for other paths."""
     folder = path
     if path.startswith(HUB):
         from src.extras.hf.hub import local_folder

@@ -36,11 +36,11 @@ ENTRIES = {False: params.ROLES, True: ("ema", *params.ROLES[1:])}  # a checkpoin
 
 
 def restore_weights(path: epath.PathLike, wanted_of: AbstractOf, ema: bool = False, some: str = "") -> Restored:
-    """Restores weights of any run's checkpoint, as `restore_any` does, from any part of its state.
+    """Restores weights of any run's checkpoint, as `restore_any` does, whether the run trained or froze them.
 
-    Dotted names, here and in `wanted_of`, leave out the part. With `ema`, trained weights are replaced by their
-    averages. Also raises UserError if the run has no averages, or has further weights, unless `some` describes a
-    request for only a part of the weights.
+    Dotted names, here and in `wanted_of`, omit the entry (`trainable`, `frozen`, ...). With `ema`, trained weights are
+    replaced by their averages. Also raises UserError if the run has no averages, or has further weights, unless `some`
+    describes a request for only a part of the weights.
     """
     entries = ENTRIES[ema]
 
@@ -50,7 +50,8 @@ def restore_weights(path: epath.PathLike, wanted_of: AbstractOf, ema: bool = Fal
             raise UserError(f"load_ema: {path} has no average of its weights: that run was made without ema_decay")
         wanted = wanted_of(meta, {name: saved[f"{entry}.{name}"] for name, entry in entry_of.items()})
         named = {f"{entry_of.get(name, entries[0])}.{name}": leaf for name, leaf in wanted.items()}
-        return named if some else dict.fromkeys(entries) | named  # naming an entry compares all names in it
+        # `restore` compares the names of all arrays in an entry that is a key here.
+        return named if some else dict.fromkeys(entries) | named
 
     what = some or ("the average of the weights" if ema else "the weights")
     restored, meta, messages = restore_any(path, by_entry, what)
@@ -163,7 +164,7 @@ def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], Saved]:
 
 
 def _read_arrays(step_folder: epath.Path, wanted: Wanted, saved: Saved) -> dict[str, jax.Array]:
-    """Reads the wanted arrays, in the saved dtypes, with the wanted shardings; each process reads its devices' parts.
+    """Reads the wanted arrays, in the saved dtypes, with the wanted shardings; each process reads its devices' shards.
 
     This reads Orbax's format with TensorStore, because Orbax's own `restore` makes the other processes hang if one of
     them finds damage, and leaves reads behind that print tracebacks after the error was handled.
@@ -176,7 +177,7 @@ def _read_arrays(step_folder: epath.Path, wanted: Wanted, saved: Saved) -> dict[
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         store = tensorstore_result(ts.open({"driver": "zarr", "kvstore": kvstore}, open=True, context=context))
         shape, sharding = wanted[name].shape, wanted[name].sharding
-        # Devices with the same part share one read, and all parts are read at once.
+        # One read for all devices that hold the same shard; all shards are read at once.
         indices = {str(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
         shards = {key: store[index].read() for key, index in indices.items()}
         array = jax.make_array_from_callback(

@@ -117,7 +117,7 @@ def run_rules(run: Run, loading: Checkpoint) -> int:
 
 
 def all_weights(abstract: TrainState) -> Tree:
-    """Selects the model's weights of every role, without adapters."""
+    """Selects all of the model's weights, trainable, frozen and statistics, but not adapters."""
     return {name: entry for name, entry in abstract.weights.merged().items() if name != "lora"}
 
 

@@ -22,7 +22,7 @@ from src.system.storage_errors import Failure, StoreError, failure_of, one_line
 # Files and folders that a run writes into its folder.
 FILES = ("config.yml", "environment.json", "metrics.jsonl", "report.html", "sample.txt")
 FOLDERS = ("checkpoints", "tensorboard")
-# A run's config.yml, which may be empty after a crash. No other is replaced.
+# Matches a run's config.yml, also if a crash left it empty. A run does not replace any other config.yml.
 _OWN_CONFIG = rb"(?s)run_name: .*\nbase_output_directory: .*\nmodel_name: .*\naccept_changes: |\Z"
 
 
@@ -131,7 +131,7 @@ class RunFolder:
                 self._synced[file] = version
 
     def close(self) -> None:
-        """Syncs, unlocks the folder, and deletes the temporary folder and empty folders that `lock` created."""
+        """Syncs, deletes the folders that `lock` created if they are empty, unlocks, and deletes temporary files."""
         self.sync()
         if self._lock is not None:
             with contextlib.suppress(OSError):  # stops at a folder that has files

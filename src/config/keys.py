@@ -54,7 +54,7 @@ class Key:
     is_local: bool = False  # the path is on this machine's file system, not in a remote store
     any_text: bool = False  # the text may have any character, even those that a name may not have
     commands: tuple[str, ...] = ()  # the commands that read it, the main one first; empty: all that it concerns
-    ignored: str = "in files"  # where others may give it and get a note: anywhere, in files (which they share), nowhere
+    ignored: str = "in files"  # where other commands may set it and only get a note: anywhere, in files, nowhere
     above: str = ""  # comment lines above it in base.yml
     entries: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the comment of each entry of a mapping
     name: str = ""

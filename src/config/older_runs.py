@@ -10,7 +10,7 @@ from src.system.errors import UserError
 
 
 def former_defaults(settings: Sequence[Setting]) -> list[Setting]:
-    """Returns a run's former default rule for latents, if these settings resume a run older than today's rule."""
+    """Returns the rule for latents that a run began with, if these settings resume a run with an older default."""
     chosen = {"base_output_directory": defaults()["base_output_directory"], "run_name": ""}
     chosen |= {setting.key: str(setting.value) for setting in settings}
     if not chosen["run_name"]:

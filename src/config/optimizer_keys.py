@@ -41,7 +41,7 @@ class Schedule(NamedTuple):
     """Declares a value of `lr_schedule_type`."""
 
     note: str  # its line in base.yml
-    # The share of the peak at a step after the warm-up: (keys, step, steps of warm-up, steps of the schedule).
+    # (keys, step, warm-up steps, schedule steps) -> learning rate after the warm-up, as a fraction of its peak
     share: Callable[["OptimizerKeys", int, int, int], float]
     reads: tuple[str, ...] = (FINAL,)  # keys that only some schedules read
 

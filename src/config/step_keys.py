@@ -10,7 +10,7 @@ from src.config.optimizer_keys import OptimizerKeys
 _QKV = ("query_proj", "key_proj", "value_proj")
 _PRODUCTS = (*_QKV, "out_proj", "mlpwi", "mlpwo")  # all matmuls but attention's
 REMAT_ARRAYS = ("decoder_layer_input", *_QKV, "context", "out_proj", "mlpwi", "mlpwo")
-# The arrays that each policy but none and custom saves for the backward pass: on the device, and in host memory.
+# Policy, except `none` and `custom` -> arrays that it saves for the backward pass: on the device, in host memory.
 REMAT_POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "full": ((), ()),
     "minimal": (_PRODUCTS, ()),

@@ -41,7 +41,7 @@ class BatchSchedule:
 
     rows: int  # B
     ramp: tuple[tuple[int, int], ...] = ()  # (rows, steps) of each smaller batch size, in order
-    shards: int = 1  # groups of devices that split the rows of a batch; it divides every batch size
+    shards: int = 1  # shards of a batch's rows; every batch size is a multiple of it
 
     @classmethod
     def of(cls, keys: BatchKeys, rows_of: Callable[[float, str], int], shards: int = 1) -> Self:

@@ -1,4 +1,4 @@
-"""Makes the batches of evaluations."""
+"""Makes the batches of an evaluation set: for each evaluation the same ones, the next ones, or one epoch."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

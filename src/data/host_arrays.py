@@ -13,7 +13,7 @@ from src.system.errors import UserError, changed_keys
 
 
 def host_rows(sharding: jax.sharding.Sharding, global_shape: Sequence[int]) -> np.ndarray:
-    """Lists the rows of a global array of which this process's devices hold any part: int [rows], ascending."""
+    """Lists the rows of a global array of which this process's devices hold a shard: int [rows], ascending."""
     index_maps = sharding.addressable_devices_indices_map(tuple(global_shape)).values()
     return np.unique(np.concatenate([np.arange(*index[0].indices(global_shape[0])) for index in index_maps if index]))
 

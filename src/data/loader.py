@@ -72,8 +72,8 @@ def train_batches(
 class HostBatchLoader:
     """Makes this host's rows of batches, filled by `streams`, from a mixture of sources with one packer each.
 
-    Each of `data_threads` threads has a share of the streams. Rows take different times to make, so a thread waits for
-    the others only when it is several batches ahead of them.
+    The streams are split among `data_threads` threads. Rows take different times to make, so a thread waits for the
+    others only when it is several batches ahead of them.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ PLACED_BITS = 19
 
 
 class Segment(NamedTuple):
-    """Describes a part of a row: `length` targets of one of an item's documents, from target `first` on."""
+    """A segment of a row: targets `first` to `first + length` of document number `document` of item number `item`."""
 
     item: int
     document: int

@@ -17,7 +17,7 @@ BATCH_ARRAYS: dict[str, type] = {
     "positions": np.int32,  # from 0 in each segment
     "loss_mask": np.float32,  # 1 for targets that count in the loss; 0 for padding
 }
-END, NOT_TEXT = -1, -2  # in `text_bytes`: bos and eos; ids without text, and padding
+END, NOT_TEXT = -1, -2  # instead of a count in `text_bytes`: for bos and eos; for other ids without text, and padding
 RowArrays = dict[str, np.ndarray]  # a host's rows of these arrays
 Rows = Sequence[int] | np.ndarray  # numbers of a host's rows in a global batch, or of its packing streams; ascending
 Fingerprint = dict[str, str | int]  # properties that identify data, by name: equal if and only if the data are equal

@@ -2,7 +2,7 @@
 
 All operands are E4M3, including gradients, and a scale is a power of two that covers its block's largest magnitude
 ("OCP Microscaling Formats" 1.0, section 5; Mishra et al. 2025, arXiv:2506.08027, which rounds it up). Blocks run along
-the summed dim, so each of a layer's three matmuls rounds both of its operands itself.
+the summed dim, so each of a layer's three matmuls quantizes both of its operands itself.
 """
 
 import math
@@ -24,7 +24,7 @@ _LARGEST = float(jnp.finfo(CODES).max)
 
 
 def encode(x: Array, on_cpu: bool) -> Coded:
-    """Rounds x [..., S] in blocks of 32 along S; the scales are [..., S / 32], in E8M0.
+    """Quantizes x [..., S] in blocks of 32 along S; the scales are [..., S / 32], in E8M0.
 
     `on_cpu`: returns the dequantized values in float32, with scales of one.
     """
@@ -53,9 +53,10 @@ class BlockProducts:
         return self.layout.platform == "cpu"
 
     def multiply(self, x: Array, weight: Array, bound: None, axes: tuple[str | None, ...], einsum: str) -> Array:
-        """Multiplies by a weight with these logical axes, as `einsum` says. Other dims of x are batch and sequence.
+        """Computes the einsum of `x` and a weight, whose dims have the logical axes `axes`, with quantized operands.
 
-        Raises UserError if blocks divide a dim, and a device's part of it is not a multiple of 32.
+        Dims of x that the weight lacks are batch and sequence. Raises UserError if a dim is cut into blocks, and its
+        size on a device is not a multiple of 32.
         """
         x_dims, w_dims, out_dims = einsum.replace("->", ",").split(",")
         parts, stored = shards(self.layout, einsum, axes)
@@ -81,7 +82,7 @@ class BlockProducts:
 
 @dataclass(frozen=True)
 class BlockProduct:
-    """A matmul of one device's parts of two arrays: each is rounded, and gathered in 8 bits if needed."""
+    """Quantizes a device's shards of two arrays, gathers the left one to the sharding `parts`, and multiplies them."""
 
     on_cpu: bool
     left: str  # dims of the operands and of the output
@@ -93,7 +94,7 @@ class BlockProduct:
     weight: str  # the dims that belong to a weight, not to batch or sequence
 
     def __call__(self, left: Array, right: Array) -> Array:
-        """Computes the device's part of the output, in the right operand's dtype."""
+        """Computes the device's shard of the output, in the right operand's dtype."""
         summed = "".join(dim for dim in self.right if dim not in self.out)
         rows, columns = ("".join(dim for dim in dims if dim not in summed) for dims in (self.right, self.left))
         by_row = self._coded(right, self.right, rows + summed, self.parts)
@@ -111,7 +112,7 @@ class BlockProduct:
         return sum_over_devices(out, self.out, summed, self.parts, self.out_at, self.on_cpu)
 
     def _coded(self, x: Array, dims: str, order: str, at: Shards) -> Coded:
-        """Transposes x to the dims `order`, rounds it along the last one, and gathers it from its sharding."""
+        """Transposes x to the dims `order`, quantizes it along the last one, and gathers it from the sharding `at`."""
         x = jnp.einsum(f"{dims}->{order}", x)
         elsewhere = [at[dim][len(self.parts[dim]) :] for dim in order]
 
@@ -122,7 +123,7 @@ class BlockProduct:
 
         if x.shape[-1] % BLOCK == 0:
             return Coded(*map(gathered, encode(x, self.on_cpu)))
-        if (whole := gathered(x)).shape[-1] % BLOCK:  # neither the device's part nor the gathered dim has whole blocks
+        if (whole := gathered(x)).shape[-1] % BLOCK:  # the blocks fit neither the shard nor the gathered dim
             if order[-1] in self.weight:
                 what, help_ = "of a weight's dim", "that size, or name the weight in quantization_exclude"
             else:

@@ -121,7 +121,7 @@ class Decoder(nnx.Module):
         return jnp.where(ids_V < self.spec.vocab_size, logits_BTV, MASKED)
 
     def output_parts(self, count: int, layout: Layout) -> OutputPart | None:
-        """Cuts the output projection along V into parts; None if devices share V or it does not divide."""
+        """Splits the output projection along V; None if V is sharded or not divisible, or with an adapter."""
         V, tied = self.spec.padded_vocab_size, self.spec.logits_via_embedding
         kernel = (self.embedding if tied else self.output)[...]
         if layout.shards("vocab") > 1 or V % count or not isinstance(kernel, Array):  # not an array: it has an adapter

@@ -73,7 +73,7 @@ class Execution:
 
 
 def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> "Schedule | None":
-    """Makes the schedule of pipeline stages, None for one stage; raises UserError if keys and mesh do not fit."""
+    """Makes the schedule of pipeline stages, None for one stage; raises UserError if settings and mesh do not fit."""
     if layout.mesh.shape[STAGE] > 1:
         from src.model import pipeline
 
@@ -95,7 +95,7 @@ def check_rows(rows: int, layout: Layout, execution: Execution, key: str) -> Non
 
 
 def make_execution(step: Step, spec: ModelSpec, layout: Layout, schedule: "Schedule | None") -> Execution:
-    """Chooses how layers run, from the keys of a step.
+    """Chooses how layers and the update run, by the configuration and the platform.
 
     `scan_layers=auto` unrolls layers on a single CPU, because a loop would copy the arrays it saves for the backward
     pass. Several CPU devices stand for accelerators, and scan.
@@ -106,7 +106,8 @@ def make_execution(step: Step, spec: ModelSpec, layout: Layout, schedule: "Sched
     # XLA's TPU compiler would delay a gradient that only the optimizer needs to the end of the step, and hold its
     # inputs in memory throughout the backward pass.
     early = layout.platform == "tpu"
-    # On other platforms XLA would hold an offloaded state on the device throughout the step; and its CPU compiler,
-    # which makes each new array in a separate loop, copies the old moments before it writes the new ones.
+    # Update in a conditional branch, so that an offloaded state is on the device only there: except on TPUs, XLA would
+    # hold it throughout the step. On a CPU, where each new array is made in a separate loop, XLA would otherwise copy
+    # the old moments before it writes the new ones.
     branch = step.optimizer_memory_host_offload or layout.platform == "cpu"
     return Execution(scans, step.remat_policy, dict(step.remat_custom), schedule, spec.has_experts, early, branch)

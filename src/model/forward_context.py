@@ -27,16 +27,16 @@ class ForwardContext:
     early_gradients: bool = False  # `Execution.early_gradients`
     mlp_in_halves: bool = False  # `Execution.mlp_in_halves`
 
-    # T may be sharded over more devices between blocks than within them: also over those that share heads and hidden
-    # units within (sequence parallelism). Constraining to both shardings makes XLA use one all-gather for all
-    # projections forward, and one reduce-scatter for the sum of their gradients backward.
+    # Between blocks, T may also be sharded over the mesh axes that shard heads and hidden units within blocks (sequence
+    # parallelism). Constraining to one sharding and then the other makes XLA use one all-gather for all of a block's
+    # projections, and in the backward pass one reduce-scatter for the sum of their gradients.
 
     def all_gather_sequence(self, x_BTD: Array) -> Array:
-        """Gathers T before a block's projections, from its sharding between blocks to the one within."""
+        """All-gathers T before a block's projections, from its sharding between blocks to its sharding within them."""
         return self._reshard(x_BTD, "norm_length", "length")
 
     def reduce_scatter_sequence(self, x_BTD: Array) -> Array:
-        """Sums and shards T after a block's last projection, from its sharding within blocks to the one between."""
+        """Reduce-scatters T after a block's last projection, to its sharding between blocks."""
         return self._reshard(x_BTD, "length", "norm_length")
 
     def _reshard(self, x_BTD: Array, *axes: str) -> Array:

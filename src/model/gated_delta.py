@@ -37,7 +37,7 @@ class GatedDelta(nnx.Module):
         self.gate = weight(rngs, (emb_dim, K, Z), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
         self.write_gate = weight(rngs, (emb_dim, K, G), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
         self.decay_gate = weight(rngs, (emb_dim, K, G), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
-        # One kernel for all heads: queries, then keys, then values. It is not a matmul, so 8 bits and adapters skip it.
+        # One kernel for all heads: queries, then keys, then values. Not a matmul: it is not quantized or adapted.
         self.conv = weight(rngs, (K * X, 1, C), (None, None, None), dtype, scale=C**-0.5)
         # Rates spread evenly over (0, 16), matching the average of the published code.
         rates = np.log(16 * (np.arange(K * G) + 0.5) / (K * G)).reshape(K, G)
@@ -51,7 +51,8 @@ class GatedDelta(nnx.Module):
         """Counts the layer's activations, and the operations of the rule applied token by token."""
         K, _, X, Z = _sizes(spec)
         spared_by = {"qkv": ("value_proj",), "gate": ("query_proj",), "out": ("out_proj",)}
-        # Decay, reading, writing and the output go through the state; matmuls within a chunk are not counted.
+        # Decay, reading, writing and output take 8 operations per element of the states; the convolution, 2 per weight.
+        # Matmuls within a chunk are not counted.
         products = 8.0 * K * Z * spec.gdn_key_head_dim + 2.0 * spec.gdn_conv_kernel_dim * K * X
         width = K * (2 * X + 2 * Z)  # before and after the convolution; the gate, and the array that it multiplies
         return Costs(width, {"heads": (K,)}, spared_by, last="out", products=products)

@@ -89,10 +89,11 @@ class LatentAttention(nnx.Module):
         return rope(x_BTNH, context.positions_BT, self.spec) if self.spec.position_type == "rope" else x_BTNH
 
     def _expand(self, latent_BT1R: Array, shared_BT1H: Array, context: ForwardContext) -> tuple[Array, Array]:
-        """Expands the latent to keys and values of every head, [B, n S, N, H] each for n devices that share a sequence.
+        """Expands the latent to keys and values of every head, each [B, n S, N, H] for n shards of a sequence.
 
-        Devices that share sequences gather the latent, and each expands whole sequences: that takes less time than
-        gathering the expanded parts (docs/log.md). Remat policies then save the latent instead of keys and values.
+        If sequences are sharded, each device gathers the latent and expands complete sequences: that takes less time
+        than gathering the expanded shards (docs/log.md). Remat policies then save the latent instead of keys and
+        values.
         """
         layout = context.layout
         rows_shared = layout.shards("length") > 1
@@ -120,12 +121,12 @@ class LatentAttention(nnx.Module):
 
 
 def _whole(kernel: Any, dtype: jnp.dtype, layout: Layout) -> Any:
-    """Gathers an up-projection: XLA on TPUs would multiply by each device's few rows of it in turn (docs/log.md)."""
+    """Gathers an up-projection's rows: XLA on TPUs would multiply by each shard's few rows in turn (docs/log.md)."""
     return layout.constrain(kernel.astype(dtype), None, "heads", "head_dim") if isinstance(kernel, Array) else kernel
 
 
 def undivided_latents(layout: Layout, spec: ModelSpec) -> list[str]:
-    """Describes each latent size that the mesh axes of the default rule do not divide."""
+    """Describes each latent size that is not divisible by the mesh axes of the default rule."""
     latents = [layer for layer in dict.fromkeys(spec.layers) if layer.attention_type == "mla"]
     sizes = sorted({size for layer in latents for size in (layer.q_lora_rank, layer.kv_lora_rank) if size})
     by_default = dataclasses.replace(layout, rules={**layout.rules, "latent": LOGICAL_AXES["latent"][0]})
@@ -133,7 +134,7 @@ def undivided_latents(layout: Layout, spec: ModelSpec) -> list[str]:
 
 
 def place_latents(layout: Layout, spec: ModelSpec) -> Layout:
-    """Drops the default sharding rule for latents if it does not divide them; other rules must divide them."""
+    """Drops the default sharding rule for latents if a size is not divisible; other rules raise an error then."""
     if layout.rules["latent"] == LOGICAL_AXES["latent"][0] and undivided_latents(layout, spec):
         return dataclasses.replace(layout, rules={**layout.rules, "latent": ()})
     return layout

@@ -26,8 +26,8 @@ def run_layer_group(
     """Runs the group's pattern `repeats` times on [B, T, D], with blocks numbered from `first_layer`.
 
     Weights (unless shared), caches and the blocks' reports have a leading dim of `repeats`; caches are a list with one
-    per pattern position, each None in training. With `staged`, pipeline stages (if any) split the repeats; with caches
-    each runs all. Returns x, the caches, and the reports by pattern position.
+    per pattern position, each None in training. With `staged`, the repeats are split over pipeline stages, if any,
+    unless there are caches. Returns x, the caches, and the reports by pattern position.
     """
     graphdef, weights = nnx.split(blocks)
     layers = first_layer + len(group.pattern) * jnp.arange(group.repeats)

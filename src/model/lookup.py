@@ -13,8 +13,8 @@ LANES = 128  # numbers of a row that a TPU moves at once
 def look_up(table_VD: Array, ids_BT: Array, layout: Layout, axis: str) -> Array:
     """Looks up rows [B, T, D] of a table, a weight whose dims have the logical axes `axis` and embed.
 
-    If rows are sharded, each device looks up the rows of its part, and a sum over devices combines them (Shoeybi et al.
-    2019, section 3). If D is sharded, a device either gathers the table, or looks up its columns for the tokens of
+    If rows are sharded, each device looks up the rows in its shard, and a sum over devices combines them (Shoeybi et
+    al. 2019, section 3). If D is sharded, a device either gathers the table, or looks up its columns for the tokens of
     other devices and exchanges the results; the exchange moves less if the table has many more rows than the device has
     tokens.
     """

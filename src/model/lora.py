@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685), trained instead of the weights that they modify.
 
-Adapters have the nesting of the weights, under `lora` in the trainable part of the state, with `down` and `up`
-replacing an adapted weight.
+Adapters have the nesting of the weights, under `lora` in the trainable weights, with `down` and `up` replacing an
+adapted weight.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Adapted:
     up: Any  # the rank, then the other dims; includes alpha / rank
 
     def __getitem__(self, index: Any) -> "Adapted":
-        """Supports `...`, and `[..., part]` to take a part of the last dim, which `up` has too."""
+        """Supports `...`, and `[..., index]` to slice the last dim, which is also the last dim of `up`."""
         return self if index is Ellipsis else Adapted(self.base[index], self.down, self.up[index])
 
     def grouped(self, x: Array, product: Callable[[Array, Array], Array]) -> Array:
@@ -35,7 +35,7 @@ class Adapted:
         return product(x, self.base) + product(product(x, self.down), self.up)
 
     def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Array, str], Array]) -> Array:
-        """Multiplies `x` by the adapted weight as `einsum` says; `matmul` multiplies by plain weights."""
+        """Computes the einsum of `x` and the adapted weight; `matmul` computes it for plain weights."""
         inputs, out = einsum.split("->")
         x_dims, dims = inputs.split(",")
         inner = self.down.ndim - 1

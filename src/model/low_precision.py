@@ -1,8 +1,8 @@
 """Matmuls with weights in 8 bits, forward and backward: int8 with a scale per channel, float8 with one per tensor.
 
 Scales come from the current largest magnitude, or from fixed bounds: no state is carried between steps. Weights and
-activations are rounded once, and the backward pass reuses the rounded values. If their scales vary along a dim that the
-backward pass sums over, the gradient is multiplied by them before it is rounded (docs/quantization.md).
+activations are quantized once, and the backward pass reuses them. If their scales vary along a dim that the backward
+pass sums over, the gradient is multiplied by them before it is quantized (docs/quantization.md).
 """
 
 import functools
@@ -26,7 +26,7 @@ MAX_SUMMED = (2**31 - 1) // 127**2  # the most int8 products whose sum always fi
 
 
 class Format(NamedTuple):
-    """How the operands of matmuls are rounded."""
+    """How the operands of matmuls are quantized."""
 
     forward: Any  # dtype of weights and activations
     backward: Any  # dtype of gradients
@@ -47,7 +47,7 @@ class Coded(NamedTuple):
 
 
 def encode(x: Array, bound: Array, dtype: Any, in_float32: bool = False) -> Coded:
-    """Rounds x to codes of `dtype`, whose largest code represents `bound`; larger magnitudes are clipped.
+    """Quantizes x to `dtype`, whose largest value represents `bound`; larger magnitudes are clipped.
 
     `in_float32` stores the codes' values in float32, for CPUs, which convert to float8 slowly.
     """
@@ -98,10 +98,10 @@ class Products:
         return jnp.full_like(magnitudes, self.bounds[0]) if self.bounds[0] else magnitudes
 
     def multiply(self, x: Array, weight: Array, bound: Array, axes: tuple[str | None, ...], einsum: str) -> Array:
-        """Multiplies by a weight with these logical axes and largest magnitudes `bound`, as `einsum` says.
+        """Computes the einsum of `x` and a weight, whose dims have the logical axes `axes`, with quantized operands.
 
-        Other dims of x are batch and sequence. Gradients are computed from the rounded operands, as if nothing was
-        rounded.
+        `bound` is what the method `bound` returns for the weight. Dims of x that the weight lacks are batch and
+        sequence. The gradients are matmuls of quantized arrays too, and pass straight through the quantization itself.
         """
         x_dims, w_dims, out_dims = einsum.replace("->", ",").split(",")
         parts, scattered = shards(self.layout, einsum, axes)
@@ -128,11 +128,11 @@ class Products:
 
 @dataclass(frozen=True)
 class Product:
-    """Matmul of a coded array with an array that it rounds first.
+    """Matmul of a quantized array with an array that it quantizes first.
 
-    A device rounds its part, multiplies it by its part of the coded array, and applies the scales before sums over
-    devices: the sums then move the activations' dtype instead of 32 bits, and no device waits for another's largest
-    magnitude.
+    A device quantizes its shard of the second array, multiplies it by its shard of the first, and applies the scales
+    before results are summed over devices: the sums then move the activations' dtype instead of 32 bits, and no device
+    waits for another's largest magnitude.
     """
 
     how: Products
@@ -143,7 +143,7 @@ class Product:
     out_parts: Shards  # sharding of the output
 
     def __call__(self, coded: Coded, x: Array, bound: float, dtype: Any) -> tuple[Array, Coded]:
-        """Multiplies; returns the result in x's dtype, and x rounded to `dtype`, within the fixed bound if not 0."""
+        """Returns the product in x's dtype, and x quantized to `dtype`, by a fixed bound if `bound` is not 0."""
         on_device = functools.partial(self.on_device, bound=bound, dtype=dtype)
         if self.how.layout.mesh.size == 1:
             return on_device(coded, x)
@@ -155,7 +155,7 @@ class Product:
         return self.how.layout.shard_map(on_device, in_specs, out_specs)(coded, x)
 
     def on_device(self, coded: Coded, x: Array, bound: float, dtype: Any) -> tuple[Array, Coded]:
-        """Computes the matmul of one device's parts."""
+        """Computes the matmul of one device's shards."""
         summed = [dim for dim in self.other if dim not in self.out]
         scales, scaled, is_integer = coded.scales, x, self.how.format.per_channel
         if varies := any(scales.shape[self.coded.index(dim)] > 1 for dim in summed):

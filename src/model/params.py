@@ -1,4 +1,4 @@
-"""Declares each weight once, and derives initial values, abstract shapes, logical axes and parts of the state.
+"""Declares each weight once, and derives initial values, abstract shapes, logical axes and roles.
 
 Weights live in `flax.nnx` modules; the training step sees them as a plain nested dict of arrays.
 """
@@ -110,7 +110,7 @@ def weight(
 
 
 def matmul(x: Array, kernel: Any, einsum: str, precision: str | None = None) -> Array:
-    """Multiplies `x` by a weight in `x`'s dtype, as `einsum` says: every projection of the model uses it."""
+    """Computes the einsum of `x` and a weight, in `x`'s dtype; every projection of the model uses it."""
     # einsum sums over letters in alphabetic order, and would transpose a weight whose dims are in another order.
     letters = dict.fromkeys(einsum.partition("->")[0].partition(",")[2] + einsum.partition(",")[0])
     einsum = einsum.translate(str.maketrans(dict(zip(letters, string.ascii_lowercase, strict=False))))

@@ -1,4 +1,4 @@
-"""Pipeline stages: each device of the mesh axis `stage` runs its part of a group's layers, one micro-batch at a time.
+"""Pipeline stages: each device of the mesh axis `stage` runs its chunks of a group's layers, one micro-batch at a time.
 
 The schedule is circular (interleaved 1F1B's forward order; Narayanan et al. 2021, arXiv:2104.04473, section 2.2): the
 layers are cut into R x P chunks of equal length, and stage s of P runs chunk r P + s in its turn r of R. Each
@@ -72,7 +72,7 @@ class Schedule(NamedTuple):
 
 
 def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> Schedule:
-    """Makes the schedule for several stages from the keys; raises UserError if keys, mesh and layers do not fit."""
+    """Makes the configured schedule of several stages; raises UserError if layers or micro-batches do not fit it."""
     stages, group = layout.mesh.shape[STAGE], spec.layer_groups[spec.largest_group]
     micro_batches, repeats = mesh.num_pipeline_microbatches, mesh.num_pipeline_repeats
     if layout.rules["layers"] != (STAGE,):
@@ -205,7 +205,7 @@ _read = with_gradient(lambda rows_MBTD, index: ((rows_MBTD, rows_MBTD[index]), i
 
 
 def check_rows(rows: int, layout: Layout, schedule: Schedule, key: str) -> None:
-    """Raises UserError if `rows`, which `key` sets, do not divide into micro-batches and shards."""
+    """Raises UserError if `rows`, which `key` sets, are not divisible by micro-batches times shards."""
     shards = layout.shards("batch")
     least = schedule.micro_batches * shards
     if rows % least == 0:

@@ -13,11 +13,11 @@ LARGE = 2**18  # elements of a weight. Below, the quickstart's step took longer 
 
 
 def product(x: Array, kernel: Array, einsum: str, precision: str | None) -> Array:
-    """Multiplies `x` by a weight of the same dtype, as `einsum` says.
+    """Computes the einsum of `x` and a weight of the same dtype.
 
     XLA's CPU compiler transposes both operands of a matmul that sums over several dims, such as a weight's gradient
-    over batch and sequence; for two-dimensional operands it does not. Batch and sequence can be one dim if no two
-    devices share them; on TPUs and GPUs the compiler chooses layouts for matmuls itself.
+    over batch and sequence; for two-dimensional operands it does not. Batch and sequence can be one dim if neither is
+    sharded; on TPUs and GPUs the compiler chooses layouts for matmuls itself.
     """
     dims_x, dims_kernel, dims_y = einsum.replace("->", ",").split(",")
     summed = "".join(dim for dim in dims_x if dim not in dims_y)

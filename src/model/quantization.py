@@ -42,7 +42,7 @@ class Quantized:
         return dataclasses.replace(self, weight=self.weight[index], bound=bound)
 
     def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Any, str], Array]) -> Array:
-        """Multiplies `x` by this weight as `einsum` says."""
+        """Computes the einsum of `x` and this weight."""
         return self.products.multiply(x, self.weight, self.bound, self.axes, einsum)
 
 
@@ -60,7 +60,7 @@ class AtRest:
         return dataclasses.replace(self, coded=Coded(self.coded.codes[index], self.coded.scales[index]))
 
     def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Any, str], Array]) -> Array:
-        """Multiplies `x` by this weight as `einsum` says; scales the output, or x if the output lacks their dims."""
+        """Computes the einsum of `x` and this weight; scales the output, or x if the output lacks the scales' dims."""
         (codes, scales), (x_dims, w_dims, out_dims) = self.coded, einsum.replace("->", ",").split(",")
         if self.on_cpu:  # XLA on CPUs would convert inside the matmul, one element at a time: thirty times slower
             codes = jax.lax.optimization_barrier(codes.astype(x.dtype))
@@ -100,9 +100,9 @@ def _encoded(weight: Array, bounded: tuple[int, ...]) -> Coded:
 
 
 def select(keys: Keys, declarations: params.Tree, layout: Layout) -> Quantization:
-    """Selects the weights of a model that are multiplied in 8 bits on the devices of this layout.
+    """Selects the weights of a model that `quantization` quantizes, on the devices of this layout.
 
-    Raises UserError if the devices have no such matmuls, or `quantization_exclude` names no weight, or every one.
+    Raises UserError if the devices lack these matmuls, or `quantization_exclude` matches no weight, or every one.
     """
     if not keys.quantization:
         return Quantization()

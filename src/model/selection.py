@@ -15,7 +15,7 @@ Path = tuple[Any, ...]
 
 
 def require_matches(key: str, patterns: Sequence[str], paths: Collection[Path], those: str) -> None:
-    """Raises UserError for a pattern of `key` that matches none of these weights; `those` describes them."""
+    """Raises UserError for a pattern of `key` that matches none of the weights `paths`, which `those` describes."""
     for pattern in patterns:
         if not any(params.matches(path, [pattern]) for path in paths):
             names = sorted({params.dotted(path[3:] if path[0] == "segments" else path) for path in paths})
@@ -43,7 +43,7 @@ def weight_roles(declarations: params.Tree, patterns: Sequence[str], adapted: bo
 class Place(NamedTuple):
     """How a weight's magnitudes are bounded, and how it is sharded."""
 
-    bounded: tuple[int, ...]  # the dims that share a bound
+    bounded: tuple[int, ...]  # dims over which the largest magnitude is taken
     axes: tuple[str | None, ...]  # logical axes of the dims of one layer
 
 

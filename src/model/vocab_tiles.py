@@ -19,8 +19,8 @@ def vocab_tiles(step: Step, batch: BatchKeys, spec: ModelSpec, layout: Layout) -
 
     Logits and their gradient must fit in MAX_LOGITS. On accelerators the loss may also use at most the memory of a
     block's backward pass (or SMALL), if in one tile it would use more than 0.5 + p times that, where p is the
-    percentage that computing the logits twice adds to a step's operations. The number of tiles divides a device's part
-    of the sequence.
+    percentage that computing the logits twice adds to a step's operations. A device's shard of the sequence is a
+    multiple of the number of tiles.
     """
     length, tiles = batch.max_target_length, step.num_vocab_tiling
     if tiles:
@@ -29,8 +29,7 @@ def vocab_tiles(step: Step, batch: BatchKeys, spec: ModelSpec, layout: Layout) -
     tokens = batch.per_device_batch_size * layout.mesh.size * length
     tokens /= math.prod(layout.shards(axis) for axis in ("batch", "length"))
     logits = tokens * V * itemsize
-    # The gathered weights, their gradient, and a copy of it in another layout: a tile has a part unless devices share
-    # V.
+    # The gathered weights, their gradient, and a copy of it in another layout: split by tiles, unless V is sharded.
     loss = logits + (3 * V * spec.emb_dim * itemsize if layout.shards("vocab") == 1 else 0)
     most = math.inf
     if layout.platform != "cpu":

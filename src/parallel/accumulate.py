@@ -19,7 +19,7 @@ class Accumulation:
     """How a step's gradients are summed over micro-batches and devices."""
 
     layout: Layout
-    micro_batches: int  # divides the number of sequences per batch shard
+    micro_batches: int  # the number of sequences per batch shard is a multiple of it
     replica_axes: tuple[str, ...]
     pipelined: bool  # micro-batches run inside a pipeline's loop
     weights: Any  # sharding of each trainable weight
@@ -42,14 +42,14 @@ def accumulate(
 
     A reduction over `manual_axes`, along which `inputs` are replicated, waits for the last micro-batch: between slices
     this is the step's only large transfer. Over other axes each micro-batch's gradients are reduced immediately, to the
-    shards of their weights; for a part of a weight a device receives half of an all-reduce's bytes (Rajbhandari et al.
-    2020, 7.2.1).
+    shards of their weights: by a reduce-scatter, which moves half of an all-reduce's bytes (Rajbhandari et al. 2020,
+    7.2.1).
     """
     if not how.manual_axes:
         gradients, sums = _over_micro_batches(gradient, inputs, rows, how)
         if how.updates != how.weights:
-            # Constrain to the weights' shardings first: otherwise XLA shards gradients inside their layers, and to do
-            # so all-reduces them whole over all devices.
+            # Constrain to the weights' shardings first: otherwise XLA shards gradients inside their layers, after an
+            # all-reduce of the complete gradients over all devices.
             gradients = jax.lax.with_sharding_constraint(gradients, how.weights)
             gradients = jax.lax.with_sharding_constraint(gradients, how.updates)
         return gradients, sums

@@ -43,7 +43,7 @@ class Layout:
 
     def axes(self, axis: str | None) -> tuple[str, ...]:
         """Mesh axes with several devices, outermost first, that shard a dim of this logical axis."""
-        # Within `shard_map` an array is one device's part along the mapped axes, which therefore no longer shard it.
+        # Within `shard_map` arrays are already shards along the mapped axes, which therefore no longer shard them.
         mapped = jax.sharding.get_abstract_mesh().manual_axes
         rule = () if axis is None else self.rules[axis]
         return tuple(name for name in rule if self.mesh.shape[name] > 1 and name not in mapped)
@@ -59,7 +59,7 @@ class Layout:
         return PartitionSpec(*(self.axes(axis) or None for axis in axes))
 
     def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
-        """Sharding of an array whose dims have these logical axes; no axes: a copy on every device."""
+        """Sharding of an array whose dims have these logical axes; no axes: replicated."""
         return NamedSharding(self._traced_mesh, self.spec(axes))
 
     @property
@@ -74,7 +74,7 @@ class Layout:
         return self.mesh.devices.flat[0].platform
 
     def constrain(self, x: Array, *axes: str | None) -> Array:
-        """Shards `x` by its dims' logical axes, in a compiled function; raises UserError if a dim does not divide."""
+        """Constrains the sharding of `x` in jit by its dims' logical axes; raises UserError if one is not divisible."""
         self.check(x.shape, axes)
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
 
@@ -84,7 +84,7 @@ class Layout:
             raise UserError(f"{problem}: change that size, or logical_axis_rules.{axis}")
 
     def indivisible(self, shape: Sequence[int], axes: Sequence[str | None]) -> Iterator[tuple[str, str]]:
-        """Yields the logical axes of dims that their mesh axes do not divide, each with a description."""
+        """Yields the logical axis of each dim that is not divisible by its mesh axes, with a description."""
         for size, axis in zip(shape, axes, strict=True):
             if axis is not None and size % self.shards(axis):
                 key = f" ({SIZE_KEYS[axis]})" if axis in SIZE_KEYS else ""
@@ -150,7 +150,7 @@ def replica_axes(layout: Layout, shardings: Any) -> tuple[str, ...]:
 
 
 def add_mesh_axes(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[str]) -> NamedSharding:
-    """Adds the mesh axes `axes` to a dim of an array of this shape; `sharding` is unchanged if no dim divides."""
+    """Adds the mesh axes `axes` to a dim of an array of this shape; `sharding` is unchanged if no dim is divisible."""
     parts = list(map(axes_of_dim, sharding.spec))
     # Prefer an unsharded dim, usually the layer dim.
     for dim in sorted(range(len(shape)), key=lambda dim: bool(parts[dim])):
@@ -182,7 +182,7 @@ def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[st
 
 
 def global_batch_size(layout: Layout, per_device: float, micro_batches: int, key: str) -> int:
-    """Computes the global batch size; raises UserError, naming `key`, if it is not whole or does not divide."""
+    """Computes the global batch size; raises UserError, naming `key`, if it is not a multiple of the batch shards."""
     rows, shards = per_device * layout.mesh.size, layout.shards("batch")
     if abs(rows - round(rows)) > 1e-6 or round(rows) % shards or round(rows) == 0:
         into = f"does not divide into {shards} shards ({layout.sharded_by('batch')})" if shards > 1 else "is not whole"

@@ -1,4 +1,4 @@
-"""Sequences that several devices share (context parallelism): the order of their tokens, and gathering them."""
+"""Sequences that are sharded (context parallelism): the order of their tokens, and gathering them."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def zigzag_order(length: int, layout: Layout) -> np.ndarray:
 
     A token attends to all earlier ones, so if n devices had consecutive parts, the last would work longest. Sequences
     are cut into 2n parts instead, and device i has parts i and 2n - 1 - i. Every array along T is in this order, except
-    in generation. Raises UserError if the length does not divide into 2n parts.
+    in generation. Raises UserError if the length is not divisible by 2n.
     """
     n = layout.shards("length")
     if length % zigzag_parts(n):
@@ -31,13 +31,13 @@ def zigzag_order(length: int, layout: Layout) -> np.ndarray:
 
 
 def sharing_keys(layout: Layout, axis: str) -> str:
-    """Lists with "or" the keys whose product is the number of devices that share a dim of this logical axis."""
+    """Lists with "or" the keys whose product is the number of shards of a dim of this logical axis."""
     keys = [size_key(kind, name) for name in layout.axes(axis) for kind in ("ici", "dcn")]
     return f"{', '.join(keys[:-1])} or {keys[-1]}"
 
 
 def zigzag_parts(n: int) -> int:
-    """Number of parts into which a sequence is cut if n devices share it."""
+    """Number of parts into which a sequence is cut for n shards."""
     return 2 * n if n > 1 else 1
 
 
@@ -50,7 +50,7 @@ def to_zigzag(x_BT: Array, layout: Layout) -> Array:
 
 
 def from_zigzag(x_BT: Array, n: int) -> Array:
-    """Reorders [B, T, ...] from the zigzag order of n devices into the text's; T must be whole on every device."""
+    """Reorders [B, T, ...] from the zigzag order of n devices into the text's; T must not be sharded."""
     if n == 1:
         return x_BT
     # Slicing whole parts copies faster than looking up every position.
@@ -59,10 +59,11 @@ def from_zigzag(x_BT: Array, n: int) -> Array:
 
 
 def replicate_rows(x_BT: Array, layout: Layout, *axes: str | None) -> Array:
-    """Gathers [B, T, ...] in zigzag order into whole sequences in the text's order on each device: [B, n T, ...].
+    """All-gathers [B, T, ...] in zigzag order, and restores the text's order: [B, n T, ...] for n shards.
 
-    Each of the n devices that share a sequence has a copy of it, concatenated along T. A device's results from its copy
-    are therefore separate arrays, and the gradient is summed and sharded again here. `axes` describe the dims after T.
+    Each of the n devices gets a copy of the complete sequences; the copies are concatenated along T. A device's results
+    from its copy are therefore separate arrays, and the gradient is summed and sharded again here. `axes` describe the
+    dims after T.
     """
     sharing, n = layout.axes("length"), layout.shards("length")
     if n == 1:

@@ -133,7 +133,7 @@ class Run:
         return bool(self.finished) and not self.start.evaluation_due
 
     def announce(self, **replaced: str) -> None:
-        """Prints the header, with the values of `run_header` except those in `replaced`, and the messages so far."""
+        """Prints the lines of `run_header`, replacing the values of those in `replaced`, and the messages so far."""
         self._header = []
         if self._is_writer:
             header = run_header(

@@ -113,7 +113,7 @@ def find_cluster(timeout: int) -> ClusterEnv | None:
     JAX detects TPU pods, SLURM, Open MPI and, if the package `kubernetes` is installed, Kubernetes. `timeout`: seconds
     to wait for the cluster to name its coordinator.
     """
-    # JAX's public call to join a cluster fails in the same way without a cluster and with a broken one.
+    # A private function: the public one, which joins the cluster, fails alike without a cluster and with a broken one.
     try:
         detect = importlib.import_module("jax._src.clusters").ClusterEnv.auto_detect_unset_distributed_params
     except (ImportError, AttributeError):

@@ -57,7 +57,7 @@ def build(
 
     def rows_of(per_device: float, key: str) -> int:
         rows = global_batch_size(plan.layout, per_device, config.step.gradient_accumulation_steps, key)
-        abstract_batch(plan, rows, config.batch.max_target_length, key)  # raises if they do not divide
+        abstract_batch(plan, rows, config.batch.max_target_length, key)  # raises if they are not divisible
         return rows
 
     schedule = BatchSchedule.of(config.batch, rows_of, plan.layout.shards("batch"))

@@ -111,7 +111,7 @@ def token_scores(
 
 
 def eval_batch_size(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan) -> int:
-    """Global batch size of evaluation; raises UserError if it does not divide over the mesh."""
+    """Global batch size of evaluation; raises UserError if it is not divisible by batch shards or micro-batches."""
     key = "eval_per_device_batch_size" if evaluation.eval_per_device_batch_size else "per_device_batch_size"
     rows = evaluation.eval_per_device_batch_size or batch.per_device_batch_size
     size = global_batch_size(plan.layout, rows, 1, key)

@@ -67,7 +67,7 @@ def objective(
     """Computes a micro-batch's share of the loss to minimise; also its share of each reported loss, and router buffers.
 
     Shares of all micro-batches add up to means, because `counts` covers the whole batch. Gradients are taken with
-    respect to `trainable`, which replaces that part of `weights`.
+    respect to `trainable`, which replaces `weights.trainable`.
     """
     model = plan.decoder(dataclasses.replace(weights, trainable=trainable))
     sums = loss(model, batch, plan)
@@ -77,7 +77,7 @@ def objective(
     if plan.spec.has_experts and (step.load_balance_loss_weight or step.router_z_loss_weight):
         from src.model.moe import router
 
-        # These losses are not sums over tokens, so first sum over the whole micro-batch, of which a replica has a part.
+        # These losses are not sums over tokens, so first sum their inputs over the replicas that split a micro-batch.
         replicas = plan.accumulation.manual_axes
         buffers, tokens = jax.lax.psum((router.totals(sums.router), sums.non_padding), replicas)
         layers = router.by_layer(buffers, tokens)
@@ -113,7 +113,7 @@ def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Ar
 
 
 def in_zigzag(batch: Batch, layout: Layout) -> Batch:
-    """Reorders a batch's arrays [B, T, ...] from the text's order to the order in which devices share T.
+    """Reorders a batch's arrays [B, T, ...] from the text's order to zigzag order, and shards T.
 
     Fields that `batch_transform` added in another shape are unchanged.
     """
@@ -138,9 +138,9 @@ def mtp_batches(batch: Batch, plan: StepPlan) -> list[Batch]:
 def batch_cross_entropy(
     model: Decoder, context: ForwardContext, hidden_BTD: jax.Array, inputs: Batch, plan: StepPlan
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the sums of `cross_entropy` for a batch that is `in_zigzag`; tiles cut V if it can be cut.
+    """Computes the sums of `cross_entropy` for a batch that is `in_zigzag`, in tiles of V if possible, else of T.
 
-    Tiles of V also divide the gathered weights and their gradient, and each is gathered once forward and once backward.
+    Tiles of V also split the gathered weights and their gradient; each is gathered once forward and once backward.
     """
     tiles, shards = plan.step.num_vocab_tiling, plan.layout.shards("norm_length")
     logits_of, targets_BT = functools.partial(model.logits, context=context), inputs["targets"]
@@ -164,8 +164,8 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Sums over the tokens whose mask is 1: the loss, in nats, and the squared log-normaliser.
 
-    The second times `z_loss_multiplier` is the z-loss of PaLM (Chowdhery et al. 2022, section 5). Devices share T in
-    `shards` parts, each cut into `tiles`; with more than one tile, the backward pass recomputes each tile's logits.
+    The second times `z_loss_multiplier` is the z-loss of PaLM (Chowdhery et al. 2022, section 5). T has `shards`
+    shards, each cut into `tiles`; with more than one tile, the backward pass recomputes each tile's logits.
     """
 
     def sums(hidden_BtD: jax.Array, targets_Bt: jax.Array, mask_Bt: jax.Array) -> tuple[jax.Array, jax.Array]:

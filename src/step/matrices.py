@@ -35,7 +35,7 @@ def _matrix(axes: tuple[str | None, ...], fan_in: tuple[int, ...], vocab_size: i
     inputs = (0,) if is_table else fan_in
     outputs = tuple(dim for dim in range(len(axes)) if dim not in (*stacks, *inputs))
     if inputs and any(axes[dim] for dim in outputs):
-        # A dim without a logical axis, next to one that has one, separates factors: SwiGLU's [D, 2, F] is two matrices.
+        # If another output has a logical axis, a dim without one counts matrices: SwiGLU's [D, 2, F] is two of [D, F].
         stacks += tuple(dim for dim in outputs if axes[dim] is None)
         outputs = tuple(dim for dim in outputs if axes[dim] is not None)
     hidden = bool(inputs) and not set(LOOKED_UP).intersection(axes)

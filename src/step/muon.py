@@ -1,4 +1,4 @@
-"""Muon's orthogonal updates of matrices, each computed whole on one of the devices that share its weight."""
+"""Muon's orthogonal updates of matrices, each computed unsharded on one of the devices that shard its weight."""
 
 import math
 from typing import Any
@@ -23,8 +23,8 @@ def muon(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransformat
     """Replaces the momentum of each `chosen` matrix by roughly the nearest orthogonal matrix (Jordan et al. 2024).
 
     It is scaled by 0.2 and the root of its longer side, so that updates have the root mean square 0.2 (Liu et al. 2025,
-    equation 4). All other weights' updates pass unchanged. On a mesh each device computes an equal number of whole
-    matrices, and shards move there and back (all-to-all). Without this, XLA would compute all matrices on each device.
+    equation 4). All other weights' updates pass unchanged. On a mesh, all-to-alls turn the shards into an equal number
+    of complete matrices per device, and back; otherwise XLA would compute all matrices on each device.
     """
     trace = optax.trace(inputs.hparams["muon_beta"], nesterov=True, accumulator_dtype=inputs.mu_dtype)
 
@@ -57,7 +57,7 @@ def _on_whole_matrices(
     cut_by = (*row_axes, *column_axes)
     parts = [math.prod(mesh.shape[name] for name in (*axes, *cut_by)) for axes in stack_axes]
     dim = min(range(len(parts)), key=lambda dim: -x_SIO.shape[dim] % parts[dim] / x_SIO.shape[dim])
-    # Zero-padded to a size that the axes divide: devices without a matrix of their own have nothing to do.
+    # Pad with zero matrices to a multiple of the shards: devices without a real matrix would have nothing to do.
     filled = [(0, -size % parts[dim] if each == dim else 0) for each, size in enumerate(x_SIO.shape)]
 
     def placed(moved: MeshAxes, rows: MeshAxes, columns: MeshAxes) -> NamedSharding:

@@ -95,8 +95,8 @@ class StepPlan:
 def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: BatchKeys, eval_metrics: str) -> StepPlan:
     """Plans a step on this layout.
 
-    Raises UserError if the function `eval_metrics` or `batch_transform` does not exist, sizes do not divide over the
-    mesh or its pipeline stages, the attention kernel or 8-bit matmuls do not run on its devices, or a pattern of
+    Raises UserError if the function `eval_metrics` or `batch_transform` does not exist, a size is not divisible by its
+    mesh axes or pipeline stages, the devices lack the attention kernel or 8-bit matmuls, or a pattern of
     `trainable_parameters`, `lora_parameters`, `optimizer_rules` or `quantization_exclude` matches no weight.
     """
     if spec.has_experts or layout.shards("expert") > 1:

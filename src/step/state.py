@@ -53,7 +53,7 @@ class TrainState:
 
 
 def init_state(plan: StepPlan, weights: Weights | None = None) -> TrainState:
-    """State before the first step, with these weights; None: the initial ones."""
+    """Makes the state before the first step, from `weights`, or from initial weights if None."""
     weights = weights or plan.init_weights()
     opt = plan.optimizer(hparams_at(plan.step, 1, 0)).init(weights.trainable)  # the values do not affect it
     spikes = {}
@@ -81,12 +81,12 @@ def abstract_state(plan: StepPlan) -> TrainState:
 def batch_sharding(layout: Layout, fields: Mapping[str, jax.ShapeDtypeStruct] = {}) -> dict[str, NamedSharding]:
     """Sharding of each array of a batch, including the fields that `batch_transform` adds."""
     ndims = dict.fromkeys(BATCH_ARRAYS, 1) | {name: field.ndim for name, field in fields.items()}
-    # Sequences are whole here; the step itself orders and shards them over a context axis.
+    # The sequence dim is not sharded here: the step itself reorders tokens and shards them over a context axis.
     return {name: layout.sharding(("batch", *[None] * ndim)) for name, ndim in ndims.items()}
 
 
 def abstract_batch(plan: StepPlan, rows: int, length: int, key: str = "per_device_batch_size") -> Tree:
-    """Abstract arrays of a batch, `rows` x `length`; raises UserError, naming `key`, if they do not divide."""
+    """Abstract arrays of a batch, `rows` x `length`; raises UserError, naming `key`, if a dim is not divisible."""
     plan.layout.check((rows,), ("batch",))
     zigzag_order(length, plan.layout)
     check_rows(rows // plan.accumulation.micro_batches, plan.layout, plan.execution, key)

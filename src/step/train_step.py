@@ -136,13 +136,13 @@ def loss_gradient(
 
 
 def cast_matrices(trainable: Tree, plan: StepPlan) -> Tree:
-    """Casts to `dtype` the layers' trainable matrices that are used in matmuls of `dtype` once per step.
+    """Casts the layers' trainable matrices to `dtype` once per step on TPUs, to stack their gradients in `dtype`.
 
-    A matmul casts its weight in any case, and XLA's TPU compiler casts all layers' weights before the loop (others do
-    not, and would hold the copies for this). The loop then also stacks their gradients in `dtype`, in which matmuls
-    produce them, instead of the weights' dtype. Not cast: weights whose gradients are summed because layers share them
-    or micro-batches pass a pipeline; the router's weight, which is multiplied in float32; and weights to be rounded to
-    8 bits.
+    Matmuls cast their weights and produce gradients in `dtype` in any case, but the loop over layers would otherwise
+    stack the gradients in the weights' dtype. XLA's TPU compiler makes all layers' casts before the loop anyway; other
+    compilers do not, and would need memory for the copies. Not cast: weights that layers or the micro-batches of a
+    pipeline share, because their gradients are summed; the router's weight, which is multiplied in float32; and, with
+    quantization, all weights.
     """
     if plan.quantization.kind or plan.execution.schedule or not plan.execution.early_gradients:
         return trainable

@@ -73,7 +73,8 @@ def failure_of(error: BaseException) -> Failure:
         return Failure.TRANSIENT
     if isinstance(error, OSError) and (error.errno or -1) > 0:  # failed host lookups have negative numbers
         return ERRNO.get(error.errno, Failure.OTHER)
-    http: Any = getattr(error, "status", None) or getattr(error, "code", None)  # aiohttp; gcsfs, maybe a string
+    # The HTTP status: `status` in aiohttp's errors, `code` in gcsfs's, there sometimes a string.
+    http: Any = getattr(error, "status", None) or getattr(error, "code", None)
     if str(http).isdecimal():
         return Failure.TRANSIENT if int(http) in HTTP_TRANSIENT else Failure.OTHER
     if isinstance(error, FileNotFoundError):  # fsspec raises it without errno

@@ -67,10 +67,10 @@ def _failure(what: str, error: BaseException) -> Exception:
 
 
 def check_metrics(what: str, metrics: Any, taken: Collection[str] = ()) -> Any:
-    """Checks the metrics that `what` returned, and returns them; raises UserError if they are not {name: (sum, count)}.
+    """Returns the metrics that `what` returned, unchanged; raises UserError if they are not {name: (sum, count)}.
 
-    Pass `taken`, the names in use, for metrics of an evaluation: these may not contain / either, because it separates
-    the name of a set.
+    `taken` are names that other metrics have. If there are any, as for metrics of an evaluation, names must not contain
+    `/` either, because it separates a metric's name from the name of an evaluation set.
     """
     if not isinstance(metrics, dict) or not all(
         isinstance(pair, tuple | list) and [np.shape(each) for each in pair] == [(), ()] for pair in metrics.values()

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from src.parallel.slices import slice_of
 
-# Share of the whole array that each of n devices sends, with parts passed around a ring (Patarasuk and Yuan 2009).
+# Fraction of the full array that each of n devices sends, with shards passed around a ring (Patarasuk and Yuan 2009).
 RING_SHARE: dict[str, Callable[[int], float]] = {
     **dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all"), lambda n: (n - 1) / n),
     "all-reduce": lambda n: 2 * (n - 1) / n,

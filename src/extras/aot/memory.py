@@ -101,7 +101,7 @@ def attention_workspace(built: TracedStep) -> int:
 
 
 def device_bytes(tree: Any, on_host: bool = False) -> int:
-    """Counts one device's bytes of arrays in its memory, or in host memory; unsharded arrays count whole."""
+    """Counts the bytes of one device's shards, in its memory or in host memory; replicated arrays count in full."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
@@ -130,9 +130,9 @@ def _shards(built: TracedStep, shape: tuple[int, ...]) -> int:
     layout, spec = built.plan.layout, built.plan.spec
     if not _is_activation(built, shape):
         return layout.shards("embed")
-    replicas = layout.size(built.plan.accumulation.manual_axes)  # the traced program already has it split over these
+    replicas = layout.size(built.plan.accumulation.manual_axes)  # the traced arrays belong to one replica
     batch_shards = layout.shards("batch") // replicas
-    if shape[0] not in _rows(built):  # a stage's parts for all devices, concatenated
+    if shape[0] not in _rows(built):  # the shards of a stage's devices, concatenated
         return layout.mesh.size // layout.shards("layers") // replicas
     costs = [part for layer in dict.fromkeys(spec.layers) for part in layer_costs(layer).values()]
     sharded = [(axis, sizes) for part in costs for axis, sizes in part.sharded.items()]

@@ -55,7 +55,7 @@ class _Clock(NamedTuple):
     peak: float
 
     def run(self, name: str) -> Replay:
-        """Replays a computation from its first to its last instruction."""
+        """Adds up the times of a computation's instructions in their order, including its loops and calls."""
         now = free = computed = sent = 0.0  # the two streams' clocks, and their busy time
         arrives: dict[str, float] = {}  # end times of collectives that have started
         computation = self.computations[name]

@@ -98,7 +98,7 @@ def work_of(built: TracedStep) -> Work:
         state_bytes=device_bytes(built.state),
         vocab_tiles=plan.step.num_vocab_tiling,
         quantization=plan.quantization,
-        # Each micro-batch of a pipeline reads a stage's part of the weights.
+        # For each micro-batch of a pipeline, a device reads only its stage's weights.
         micro_batches=plan.accumulation.micro_batches * (schedule.micro_batches / stages if schedule else 1),
     )
 
@@ -118,11 +118,11 @@ def step_work(
 ) -> Work:
     """Computes one device's work in a step.
 
-    A device has `tokens` of the step in sequences of `length`, and computes them together with `sharing` devices, each
-    with its part of the heads and hidden units. `kernel` is the attention kernel; `state_bytes` covers weights and
+    A device has `tokens` of the step in sequences of `length`, and computes them together with `sharing` devices, over
+    which heads and hidden units are sharded. `kernel` is the attention kernel; `state_bytes` covers weights and
     optimizer on the device; `vocab_tiles` is the number of loss tiles; the weights are read in `micro_batches` passes.
-    For `quantization`, matmuls use their own peak, and rounding activations and gradients counts; rounding weights does
-    not, since each device rounds only its part.
+    For `quantization`, matmuls use their own peak, and quantizing activations and gradients counts; quantizing weights
+    does not, since each device quantizes only its shard.
     """
     model = flops.flops_per_token(spec, length)
     again = recomputed_flops(spec, length, execution, vocab_tiles, kernel)
@@ -179,7 +179,7 @@ def layer_share(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> float:
 def product_widths(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> tuple[float, float]:
     """Counts the numbers per token that the layers' matmuls with these weights read, and that they write.
 
-    An input that several weights of a block's part share, such as attention's query, key and value, counts once.
+    An input that several weights of a module read, such as attention's query, key and value, counts once.
     """
     inputs = outputs = 0.0
     for layer, count in flops.all_layers(spec).items():

@@ -1,4 +1,4 @@
-"""Reports the weights and optimizer state that every device holds whole, if they take much of its memory."""
+"""Reports weights and optimizer state that are replicated on all devices, if they take much of a device's memory."""
 
 import math
 from collections import Counter
@@ -28,7 +28,7 @@ def whole_arrays(state: Any, layout: Layout) -> Counter[str]:
 
 
 def whole_lines(plan: StepPlan, state: TrainState, capacity: int | None) -> list[str]:
-    """Describes the arrays that are whole on each device, whose memory is `capacity` bytes (None: unknown)."""
+    """Describes the replicated arrays in lines, given a device's memory in bytes, `capacity` (None: unknown)."""
     layout, lines = plan.layout, []
     if any(layer.attention_type == "mla" for layer in plan.spec.layers):
         from src.model.latent_attention import undivided_latents

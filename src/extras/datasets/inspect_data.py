@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
 
 
 def rows_of_process(per_device_batch_size: float, micro_batches: int, count: int, index: int) -> tuple[int, np.ndarray]:
-    """Returns B for `count` hosts like this one, and host `index`'s rows; raises UserError if they don't divide."""
+    """Returns B for `count` hosts like this one, and the rows of host `index`; raises UserError if B is indivisible."""
     if index >= count:
         raise UserError(f"process_index={index} must be less than process_count={count}")
     rows = per_device_batch_size * jax.local_device_count() * count * micro_batches

@@ -174,7 +174,10 @@ def _locked(folder: Path) -> Generator[None]:
 
 
 def _plan(folder: Path, items: Items) -> dict[str, Any]:
-    """Returns tokens.json's content, without `shards` if the folder is unfinished; checks the folder's other files."""
+    """Reads tokens.json, or unfinished.json, which has no `shards` yet; writes unfinished.json in a new folder.
+
+    Raises UserError if the folder has tokens of other data or settings, or unrelated files.
+    """
     expected = items.summary()
     for path in (folder / SUMMARY, folder / UNFINISHED):
         if path.exists():

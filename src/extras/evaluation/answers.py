@@ -75,7 +75,7 @@ class Answers:
         `parts` gives each sequence's ids and how many of them count.
         """
         self.truncated += sum(len(ids) > self._T + 1 for ids, _ in parts)
-        # Similar lengths share a padded length.
+        # Sort by length: a batch is padded to its longest sequence.
         order = sorted(range(len(parts)), key=lambda index: -len(parts[index][0]))
         scores = self._score([parts[index][0][-(self._T + 1) :] for index in order])
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(parts)

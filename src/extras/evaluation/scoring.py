@@ -54,7 +54,7 @@ class Scorer:
                 yield log_probs_T[: len(ids) - 1], likeliest_T[: len(ids) - 1]
 
     def _row_length(self, longest: int) -> int:
-        """Chooses the shortest length that holds `longest` tokens and divides among devices and tiles."""
+        """Chooses the shortest of T, T / 2, ... that holds `longest` tokens and is divisible by shards and tiles."""
         layout, T = self._plan.layout, self._T
         if self._plan.spec.has_capacity:
             return T  # capacity depends on T: with a shorter one, a score would depend on the other texts
@@ -111,8 +111,8 @@ def _text_of_json(line: str) -> str:
 def write_logits(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weights: Weights) -> tuple[int, int, int]:
     """Writes logits for `tokens_path` (int32 [B, T]) to `logits_path` (float32 [B, T, V]); returns the latter's shape.
 
-    Each row is one whole text, with only the model's own mask. Raises UserError if the file has no such array, or if an
-    id is not in the vocabulary.
+    Each row is one text, without segments: only the model's own mask applies. Raises UserError if the file has no such
+    array, or if an id is not in the vocabulary.
     """
     path = Path(evaluation.tokens_path).expanduser()
     try:
@@ -142,7 +142,7 @@ def write_logits(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weigh
 
 
 def compute_logits(plan: StepPlan, weights: Weights, tokens_BT: np.ndarray) -> np.ndarray:
-    """Computes logits, float32 [B, T, V]. Each row is one text; B must divide over the mesh."""
+    """Computes logits, float32 [B, T, V]. Each row is one text; B must be divisible by the batch shards."""
     return _compiled(whole_texts(plan, tokens_BT.shape[1]), _logits)(weights, tokens_BT)
 
 
@@ -162,7 +162,7 @@ def _padded(rows: Iterable[np.ndarray], B: int, T: int) -> np.ndarray:
 
 
 def _compiled(plan: StepPlan, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles `function(weights, *arrays, plan)` for arrays [B, T]; every process passes and gets whole arrays."""
+    """Compiles `function(weights, *arrays, plan)` for arrays [B, T]; every process passes and gets global arrays."""
     row_sharding = plan.layout.sharding(("batch", None))
     in_shardings = (plan.split(plan.shardings), row_sharding)
     compiled = jax.jit(lambda weights, arrays: function(weights, *arrays, plan=plan), in_shardings=in_shardings)

@@ -19,7 +19,7 @@ _CONTEXT = 16  # preceding ids that a token's text may depend on
 
 
 def make_generator(decoding: Decoding, max_target_length: int, plan: StepPlan, weights: Weights) -> Generator:
-    """Creates a generator with these keys."""
+    """Creates a generator with the sampling and length settings of `decoding`."""
     lengths = max_target_length, decoding.max_prefill_predict_length
     return Generator(plan, weights, sampling(decoding), decoding.decode_seed, *lengths)
 

@@ -93,7 +93,7 @@ def _likeliest(logits_BV: jax.Array, least_B1: jax.Array, count: jax.Array | int
 
 
 def in_training(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
-    """Adapts a training step's plan and weights for generation; pipeline stages share out every layer."""
+    """Adapts a plan and weights to generation: shards neither sequences nor, over pipeline stages, the layer dim."""
     if plan.execution.schedule:
         from src.extras.generation.unstaged import unstaged_weights
 

@@ -168,7 +168,7 @@ def to_peft(source: Path, out_dir: Path) -> None:
 def _load_adapters(path: str) -> tuple[dict[tuple[str | int, ...], tuple[np.ndarray, np.ndarray]], dict[str, Any]]:
     """Loads the adapters of a run with `lora_rank`: `down` and `up` of each adapted weight, and the checkpoint's meta.
 
-    Raises UserError if the run trained no adapters, or whole weights as well.
+    Raises UserError if the run trained no adapters, or other weights as well.
     """
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 

@@ -47,9 +47,9 @@ def load_weights(path: str | os.PathLike[str], tree: Tree, notes: list[str] | No
 
 
 def restore_folder(path: str, folder: str, tree: Tree) -> Restored:
-    """Loads a folder's weights, named `path` in messages, with its `vocab_size` and the fingerprint of its tokenizer.
+    """Loads the weights in `folder`, and as meta its `vocab_size` and its tokenizer's fingerprint (None: no tokenizer).
 
-    Raises UserError as `load_weights` does.
+    `path` is the name of the folder in messages. Raises UserError as `load_weights` does.
     """
     notes: list[str] = []
     arrays = load_weights(folder, tree, notes)
@@ -135,7 +135,7 @@ class _PartialArray:
             self._buffers[device] = jnp.zeros(shape, leaf.dtype, device=device)
 
     def put(self, piece: Piece, tensor: Tensor) -> None:
-        """Reads the parts of `piece` that this process's devices hold, once per distinct region."""
+        """Reads the regions of `piece` that this process's devices need, each once, even if several devices need it."""
         for region, devices in self._holders.items():
             shared = [
                 (max(start, first), min(stop, last))

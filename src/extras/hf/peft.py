@@ -20,7 +20,7 @@ from src.system.json_text import read_object
 _NAME = "base_model.model.{}.lora_{}.weight"  # tensor of a module's matrix A or B
 _ONLY = {"peft_type": "LORA", "bias": "none"}
 # Supported entries of adapter_config.json, and entries without effect once the adapters are trained. Any other is
-# refused: DoRA, modules saved whole, repeated layers.
+# refused: DoRA, fully trained modules, repeated layers.
 _READ = """
     base_model_name_or_path revision r lora_alpha alpha_pattern rank_pattern use_rslora
     fan_in_fan_out target_modules exclude_modules layers_to_transform layers_pattern task_type

@@ -1,4 +1,4 @@
-"""Applies a family's table of tensors to a model: which tensor of the files is in which part of which weight.
+"""Applies a family's table of tensors to a model: which tensor of the files has which slice of which weight.
 
 A table row is (weight, file, dims):
 
@@ -59,7 +59,7 @@ class Rearrangement:
         self.file_shape = tuple(math.prod(self._file_sizes[factor] for factor in dim) for dim in self.file_dims)
 
     def read(self, tensor: Tensor, wanted: Mapping[str, Range]) -> np.ndarray:
-        """Reads the part of the weight in the range `wanted` of each letter, with split dims of size 1."""
+        """Reads a slice of the weight, the range `wanted` of each letter; dims split over tensors have size 1."""
         # In each dim of the file, reads the shortest run of whole inner factors that covers the ranges.
         index, shape, cut = [], [], []
         for dim in self.file_dims:
@@ -90,7 +90,7 @@ class Rearrangement:
 
 
 class Piece(NamedTuple):
-    """The part of a weight that is stored in one tensor of the files."""
+    """The slice of a weight that is stored in one tensor of the files."""
 
     weight: WeightPath
     file: str  # the tensor's name
@@ -115,8 +115,8 @@ class Piece(NamedTuple):
     def low_rank(self, down: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool] | None:
         """Converts an adapter to the file's matrices, [r, in] and [out, r], and whether `in` is the file's first dim.
 
-        `down` [*in, r] and `up` [r, *out] belong to the whole weight, with a leading dim of stacked layers. Returns
-        None for other forms, such as an adapter per expert.
+        `down` [*in, r] and `up` [r, *out] have a leading dim if the weight is stacked over layers. Returns None for
+        other forms, such as an adapter per expert.
         """
         down, up, dims = down[self.layer_index], up[self.layer_index], self.rearrangement.dims
         ins, outs, split = dims[: down.ndim - 1], dims[down.ndim - 1 :], self.split_index or {}
@@ -134,7 +134,7 @@ class Piece(NamedTuple):
         return down, up, fan_in_first
 
     def write(self, weight: np.ndarray, tensor: np.ndarray) -> None:
-        """Copies this piece of the whole `weight` into the file's `tensor`."""
+        """Copies this piece of `weight` into the file's `tensor`."""
         part = weight[tuple(slice(*span) for span in self.region())]
         self.rearrangement.write(part.reshape(part.shape[len(self.layer_index) :]), tensor)
 

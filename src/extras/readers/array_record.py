@@ -52,10 +52,10 @@ class RecordRange(NamedTuple):
 class RecordSource(Source):
     """Reads documents from the records of ArrayRecord files.
 
-    The first record is read immediately, so that unsuitable data fails at startup. A file is opened on first use, with
-    `open_file` (its name, and the path of it or its copy), and only a limited number are open at a time.
-    `record_format` is as in `read_record`; `fingerprint` identifies the dataset. Raises UserError if the first
-    record can't be read.
+    The first record is read immediately, so that unsuitable data fails at startup. Each file is opened on
+    first use, by `open_file(file, path)`, in which `path` may be a local copy; a limited number are open at a time.
+    `record_format` is as in `read_record`; `fingerprint` identifies the dataset. Raises UserError if the first record
+    can't be read.
     """
 
     def __init__(

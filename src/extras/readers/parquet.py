@@ -23,10 +23,10 @@ _CACHE_BYTES = 512 << 20
 class ParquetSource(Source):
     """Reads the rows of Parquet files, in the order of the files' names: each a text, or a list of ids.
 
-    Opening only reads the files' footers. A row group's column is decoded whole when one of its rows is read, and the
-    last used groups are cached: 512 MiB of them, or a single larger one. Threads that need the same group share one
-    read. `dataset_column` has strings, in which null is an empty text, or lists of integers; `a.b` is the field `b` of
-    the structs in column `a`. Raises UserError if all files are empty, or if a file is damaged or lacks the column.
+    Opening only reads the files' footers. Reading a row decodes the column of its row group, and the last used groups
+    are cached: 512 MiB of them, or a single larger one. Threads that need the same group share one read.
+    `dataset_column` has strings, in which null is an empty text, or lists of integers; `a.b` is the field `b` of the
+    structs in column `a`. Raises UserError if all files are empty, or if a file is damaged or lacks the column.
     """
 
     def __init__(self, spec: DatasetSpec, rules: int = PRESENT_RULES) -> None:

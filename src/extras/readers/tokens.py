@@ -81,7 +81,7 @@ def missing_files(shards: Mapping[int, ShardEntry], sizes: Mapping[str, int]) ->
 
 
 class _TokenFolder:
-    """Indexes a folder's documents and pairs; raises UserError if its files don't match tokens.json."""
+    """Finds and reads the ids of a tokenized folder's documents; raises UserError if files don't match tokens.json."""
 
     def __init__(self, spec: DatasetSpec) -> None:
         self._setting = spec.setting("dataset_path")

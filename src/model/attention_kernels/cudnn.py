@@ -1,13 +1,12 @@
 """cuDNN's fused attention, for NVIDIA GPUs.
 
 On Hopper and later GPUs, a packed sequence that one device holds is computed by its segments (cudnn_segments.py), if
-they are not too many. Otherwise, a long sequence of several segments, or one that devices share, is computed in pieces,
-and no mask is as large as T x T.
-At most one segment spans the border of two neighbouring blocks, so only the first queries of the later block see the
-last keys of the earlier one: with the keys reversed, two lengths describe this mask. Blocks are joined pairwise,
-doubling in size each time; with a window, each block is joined with the few before it. The pieces' outputs are
-averaged, weighted by their softmax normalisers. In the backward pass each piece receives the normaliser and output of
-the whole sequence, so that its gradients equal full attention's (as in Ring Attention, Liu et al. 2023,
+they are not too many. Otherwise, a long sequence of several segments, or a sharded one, is computed in pieces, and no
+mask is as large as T x T. At most one segment spans the border of two neighbouring blocks, so only the first queries of
+the later block see the last keys of the earlier one: with the keys reversed, two lengths describe this mask. Blocks are
+joined pairwise, doubling in size each time; with a window, each block is joined with the few before it. The pieces'
+outputs are averaged, weighted by their softmax normalisers. In the backward pass each piece receives the normaliser and
+output of the whole sequence, so that its gradients equal full attention's (as in Ring Attention, Liu et al. 2023,
 arXiv:2310.01889).
 
 JAX's own function queries the local device for its abilities, requires values of the queries' size, and accepts no
@@ -81,9 +80,10 @@ def workspace_bytes(B: int, T: int, spec: ScoreSpec, kv_heads: int, packed: bool
 
 
 def _differentiable(pieces: "_Pieces", segments: Segments | None) -> Callable[..., Array]:
-    """Attention on one device, by its `segments` if they fit, otherwise in pieces.
+    """Builds attention on one device, with its gradient: by segments if `segments` fits the batch, otherwise in pieces.
 
-    The function takes q, k, v, the segments of queries and keys, and the starts of the device's parts.
+    The built function takes q, k, v, the segment ids of queries and keys, and the index in the text of the first token
+    of each of the device's zigzag parts, [1, parts].
     """
 
     def choose(ids_BT: Array, of_segments: Callable, in_pieces: Callable, *given: Array) -> tuple[Array, ...]:
@@ -140,7 +140,7 @@ class _Pieces:
     scale: float
     window: int
     packed: bool
-    shards: int  # devices that share a sequence; each holds two parts of it
+    shards: int  # of a sequence; if there are several, each has two zigzag parts
     length: int  # tokens of a sequence, or of such a part
 
     @property

@@ -22,7 +22,7 @@ CHUNK = 64
 def in_chunks(
     q_BTKH: Array, k_BTKH: Array, v_BTKGP: Array, g_BTKG: Array, beta_BTKG: Array, documents_BT: Array, S_BKGHP: Array
 ) -> tuple[Array, Array]:
-    """Runs the rule over whole sequences: outputs [B, T, K, G, P], and the states after the last token.
+    """Runs the rule over sequences: outputs [B, T, K, G, P], and the states after the last token.
 
     `S_BKGHP` must be zeros. Each document of a sequence begins with a state of zeros; `documents_BT` are rising numbers
     that identify documents. The matmuls within a chunk follow section 3.3 of the paper; a scan over chunks passes the

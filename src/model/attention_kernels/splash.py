@@ -1,4 +1,4 @@
-"""JAX's Pallas attention kernel for TPUs (splash attention), for sequences that devices may share."""
+"""JAX's Pallas attention kernel for TPUs (splash attention), for sequences that may be sharded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Multiplies rows by the weight of their group: for experts, whose tokens are contiguous.
 
-In 8 bits, rows and gradients are rounded as in low_precision.py, and weights are rounded before they are gathered.
+In 8 bits, rows and gradients are quantized as in low_precision.py, and weights before they are gathered.
 
 Letters: R rows, G groups, X summed dim, Y output dim.
 """
@@ -24,8 +24,8 @@ from src.model.quantization import Quantized
 class GroupedCodes:
     """Weights of groups in 8 bits, [G, X, Y] or [G, Y, X].
 
-    Codes are integers and have no gradient, so it goes to `wide`: the same weights, which no matmul reads. XLA
-    therefore removes operations on them, such as gathering.
+    Integer codes have no gradient, so the weights' gradient goes to `wide`: the weights before quantization. No matmul
+    reads `wide`, so XLA removes operations on it, such as gathering.
     """
 
     wide: Array
@@ -134,8 +134,8 @@ def _grouped_codes(
 ) -> Array:
     """Multiplies rows by the weight of their group in int8, like `grouped_matmul`.
 
-    Each row, and each output channel of a group, has a scale. The weight gradient rounds a channel with one scale for
-    all groups' rows.
+    Each row, and each output channel of a group, has a scale. For the weight gradient, a channel has one scale for all
+    groups' rows.
     """
     on_cpu, how = platform == "cpu", {"platform": platform, "interpret": interpret}
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 MIN_ROWS = 128  # of a tile: what the TPU's matrix unit processes at once
 MAX_ROWS = 512
 OPERATIONS_PER_BYTE = 200  # computed by a TPU in the time of fetching a byte: 166 on v5p, 240 on v5e
-ADDITION = 32  # multiplications in the time of adding a result to a sum in the core's memory
+ADDITION = 32  # multiplications in the time of adding a number to a sum in the core's memory
 STEP = 2**25  # multiplications in the time of a step of a kernel's grid, a third of a microsecond
 VMEM_BYTES = 12 * 2**20  # for a kernel's tiles, of the 16 MiB that the compiler grants
 

@@ -99,15 +99,14 @@ class Experts(nnx.Module):
     ) -> tuple[Array, Array]:
         """Runs the experts: weighted sums of their outputs [B, T, D], and which choices have a slot [B, T, k].
 
-        Each device has all features of its tokens, and its part of the experts' weights, which it gathers along D.
+        A device holds its tokens with all of D, and shards of the experts' weights, which it gathers along D.
         """
         kernels, axes = self._kernels(x_BTD.dtype)
         spec, (_, T, k), kept_BTk, capacity = self.spec, experts_BTk.shape, jnp.ones(experts_BTk.shape, bool), 0
         if spec.capacity_factor != -1:
             capacity = math.ceil(T * k * spec.capacity_factor / spec.num_experts)
         if capacity and layout.shards("length") > 1:
-            # A device may hold any part of the choices kept in a sequence: buffers of fixed size would each need room
-            # for all.
+            # All choices kept in a sequence may be on one device, so buffers of fixed size would need room for all.
             kept_BTk = _kept_in_rows(experts_BTk, non_padding_BT, spec.num_experts, capacity, layout)
             capacity = 0
         axis, within_slices = layout.axes("expert"), axes_within_slices(layout.mesh)
@@ -123,7 +122,7 @@ class Experts(nnx.Module):
                 kept_BTk = slots.kept_M().reshape(experts_BTk.shape)
             kernels = jax.tree.map(functools.partial(_gather, over=gathered), axes, kernels, is_leaf=_is_axes)
             if spec.mlp_bias:
-                kernels["wo_bias"] /= parts  # each device adds its part
+                kernels["wo_bias"] /= parts  # `psum` adds it once per shard
             x_XD = x_BTD.reshape(-1, x_BTD.shape[2])
             tokens = x_XD, weights_BTk.reshape(-1, k).astype(x_XD.dtype)
             # Padding goes to no expert: all padding is alike and would go to the same experts.
@@ -141,7 +140,7 @@ class Experts(nnx.Module):
 
         A TPU's compiler would copy an array with a dim of two factors to another memory layout for each kernel, and so
         for a weight that is gathered along its last dim. Each factor is therefore a separate array, and wo is
-        transposed: only the device's part of it, not the whole.
+        transposed while it is still sharded.
         """
 
         def multiplied(weight: Array | Quantized) -> Array | GroupedCodes:
@@ -158,7 +157,7 @@ class Experts(nnx.Module):
 
 
 def _kept_in_rows(experts_BTk: Array, non_padding_BT: Array, experts: int, capacity: int, layout: Layout) -> Array:
-    """Mask of the choices that have a slot [B, T, k] if devices share sequences: the same as on one device.
+    """Mask [B, T, k] of the choices that have a slot, for sharded sequences: the same as on one device.
 
     A device gathers the choices of its sequences, 4 k bytes per token, and sorts them all.
     """
@@ -196,7 +195,7 @@ def _is_quantized(node: Any) -> bool:
 def _gather(axes: tuple[str | None, ...], kernel: Array, over: tuple[str, ...]) -> Array:
     if not over or "expert_embed" not in axes:
         return kernel
-    # Its gradient is a reduce-scatter; on TPUs only for arrays of three dims, otherwise an all-reduce of the whole.
+    # The gradient is a reduce-scatter; on TPUs only for arrays of three dims, otherwise a larger all-reduce.
     whole = jax.lax.all_gather(kernel, over, axis=axes.index("expert_embed"), tiled=True)
     return checkpoint_name(whole, "gathered_experts")  # named so that no policy saves it for the backward pass
 
@@ -245,7 +244,7 @@ def _feed_forward(spec: LayerSpec, rows: Rows, kernels: Any, product: Callable, 
 
 
 def check_mesh(spec: ModelSpec, layout: Layout) -> None:
-    """Raises UserError if the mesh shards experts, but the model has no experts or a number that does not divide."""
+    """Raises UserError if the mesh shards experts, but the model has no experts or a number that is not divisible."""
     shards, by = layout.shards("expert"), layout.sharded_by("expert")
     if shards > 1 and not spec.has_experts:
         raise UserError(

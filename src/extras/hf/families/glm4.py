@@ -8,7 +8,8 @@ from src.extras.hf.family import Family, Field, FieldGroup, require
 
 FIELDS = (
     *(*fields.DECODER, fields.rope(partial=0.5), fields.ATTENTION_BIAS),
-    FieldGroup("", lambda hf, keys: require(hf, head_dim=keys["head_dim"])),  # transformers has no default for null
+    # Refuses a null head_dim, for which transformers has no default.
+    FieldGroup("", lambda hf, keys: require(hf, head_dim=keys["head_dim"])),
 )
 
 GLM = Family(

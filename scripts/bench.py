@@ -23,9 +23,9 @@ from src.parallel.chips import run_peak
 from src.parallel.mesh import global_batch_size, make_layout
 from src.parallel.slices import describe_mesh
 from src.run import resolve_config
-from src.step.build import plan_step
 from src.step.optimizer import hparams_at
 from src.step.state import abstract_state, batch_sharding, init_state
+from src.step.trace import plan_step
 from src.step.train_step import compile_steps
 from src.system.exit_codes import run_command
 

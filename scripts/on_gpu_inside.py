@@ -158,7 +158,7 @@ def decoding(keys: Sequence[str]) -> dict[str, Any]:
     from src.extras.generation.inference_weights import unrolled
     from src.parallel.mesh import make_layout
     from src.run import resolve_config
-    from src.step.build import plan_step
+    from src.step.trace import plan_step
 
     prompt, new = (128, 256) if is_gpu() else (8, 8)
     sizes = (f"max_target_length={prompt + new}", "decode_sampling_strategy=greedy")

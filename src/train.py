@@ -34,17 +34,17 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     """Trains with a checked config. `exits` closes the run's resources, however it ends."""
     # ---- Devices, model and step
     run = Run(config, exits)
-    built = run.built
-    train_step = built.train
+    traced = run.traced
+    train_step = traced.train
     if config.aot.compiled_trainstep_file or config.aot.pgle or config.aot.pgle_profile:
         from src.extras.aot import pgle, program  # these import private JAX modules, which other versions may move
 
-        program_header = program.header(built, config.model, config.step, config.batch, config.mesh)
-        train_step = pgle.chosen_step(config.aot, built, program_header, run.folder.path, exits)
+        program_header = program.header(traced, config.model, config.step, config.batch, config.mesh)
+        train_step = pgle.chosen_step(config.aot, traced, program_header, run.folder.path, exits)
     elif run.plan.quantization.kind or run.schedule.ramp:
         from src.extras.aot import eight_bits
 
-        train_step = eight_bits.compiled(built)  # in a ramp, compile the full batch first, because it must fit
+        train_step = eight_bits.compiled(traced)  # in a ramp, compile the full batch first, because it must fit
 
     # ---- Data
     needed_by = "decode_metrics" * bool(config.decoding.decode_metrics)
@@ -57,21 +57,21 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     if config.decoding.decode_metrics:
         from src.extras.generation.decode import DecodeMetrics
 
-        run.generated = DecodeMetrics(config.decoding, inputs, built.rows)
+        run.generated = DecodeMetrics(config.decoding, inputs, traced.rows)
 
     # ---- Start or resume
     run.open(inputs, data, eval_sets)
     if run.is_over():
         return run.conclude()
-    run.evaluate_by(built.eval)
+    run.evaluate_by(traced.eval)
     run.announce()
 
     # ---- Steps
     with run:
         for step in run.steps():
             batch = run.next_batch()
-            is_full = run.schedule.size(step) == built.rows  # false during a ramp of the batch size
-            step_fn = train_step if is_full else built.train
+            is_full = run.schedule.size(step) == traced.rows  # false during a ramp of the batch size
+            step_fn = train_step if is_full else traced.train
             hparams = hparams_at(config.step, config.run.steps, step)
             state, metrics = step_fn(run.state, run.to_devices(batch), hparams)
             run.record(state, metrics, batch)

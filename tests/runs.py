@@ -19,7 +19,7 @@ from src import train
 from src.checkpoint import resume
 from src.checkpoint.resume import new_state
 from src.run import run as src_run
-from src.step.build import build
+from src.step.trace import trace_train_step
 from src.system.exit_codes import run_command
 from tests import quick_compilation
 
@@ -76,7 +76,7 @@ def build_once(config, devices, options, fields=_NO_FIELDS):
     sections = (config.model, config.step, config.batch, config.mesh, config.evaluation.eval_metrics)
     key = repr((sections, devices, dict(options), fields))
     if key not in _BUILT:
-        _BUILT[key] = build(config, devices, options, fields)
+        _BUILT[key] = trace_train_step(config, devices, options, fields)
     return _BUILT[key]
 
 
@@ -96,7 +96,10 @@ def initialise_once(plan, abstract, weights=_NO_FIELDS):
 @contextlib.contextmanager
 def built_once():
     """Within it, runs build each step and initial state once in this process."""
-    with mock.patch.object(src_run, "build", build_once), mock.patch.object(resume, "new_state", initialise_once):
+    with (
+        mock.patch.object(src_run, "trace_train_step", build_once),
+        mock.patch.object(resume, "new_state", initialise_once),
+    ):
         yield
 
 

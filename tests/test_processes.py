@@ -7,8 +7,8 @@ import pytest
 from src.run.distributed import job_settings
 from src.run.run_setup import ClusterEnv, find_cluster
 from src.step import same_program as module
-from src.step.build import build
 from src.step.same_program import check_same_program
+from src.step.trace import trace_train_step
 from src.system.errors import UserError
 from tests.tiny import load
 
@@ -74,7 +74,7 @@ def test_another_step_in_one_process_is_refused_by_all(changed, words, monkeypat
     """Each process of the job is played in turn, and then told what both have."""
     configs = [load(steps=4, remat_policy="none", learning_rate=0.01), None]
     configs[1] = load(**{"steps": 4, "remat_policy": "none", "learning_rate": 0.01, **changed})
-    builds = [build(config, jax.devices()) for config in configs]
+    builds = [trace_train_step(config, jax.devices()) for config in configs]
     digests = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
@@ -83,12 +83,12 @@ def test_another_step_in_one_process_is_refused_by_all(changed, words, monkeypat
         return np.stack([digest, digest])
 
     monkeypatch.setattr(module.multihost_utils, "process_allgather", keep)
-    for built, config in zip(builds, configs, strict=True):
-        check_same_program(built, config.run.steps)
+    for traced, config in zip(builds, configs, strict=True):
+        check_same_program(traced, config.run.steps)
     monkeypatch.setattr(module.multihost_utils, "process_allgather", lambda digest: np.stack(digests))
-    for built, config in zip(builds, configs, strict=True):
+    for traced, config in zip(builds, configs, strict=True):
         if not words:
-            check_same_program(built, config.run.steps)
+            check_same_program(traced, config.run.steps)
             continue
         with pytest.raises(UserError, match=rf"process 1 would train differently from process 0: {words}"):
-            check_same_program(built, config.run.steps)
+            check_same_program(traced, config.run.steps)

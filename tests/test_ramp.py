@@ -17,8 +17,8 @@ from src.model.params import Weights, by_path
 from src.parallel.mesh import make_layout
 from src.run import resolve_config
 from src.run.metrics import StepPrinter
-from src.step.build import plan_step
 from src.step.loss import hidden_states
+from src.step.trace import plan_step
 from src.system.errors import UserError
 from tests import runs
 

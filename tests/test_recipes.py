@@ -13,7 +13,7 @@ from src.model.flops import count_params, flops_per_token
 from src.parallel.chips import peak_flops
 from src.parallel.mesh import global_batch_size, make_layout
 from src.parallel.slices import describe_mesh
-from src.step.build import build, plan_step
+from src.step.trace import plan_step, trace_train_step
 from tests.compilers import needs_cuda, needs_libtpu
 from tests.tiny import spec_of
 
@@ -117,6 +117,6 @@ COMPILED = ["pax-2b-smoke-v4-8", "pax-gpt3-xl-pipeline-v4-128"]
 @pytest.mark.parametrize("name", COMPILED)
 def test_it_compiles_without_copies_that_nobody_asked_for(name, capfd):
     said = recipe(name)
-    built = build(said.load(), abstract_devices(said.topology()))
-    built.traced.lower().compile()  # raises where it does not fit
+    traced = trace_train_step(said.load(), abstract_devices(said.topology()))
+    traced.jax_traced.lower().compile()  # raises where it does not fit
     assert "Involuntary full rematerialization" not in capfd.readouterr().err

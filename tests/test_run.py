@@ -93,7 +93,7 @@ def test_an_evaluation_that_fails_loses_no_step(at, period, saved, tmp_path, who
         with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED") as raised:
             start(tmp_path, checkpoint_period=period)
     assert runs.steps_saved(tmp_path / "run") == [saved]
-    assert raised.value.kept_checkpoint == (
+    assert raised.value.latest_checkpoint == (
         f"the state after step {saved} is saved in {tmp_path / 'run'}: run the same command with run_name=run to resume"
     )
     assert [step for step, _ in runs.evaluations(tmp_path / "run")] == list(range(2, saved, 2))
@@ -126,7 +126,7 @@ def test_a_state_that_is_not_good_is_not_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(MetricsLog, "write", failing(5, full, MetricsLog, "write"))
     with pytest.raises(OSError, match="No space") as raised:
         start(tmp_path)
-    assert raised.value.kept_checkpoint == "there is no checkpoint"
+    assert raised.value.latest_checkpoint == "there is no checkpoint"
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -134,7 +134,7 @@ def test_without_checkpoints_an_error_saves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(Evaluator, "run", failing(1, UserError("no")))
     with pytest.raises(UserError) as raised:
         start(tmp_path, enable_checkpointing="false")
-    assert not hasattr(raised.value, "kept_checkpoint")
+    assert not hasattr(raised.value, "latest_checkpoint")
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

@@ -17,7 +17,7 @@ COMMANDS = {path.stem for path in (ROOT / "src").glob("[a-z]*.py")}
 FOLDERS = sorted({path.parent.name for path in (ROOT / "src").glob("*/*.py")})
 MAX_LEVELS = 10
 MAX_LINES = 400
-MAX_CORE_LINES = 4_360
+MAX_CORE_LINES = 4_420
 MAX_FILES_OF_THE_WHOLE_CONFIG = 13
 
 
@@ -139,7 +139,7 @@ def test_weights_are_declared_in_one_way_and_multiplied_in_few_places():
     )
     kernels = {name for name in doors if name.startswith(("attention_kernels.", "moe.grouped_"))}
     # lora merges adapters into weights, which no step does.
-    assert doors - kernels == {"products", "low_precision", "block_scaled", "lora"}, doors
+    assert doors - kernels == {"matmul", "low_precision", "block_scaled", "lora"}, doors
 
 
 def test_the_model_takes_sections_of_the_config():

@@ -11,12 +11,12 @@ from jax.sharding import AbstractMesh, AxisType
 from src.checkpoint.resume import new_state
 from src.model.params import Weights
 from src.model.spec import model_spec
-from src.parallel.mesh import Layout, make_layout
+from src.parallel.mesh import MeshLayout, make_layout
 from src.run import resolve_config
-from src.step.build import plan_step
 from src.step.loss import next_token_loss
 from src.step.optimizer import hparams_at
 from src.step.state import abstract_state, batch_sharding
+from src.step.trace import plan_step
 from src.step.train_step import compile_steps
 
 BASE = str(Path(__file__).parents[1] / "configs" / "base.yml")
@@ -73,7 +73,7 @@ def abstract_layout(config, platform="tpu", **sizes):
     mesh = AbstractMesh(
         tuple(sizes.get(name, 1) for name in axes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
     )
-    return type("AbstractLayout", (Layout,), {"platform": platform})(mesh, config.mesh.logical_axis_rules)
+    return type("AbstractLayout", (MeshLayout,), {"platform": platform})(mesh, config.mesh.logical_axis_rules)
 
 
 class Trainer:

@@ -32,7 +32,7 @@ from src.model.attention_kernels.scores import score_spec
 from src.model.attention_kernels.splash import ZigzagCausalMask, block_sizes, splash
 from src.model.forward_context import ForwardContext
 from src.model.spec import LayerSpec, model_spec
-from src.parallel.mesh import Layout, make_layout
+from src.parallel.mesh import MeshLayout, make_layout
 from src.run import resolve_config
 from src.step.compiler_flags import compiler_options
 from src.system.exit_codes import run_command
@@ -42,7 +42,7 @@ BASE = Path(__file__).resolve().parents[2] / "configs" / "base.yml"
 
 
 def ring(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, layout: Layout, scale: float, interpret: bool = False
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, layout: MeshLayout, scale: float, interpret: bool = False
 ) -> jax.Array:
     """Causal ring attention on sequences in `zigzag_order`, one segment each; the result has the shape of q."""
     placed = layout.spec(("batch", "length", "heads", None))
@@ -99,7 +99,7 @@ def _ring(axis: str, n: int, length: int, heads: int, interpret: bool) -> Callab
         residuals = (*arrays, None, None, out, total, kernel.dq_mask_info, kernel.dkv_mask_info)
         return kernels._splash_attention_bwd(res=residuals, do=cotangent, **kernel.kwargs)[3:6]
 
-    def early_gradients(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
+    def grad_barriers(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
         dq, dk, dv = gradients(early, q, k[:, :half], v[:, :half], *rest)
         return dq, _before(dk), _before(dv)
 
@@ -114,7 +114,7 @@ def _ring(axis: str, n: int, length: int, heads: int, interpret: bool) -> Callab
         device = jax.lax.axis_index(axis)
         for step in range(1, n):
             k, v, dk, dv = passed_on(k, v, dk, dv)
-            parts = jax.lax.cond(device >= step, early_gradients, late_gradients, q, k, v, *rest)
+            parts = jax.lax.cond(device >= step, grad_barriers, late_gradients, q, k, v, *rest)
             dq, dk, dv = (x + part for x, part in zip((dq, dk, dv), parts, strict=True))
         return dq, *passed_on(dk, dv)  # back to their own device
 
@@ -145,7 +145,7 @@ def _before(early: jax.Array) -> jax.Array:
     return jnp.concatenate([early, jnp.zeros_like(early)], axis=1)
 
 
-def gather(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, layout: Layout, spec: LayerSpec) -> jax.Array:
+def gather(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, layout: MeshLayout, spec: LayerSpec) -> jax.Array:
     """Attends as the model's blocks do."""
     segments = jnp.ones(q_BTNH.shape[:2], jnp.int32)
     context = ForwardContext(
@@ -182,7 +182,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _compile(
-    attend: Callable, layout: Layout, spec: LayerSpec, length: int, flags: Mapping[str, Any]
+    attend: Callable, layout: MeshLayout, spec: LayerSpec, length: int, flags: Mapping[str, Any]
 ) -> jax.stages.Compiled:
     """Compiles attention with the gradients of q, k and v, for one sequence per group of sharing devices."""
     rows = layout.shards("batch")
@@ -199,7 +199,7 @@ def _compile(
     return jax.jit(gradient).lower(q, kv, kv, q).compile(dict(flags))
 
 
-def _described(compiled: jax.stages.Compiled, layout: Layout) -> str:
+def _described(compiled: jax.stages.Compiled, layout: MeshLayout) -> str:
     stats = compiled.memory_analysis()
     sent, times = Counter[str](), Counter[str]()
     for each in collectives(compiled.as_text(), layout.mesh):

@@ -145,17 +145,17 @@ def mintext(case: Case, root: Path, keys: list[str]) -> Callable[[int], None]:
     if (root / "src/step").exists():
         from src.run import resolve_config
         from src.run.run_setup import configure_jax
-        from src.step.build import build
         from src.step.optimizer import hparams_at
         from src.step.state import init_state
+        from src.step.trace import trace_train_step
 
         config = resolve_config.load(argv)
         configure_jax(config.step)
-        built = build(config, jax.devices())
+        traced = trace_train_step(config, jax.devices())
         hparams = hparams_at(config.step, config.run.steps, 0)
-        plan, abstract, train_step = built.plan, built.state, built.train
+        plan, abstract, train_step = traced.plan, traced.state, traced.train
         init = functools.partial(init_state, plan)
-        placed = jax.device_put(batch, {name: leaf.sharding for name, leaf in built.batch.items()})
+        placed = jax.device_put(batch, {name: leaf.sharding for name, leaf in traced.batch.items()})
     else:  # A commit before that folder, such as dbcf1a3: its own benchmark names the functions it needs
         bench = SimpleNamespace(**runpy.run_path(str(root / "scripts/bench.py")))
         config, position = bench.configuration.load(argv), (case.rows, 1, 2)

@@ -30,8 +30,8 @@ from src.extras.aot.hlo import RING_SHARE, Computation, Instruction, collectives
 from src.extras.aot.topology import parse_topology
 from src.extras.aot.train_compile import USAGE
 from src.run.run_setup import configured
-from src.step.build import build
 from src.step.compiler_flags import compiler_options
+from src.step.trace import trace_train_step
 from src.system.exit_codes import run_command
 
 # Cycles per second: a chip's published peak over its matrix units' operations per cycle (v4, v5e, v5p: 128 x 128 each).
@@ -92,14 +92,16 @@ def compiled(argv: Sequence[str]) -> tuple[str, Mesh, str, dict[str, int]]:
     topology = parse_topology(config.aot.compile_topology, config.aot.compile_topology_num_slices)
     devices = abstract_devices(topology)
     jax.config.update("jax_enable_compilation_cache", False)  # cached programs have no text
-    built = build(config, devices, compiler_options(config.aot.compile_xla_flags, devices[0], topology.slices))
-    program = built.traced.lower().compile()
+    traced = trace_train_step(
+        config, devices, compiler_options(config.aot.compile_xla_flags, devices[0], topology.slices)
+    )
+    program = traced.jax_traced.lower().compile()
     stated = program.memory_analysis()
     memory = {"arguments": stated.argument_size_in_bytes, "temporaries": stated.temp_size_in_bytes}
     memory["at once"] = stated.peak_memory_in_bytes  # arguments included
     if counted := program.cost_analysis():  # not available for an absent GPU
         memory["accessed"] = int(counted["bytes accessed"])
-    return program.as_text(), built.plan.layout.mesh, devices[0].device_kind, memory
+    return program.as_text(), traced.plan.layout.mesh, devices[0].device_kind, memory
 
 
 def dump_bundles(folder: str) -> None:

@@ -170,8 +170,8 @@ def in_run_folder(folder: epath.Path) -> Generator[None]:
     except (UserError, TransientError):
         raise
     except BaseException as error:
-        kept = getattr(error, "kept_checkpoint", "") or describe_latest(folder)
-        vars(error).update(run_folder=folder, kept_checkpoint=kept)
+        kept = getattr(error, "latest_checkpoint", "") or describe_latest(folder)
+        vars(error).update(run_folder=folder, latest_checkpoint=kept)
         raise
 
 

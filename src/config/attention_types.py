@@ -30,7 +30,7 @@ ATTENTION_TYPES = {
         own=("q_lora_rank", "latent_norm_epsilon"),
         heads=("base_num_query_heads",),
         head_dim="qk_rope_head_dim",
-        scores=("query_pre_attn_scalar",),
+        scores=("query_pre_attn_scalar", "attention_out_bias", "attn_temperature_floor"),
     ),
     "gated_delta": AttentionType(
         "src.model.gated_delta:GatedDelta",

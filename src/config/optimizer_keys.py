@@ -19,12 +19,13 @@ class OptimizerType(NamedTuple):
     hidden_only: bool = False  # it updates matrices in layers, and adamw all other weights
 
 
+# Their order is the order of the optimizers' states in checkpoints: add new ones at the end.
 OPTIMIZERS = {
     "adamw": OptimizerType(
         "Adam with decoupled weight decay", "src.step.optimizer:adamw", reads=(*ADAM, "adam_clip_threshold")
     ),
     "adafactor": OptimizerType(
-        "row and column means of the second moment; learning_rate is relative to a weight's size",
+        "row and column means of a matrix's second moment; learning_rate is relative to a weight's size",
         "src.step.adafactor:adafactor",
     ),
     "muon": OptimizerType(

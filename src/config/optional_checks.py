@@ -26,13 +26,14 @@ def mup(config: Config) -> Iterator[str]:
 
 def profile(config: Config) -> Iterator[str]:
     """Checks that a run has enough steps to profile."""
-    diagnostics, pgle, steps = config.diagnostics, config.aot.pgle, config.run.steps
+    diagnostics, steps = config.diagnostics, config.run.steps
     skipped, profiled = diagnostics.skip_first_n_steps_for_profiler, diagnostics.profiler_steps
     if diagnostics.profiler and -1 != steps < skipped + profiled:
         yield (
             f"profiler={diagnostics.profiler} would profile steps {skipped + 1} to {skipped + profiled}, "
             f"but steps={steps}: lower skip_first_n_steps_for_profiler or profiler_steps"
         )
+    pgle = config.aot.pgle  # read only here, because it is missing if it is invalid
     if pgle == "collect" and -1 != steps < 4:
         yield f"pgle=collect profiles steps 2 to 4, but steps={steps}: raise steps"
     if pgle == "auto" and (runs := int(os.environ.get("JAX_PGLE_PROFILING_RUNS", "3"))) < 1:  # JAX's name

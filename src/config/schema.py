@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from src.config import keys
 from src.config.command_keys import RUN_COMMANDS, Aot, Conversations, Decoding, Diagnostics, HarnessTasks, Tools
@@ -208,6 +208,13 @@ class Config(Mapping[str, Any]):
     aot: Aot
     tools: Tools
     diagnostics: Diagnostics
+
+    if not TYPE_CHECKING:  # a type checker reports such names itself
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raises AttributeError, naming the section of a key that a user's function reads without it."""
+            hint = f": read config.{KEYS[name].section}.{name}" if name in KEYS else ""
+            raise AttributeError(f"the configuration has no attribute {name}{hint}")
 
     @classmethod
     def of(cls, keys: Mapping[str, Any]) -> "Config":

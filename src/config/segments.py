@@ -1,6 +1,6 @@
 """Reads `decoder_segments`, types its settings, and checks them."""
 
-import dataclasses
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,7 +35,9 @@ def check_segments(model: Model) -> Iterator[str]:
         )
     for number, entry in enumerate(segments, start=1):
         for keys in entry["pattern"]:
-            for problem in check_layer(dataclasses.replace(model, **keys)):
+            layer = copy.copy(model)  # not `replace`, which reads keys that are missing because they are invalid
+            vars(layer).update(keys)
+            for problem in check_layer(layer):
                 yield f"decoder_segments, segment {number}: {problem}"
 
 

@@ -22,7 +22,7 @@ from src.model.forward_context import ForwardContext
 from src.model.norm import Norm, root_mean_square
 from src.model.params import Rngs, matmul, weight
 from src.model.spec import LayerSpec
-from src.parallel.mesh import Layout
+from src.parallel.mesh import MeshLayout
 from src.parallel.sequence import replicate_rows
 
 
@@ -61,17 +61,17 @@ class Attention(nnx.Module):
     def costs(spec: LayerSpec) -> Costs:
         """Counts attention's activations and scores."""
         heads = (spec.num_query_heads, spec.num_kv_heads)
-        spared_by: dict[str, tuple[str, ...]] = {name: (f"{name}_proj",) for name in ("query", "key", "value", "out")}
+        saved_by: dict[str, tuple[str, ...]] = {name: (f"{name}_proj",) for name in ("query", "key", "value", "out")}
         if spec.share_kv_projections:  # one matmul, saved as key and as value
-            spared_by["key"] += spared_by.pop("value")
+            saved_by["key"] += saved_by.pop("value")
         # The derivatives of norms need their inputs, but remat policies save their outputs.
         normed = {"query", "key"} if spec.qk_norm != "none" else set()
         normed |= {"key" if spec.share_kv_projections else "value"} if spec.value_norm else set()
-        spared_by = {name: arrays for name, arrays in spared_by.items() if name not in normed}
+        saved_by = {name: arrays for name, arrays in saved_by.items() if name not in normed}
         width = sum(heads) * 2 * spec.head_dim  # queries and keys; values and attention's output
         if spec.attention_gate:
-            width, spared_by["gate"] = width + 2 * heads[0] * spec.head_dim, ("query_proj",)
-        return Costs(width, {"heads": heads}, spared_by, last="out", scores=score_spec(spec, spec.head_dim))
+            width, saved_by["gate"] = width + 2 * heads[0] * spec.head_dim, ("query_proj",)
+        return Costs(width, {"heads": heads}, saved_by, output_weight="out", scores=score_spec(spec, spec.head_dim))
 
     @staticmethod
     def cache_arrays(spec: LayerSpec, rows: int, length: int) -> dict[str, CacheArray]:
@@ -165,7 +165,7 @@ def attend(
     return context.layout.constrain(out_BTNH, "batch", "length", "heads", "head_dim")
 
 
-def repeat_kv(x_BTKH: Array, num_query_heads: int, layout: Layout) -> Array:
+def repeat_kv(x_BTKH: Array, num_query_heads: int, layout: MeshLayout) -> Array:
     """Replicates keys or values [B, T, K, H] along the sequence, with the heads that each device's queries read."""
     # With grouped heads, keys and values are small, and gathering them takes less time than computing the queries'
     # scores.

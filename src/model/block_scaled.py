@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from src.model.low_precision import SCOPE, Coded, Shards, shards, spec, sum_over_devices, to_float8
-from src.model.products import with_gradient
-from src.parallel.mesh import Layout
+from src.model.low_precision import SCOPE, QTensor, Shards, shards, spec, sum_over_devices, to_float8
+from src.model.matmul import with_gradient
+from src.parallel.mesh import MeshLayout
 from src.system.errors import UserError
 
 BLOCK = 32
@@ -23,7 +23,7 @@ CODES = jnp.float8_e4m3fn
 _LARGEST = float(jnp.finfo(CODES).max)
 
 
-def encode(x: Array, on_cpu: bool) -> Coded:
+def encode(x: Array, on_cpu: bool) -> QTensor:
     """Quantizes x [..., S] in blocks of 32 along S; the scales are [..., S / 32], in E8M0.
 
     `on_cpu`: returns the dequantized values in float32, with scales of one.
@@ -36,16 +36,16 @@ def encode(x: Array, on_cpu: bool) -> Coded:
     scales = jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)
     codes = to_float8(blocks * (1 / scales), CODES, on_cpu)
     if on_cpu:
-        return Coded((codes * scales).reshape(x.shape), jnp.ones(()))
+        return QTensor((codes * scales).reshape(x.shape), jnp.ones(()))
     e8m0 = jax.lax.bitcast_convert_type(exponents[..., 0].astype(jnp.uint8), jnp.float8_e8m0fnu)
-    return Coded(codes.reshape(x.shape), e8m0)
+    return QTensor(codes.reshape(x.shape), e8m0)
 
 
 @dataclass(frozen=True, eq=False)
-class BlockProducts:
+class BlockMatmuls:
     """Computes a step's matmuls in MXFP8."""
 
-    layout: Layout
+    layout: MeshLayout
 
     @property
     def on_cpu(self) -> bool:
@@ -62,7 +62,7 @@ class BlockProducts:
         parts, stored = shards(self.layout, einsum, axes)
 
         def on_devices(left: str, right: str, out: str, *, left_at: Shards, out_at: Shards) -> Any:
-            product = BlockProduct(self.on_cpu, left, right, out, left_at, parts, out_at, w_dims)
+            product = BlockMatmul(self.on_cpu, left, right, out, left_at, parts, out_at, w_dims)
             if self.layout.mesh.size == 1:
                 return product
             in_specs = spec(left, left_at), spec(right, parts)
@@ -81,7 +81,7 @@ class BlockProducts:
 
 
 @dataclass(frozen=True)
-class BlockProduct:
+class BlockMatmul:
     """Quantizes a device's shards of two arrays, gathers the left one to the sharding `parts`, and multiplies them."""
 
     on_cpu: bool
@@ -102,16 +102,16 @@ class BlockProduct:
         with jax.named_scope(SCOPE):
             if self.on_cpu:
                 einsum = f"{rows}{summed},{columns}{summed}->{self.out}"
-                out = jnp.einsum(einsum, by_row.codes, by_column.codes).astype(right.dtype)
+                out = jnp.einsum(einsum, by_row.qvalue, by_column.qvalue).astype(right.dtype)
             else:
-                codes = _matrix(by_row.codes, rows), _matrix(by_column.codes, columns)
-                scales = _matrix(by_row.scales, rows), _matrix(by_column.scales, columns)
+                codes = _matrix(by_row.qvalue, rows), _matrix(by_column.qvalue, columns)
+                scales = _matrix(by_row.scale, rows), _matrix(by_column.scale, columns)
                 product = jax.nn.scaled_matmul(*codes, *scales, preferred_element_type=right.dtype)
-                sizes = by_row.codes.shape[: len(rows)] + by_column.codes.shape[: len(columns)]
+                sizes = by_row.qvalue.shape[: len(rows)] + by_column.qvalue.shape[: len(columns)]
                 out = jnp.einsum(f"{rows}{columns}->{self.out}", product.reshape(sizes))
         return sum_over_devices(out, self.out, summed, self.parts, self.out_at, self.on_cpu)
 
-    def _coded(self, x: Array, dims: str, order: str, at: Shards) -> Coded:
+    def _coded(self, x: Array, dims: str, order: str, at: Shards) -> QTensor:
         """Transposes x to the dims `order`, quantizes it along the last one, and gathers it from the sharding `at`."""
         x = jnp.einsum(f"{dims}->{order}", x)
         elsewhere = [at[dim][len(self.parts[dim]) :] for dim in order]
@@ -122,7 +122,7 @@ class BlockProduct:
             return x
 
         if x.shape[-1] % BLOCK == 0:
-            return Coded(*map(gathered, encode(x, self.on_cpu)))
+            return QTensor(*map(gathered, encode(x, self.on_cpu)))
         if (whole := gathered(x)).shape[-1] % BLOCK:  # the blocks fit neither the shard nor the gathered dim
             if order[-1] in self.weight:
                 what, help_ = "of a weight's dim", "that size, or name the weight in quantization_exclude"

@@ -9,11 +9,11 @@ from src.model.attention_kernels.scores import ScoreSpec
 class Costs(NamedTuple):
     """Costs of a mixer (such as attention) or feed-forward layer, other than its weights, which are declared."""
 
-    width: int  # activation numbers per token that are sharded by heads or hidden units
+    activation_size: int  # activation numbers per token that are sharded by heads or hidden units
     sharded: Mapping[str, tuple[int, ...]]  # logical axis -> sizes of the activation dims that it shards
     # Weight -> the named arrays that make it unnecessary to recompute its matmul, if a remat policy saves all of them.
-    spared_by: Mapping[str, tuple[str, ...]] = {}
-    last: str = ""  # the weight of the layer's last matmul
+    saved_by: Mapping[str, tuple[str, ...]] = {}
+    output_weight: str = ""  # the weight of the layer's last matmul
     scores: ScoreSpec | None = None  # of the attention kernel
-    products: float = 0.0  # operations per token in the forward pass, except matmuls with weights and `scores`
+    other_flops: float = 0.0  # operations per token in the forward pass, except matmuls with weights and `scores`
     active: float = 1.0  # share of the experts that a token goes through

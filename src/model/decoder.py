@@ -18,7 +18,7 @@ from src.model.lookup import look_up
 from src.model.norm import Norm
 from src.model.params import Rngs, Tree, matmul, stack, weight
 from src.model.spec import ModelSpec
-from src.parallel.mesh import Layout
+from src.parallel.mesh import MeshLayout
 
 
 class OutputPart(NamedTuple):
@@ -83,7 +83,7 @@ class Decoder(nnx.Module):
             new_caches.append(new)
             first_layer += len(group.pattern) * group.repeats
         graphdef, norm = nnx.split(self.final_norm)
-        x_BTD, norm = context.gradients_together(x_BTD, norm)
+        x_BTD, norm = context.grad_barrier(x_BTD, norm)
         return nnx.merge(graphdef, norm)(x_BTD), new_caches, {"segments": reports}
 
     def mtp_hidden_states(
@@ -105,7 +105,7 @@ class Decoder(nnx.Module):
         """
         tied = self.spec.logits_via_embedding and part is None
         kernel = part.kernel_DV if part else (self.embedding if tied else self.output)[...]
-        hidden_BTD, kernel = context.gradients_together(hidden_BTD, kernel)
+        hidden_BTD, kernel = context.grad_barrier(hidden_BTD, kernel)
         hidden_BTD = context.all_gather_sequence(hidden_BTD)
         logits_BTV = matmul(hidden_BTD, kernel, "BTD,VD->BTV" if tied else "BTD,DV->BTV")
         logits_BTV = context.layout.constrain(logits_BTV, "batch", "length", "vocab").astype(jnp.float32)
@@ -120,7 +120,7 @@ class Decoder(nnx.Module):
         ids_V = part.ids_V if part else jnp.arange(self.spec.padded_vocab_size)
         return jnp.where(ids_V < self.spec.vocab_size, logits_BTV, MASKED)
 
-    def output_parts(self, count: int, layout: Layout) -> OutputPart | None:
+    def output_parts(self, count: int, layout: MeshLayout) -> OutputPart | None:
         """Splits the output projection along V; None if V is sharded or not divisible, or with an adapter."""
         V, tied = self.spec.padded_vocab_size, self.spec.logits_via_embedding
         kernel = (self.embedding if tied else self.output)[...]

@@ -9,7 +9,7 @@ import jax
 from src.config.schema import Mesh
 from src.config.step_keys import REMAT_POLICIES, Step
 from src.model.spec import ModelSpec
-from src.parallel.mesh import STAGE, Layout
+from src.parallel.mesh import STAGE, MeshLayout
 from src.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ class Execution:
     remat_custom: dict[str, str] = field(default_factory=dict)  # array -> device or offload
     schedule: "Schedule | None" = None  # of pipeline stages
     has_experts: bool = False  # no policy saves the gathered weights of experts
-    early_gradients: bool = False  # on TPUs: for `ForwardContext.gradients_together` and `cast_matrices`
+    grad_barriers: bool = False  # on TPUs: for `ForwardContext.grad_barrier` and `cast_matrices`
     update_in_branch: bool = False  # run in a branch once all gradients exist and it is known whether to update
 
     @property
-    def kept(self) -> tuple[tuple[str, ...], ...]:
+    def saved_names(self) -> tuple[tuple[str, ...], ...]:
         """Names of the arrays that a policy other than none saves on the device, and in host memory."""
         if self.remat_policy != "custom":
             return REMAT_POLICIES[self.remat_policy]
@@ -41,7 +41,7 @@ class Execution:
     @property
     def mlp_in_halves(self) -> bool:
         """Run a wide feed-forward layer in halves if gradients are early and the policy saves no hidden units."""
-        return self.early_gradients and self.remat_policy != "none" and "mlpwi" not in sum(self.kept, ())
+        return self.grad_barriers and self.remat_policy != "none" and "mlpwi" not in sum(self.saved_names, ())
 
     def remat(self, block: Callable, repeats: int) -> Callable:
         """Wraps a block of a pattern that runs `repeats` times, to save what the policy names for the backward pass."""
@@ -60,7 +60,7 @@ class Execution:
     def _policy(self, *more: str) -> Callable[..., Any]:
         if self.remat_policy == "none":
             return jax.checkpoint_policies.save_anything_except_these_names("gathered_experts")
-        on_device, on_host = self.kept
+        on_device, on_host = self.saved_names
         on_device = {*on_device, *more} - {*on_host}
         if on_host:
             return jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -72,7 +72,7 @@ class Execution:
         return jax.checkpoint_policies.save_only_these_names(*sorted(on_device))
 
 
-def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> "Schedule | None":
+def make_schedule(mesh: Mesh, spec: ModelSpec, layout: MeshLayout) -> "Schedule | None":
     """Makes the schedule of pipeline stages, None for one stage; raises UserError if settings and mesh do not fit."""
     if layout.mesh.shape[STAGE] > 1:
         from src.model import pipeline
@@ -86,7 +86,7 @@ def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> "Schedule | No
     return None
 
 
-def check_rows(rows: int, layout: Layout, execution: Execution, key: str) -> None:
+def check_rows(rows: int, layout: MeshLayout, execution: Execution, key: str) -> None:
     """Applies `pipeline.check_rows` if there are several stages."""
     if execution.schedule:
         from src.model import pipeline
@@ -94,7 +94,7 @@ def check_rows(rows: int, layout: Layout, execution: Execution, key: str) -> Non
         pipeline.check_rows(rows, layout, execution.schedule, key)
 
 
-def make_execution(step: Step, spec: ModelSpec, layout: Layout, schedule: "Schedule | None") -> Execution:
+def make_execution(step: Step, spec: ModelSpec, layout: MeshLayout, schedule: "Schedule | None") -> Execution:
     """Chooses how layers and the update run, by the configuration and the platform.
 
     `scan_layers=auto` unrolls layers on a single CPU, because a loop would copy the arrays it saves for the backward

@@ -53,7 +53,7 @@ class FeedForward(nnx.Module):
         """Counts the layer's activations."""
         mlp_dim = mlp_dim or spec.mlp_dim
         width = (len(spec.mlp_activations) + 1) * mlp_dim  # the factors and their product
-        return Costs(width, {"mlp": (mlp_dim,)}, {"wi": ("mlpwi",), "wo": ("mlpwo",)}, last="wo")
+        return Costs(width, {"mlp": (mlp_dim,)}, {"wi": ("mlpwi",), "wo": ("mlpwo",)}, output_weight="wo")
 
     def __call__(
         self, x_BTD: Array, context: ForwardContext, gate_BT1: Array | None = None
@@ -68,7 +68,7 @@ class FeedForward(nnx.Module):
             # Half of the hidden units at a time, forward and backward, so that the other half's arrays need no memory.
             run = jax.checkpoint(functools.partial(self._project, context=context, is_half=True))
             out_BTD = run(x_BTD, gate_BT1, wi[..., :half], wo[:half], None if bias is None else bias[:, :half])
-            x_BTD, out_BTD = context.gradients_together(x_BTD, out_BTD)
+            x_BTD, out_BTD = context.grad_barrier(x_BTD, out_BTD)
             out_BTD += run(x_BTD, gate_BT1, wi[..., half:], wo[half:], None if bias is None else bias[:, half:])
         else:
             out_BTD = self._project(x_BTD, gate_BT1, wi, wo, bias, context)
@@ -88,12 +88,12 @@ class FeedForward(nnx.Module):
         is_half: bool = False,
     ) -> Array:
         indices = range(len(self.spec.mlp_activations))
-        if context.early_gradients and isinstance(wi, Array):
+        if context.grad_barriers and isinstance(wi, Array):
             kernels = [wi[:, index] for index in indices]
             if is_half:  # else the factors would be held through attention's backward pass, for the weights' gradients
-                x_BTD, *kernels = context.gradients_together(x_BTD, *kernels)
+                x_BTD, *kernels = context.grad_barrier(x_BTD, *kernels)
             # Factors are separate arrays, so that their gradients need no recomputed matmul (docs/log.md).
-            factors = context.gradients_together(*(matmul(x_BTD, kernel, "BTD,DF->BTF") for kernel in kernels))
+            factors = context.grad_barrier(*(matmul(x_BTD, kernel, "BTD,DF->BTF") for kernel in kernels))
         else:
             hidden_BTAF = matmul(x_BTD, wi, "BTD,DAF->BTAF")
             factors = [hidden_BTAF[..., index, :] for index in indices]

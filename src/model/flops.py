@@ -56,7 +56,7 @@ class BlockWeight(NamedTuple):
     taken: float  # numbers that a token's matmul reads, over all experts that the token is sent to
     input: tuple[str | None, ...]  # logical axes of the summed dims; none: not used in a matmul
     ends_block: bool  # its output is only added to the residual stream
-    spared_by: tuple[str, ...]  # arrays that, if saved, avoid recomputing its matmul; none: always recomputed
+    saved_by: tuple[str, ...]  # arrays that, if saved, avoid recomputing its matmul; none: always recomputed
 
 
 def block_weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
@@ -68,12 +68,12 @@ def block_weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
         size, part, name = math.prod(leaf.shape), costs.get(path[0]), path[-1]
         used = part.active * size if part and "expert" in axes[path] else 1.0 * size
         added = layer.normalization_placement == "before"  # its output goes directly to the residual stream
-        ends_block = added and part is not None and path[0] == "feed_forward" and name == part.last
-        spared_by = part.spared_by.get(name, ()) if part else ()
+        ends_block = added and part is not None and path[0] == "feed_forward" and name == part.output_weight
+        saved_by = part.saved_by.get(name, ()) if part else ()
         summed = math.prod(leaf.shape[dim] for dim in fan_in[path])
         taken = summed * used / size * (leaf.shape[0] if "expert" in axes[path] else 1)
         input_axes = tuple(axes[path][dim] for dim in fan_in[path])
-        yield BlockWeight(path, size, used, summed, taken, input_axes, ends_block, spared_by)
+        yield BlockWeight(path, size, used, summed, taken, input_axes, ends_block, saved_by)
 
 
 def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
@@ -114,7 +114,7 @@ def matmul_flops(
             per_key = passes * count * 2.0 * scores.num_heads * (scores.head_dim + scores.value_dim)
             causal += per_key * mean_keys(scores, length)
             palm += per_key * length
-        beside = passes * count * sum(part.products for part in layer_costs(layer).values())
+        beside = passes * count * sum(part.other_flops for part in layer_costs(layer).values())
         causal, palm = causal + beside, palm + beside
     return FlopsPerToken(causal, palm, 2.0 * passes * in_layers)
 

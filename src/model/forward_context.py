@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from src.model.matmul import with_gradient
 from src.model.params import Tree
-from src.model.products import with_gradient
-from src.parallel.mesh import Layout
+from src.parallel.mesh import MeshLayout
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,14 @@ class ForwardContext:
 
     positions_BT: Array  # from 0 in each segment
     segment_ids_BT: Array  # from 1 in each sequence; 0 is padding; tokens attend only within their segment
-    layout: Layout
+    layout: MeshLayout
     kernel: str  # name of one of src/model/attention_kernels
     packed: bool  # False: sequences hold one segment, then padding, and a causal kernel needs no segments
     dropout_keys_BTW: Array | None = None  # one per token, as key data; None: no dropout
     decoding: bool = False  # each sequence is one token, and earlier tokens are in the cache
     log_internals: bool = False  # blocks report the size of their outputs
     layer: Array | int = 0  # index in the model of the block that runs
-    early_gradients: bool = False  # `Execution.early_gradients`
+    grad_barriers: bool = False  # `Execution.grad_barriers`
     mlp_in_halves: bool = False  # `Execution.mlp_in_halves`
 
     # Between blocks, T may also be sharded over the mesh axes that shard heads and hidden units within blocks (sequence
@@ -44,9 +44,9 @@ class ForwardContext:
             x_BTD = self.layout.constrain(x_BTD, "batch", axis, "activation_embed")
         return x_BTD
 
-    def gradients_together(self, *arrays: object) -> tuple:
-        """Barrier for `arrays`, pytrees: with `early_gradients`, computes all their gradients before using any."""
-        return _gradients_together(*arrays) if self.early_gradients else arrays
+    def grad_barrier(self, *arrays: object) -> tuple:
+        """Barrier for `arrays`, pytrees: with `grad_barriers`, computes all their gradients before using any."""
+        return _grad_barrier(*arrays) if self.grad_barriers else arrays
 
     def activations(self, x_BTD: Array) -> Tree:
         """Reports the sum of squares of a block's output over non-padding tokens, [1, 1] like the routers' sums."""
@@ -67,6 +67,6 @@ class ForwardContext:
         return jnp.where(keep_BTD, x_BTD / (1.0 - rate), 0.0).astype(x_BTD.dtype)
 
 
-_gradients_together = with_gradient(
+_grad_barrier = with_gradient(
     lambda *arrays: (arrays, None), lambda _, gradients: jax.lax.optimization_barrier(gradients)
 )

@@ -50,12 +50,12 @@ class GatedDelta(nnx.Module):
     def costs(spec: LayerSpec) -> Costs:
         """Counts the layer's activations, and the operations of the rule applied token by token."""
         K, _, X, Z = _sizes(spec)
-        spared_by = {"qkv": ("value_proj",), "gate": ("query_proj",), "out": ("out_proj",)}
+        saved_by = {"qkv": ("value_proj",), "gate": ("query_proj",), "out": ("out_proj",)}
         # Decay, reading, writing and output take 8 operations per element of the states; the convolution, 2 per weight.
         # Matmuls within a chunk are not counted.
         products = 8.0 * K * Z * spec.gdn_key_head_dim + 2.0 * spec.gdn_conv_kernel_dim * K * X
         width = K * (2 * X + 2 * Z)  # before and after the convolution; the gate, and the array that it multiplies
-        return Costs(width, {"heads": (K,)}, spared_by, last="out", products=products)
+        return Costs(width, {"heads": (K,)}, saved_by, output_weight="out", other_flops=products)
 
     @staticmethod
     def cache_arrays(spec: LayerSpec, rows: int, length: int) -> dict[str, CacheArray]:

@@ -19,7 +19,7 @@ from src.model.norm import Norm
 from src.model.params import Rngs, matmul, weight
 from src.model.rope_stretching import yarn_size
 from src.model.spec import LayerSpec, ModelSpec
-from src.parallel.mesh import Layout
+from src.parallel.mesh import MeshLayout
 from src.parallel.sequence import replicate_rows
 
 
@@ -50,9 +50,9 @@ class LatentAttention(nnx.Module):
     def costs(spec: LayerSpec) -> Costs:
         """Counts latent attention's activations and scores."""
         heads = (spec.num_query_heads, spec.num_query_heads)
-        spared_by = {"query": ("query_proj",), "kv_up": ("key_proj", "value_proj"), "out": ("out_proj",)}
+        saved_by = {"query": ("query_proj",), "kv_up": ("key_proj", "value_proj"), "out": ("out_proj",)}
         width = sum(heads) * (_head_dim(spec) + spec.v_head_dim)  # queries and keys; values and attention's output
-        return Costs(width, {"heads": heads}, spared_by, last="out", scores=_scores(spec))
+        return Costs(width, {"heads": heads}, saved_by, output_weight="out", scores=_scores(spec))
 
     @staticmethod
     def cache_arrays(spec: LayerSpec, rows: int, length: int) -> dict[str, CacheArray]:
@@ -120,12 +120,12 @@ class LatentAttention(nnx.Module):
         return matmul(out_BTNR, kv_up[..., nope_dim:], "BTNR,RNH->BTNH")
 
 
-def _whole(kernel: Any, dtype: jnp.dtype, layout: Layout) -> Any:
+def _whole(kernel: Any, dtype: jnp.dtype, layout: MeshLayout) -> Any:
     """Gathers an up-projection's rows: XLA on TPUs would multiply by each shard's few rows in turn (docs/log.md)."""
     return layout.constrain(kernel.astype(dtype), None, "heads", "head_dim") if isinstance(kernel, Array) else kernel
 
 
-def undivided_latents(layout: Layout, spec: ModelSpec) -> list[str]:
+def undivided_latents(layout: MeshLayout, spec: ModelSpec) -> list[str]:
     """Describes each latent size that is not divisible by the mesh axes of the default rule."""
     latents = [layer for layer in dict.fromkeys(spec.layers) if layer.attention_type == "mla"]
     sizes = sorted({size for layer in latents for size in (layer.q_lora_rank, layer.kv_lora_rank) if size})
@@ -133,7 +133,7 @@ def undivided_latents(layout: Layout, spec: ModelSpec) -> list[str]:
     return [problem for _, problem in by_default.indivisible(sizes, ["latent"] * len(sizes))]
 
 
-def place_latents(layout: Layout, spec: ModelSpec) -> Layout:
+def place_latents(layout: MeshLayout, spec: ModelSpec) -> MeshLayout:
     """Drops the default sharding rule for latents if a size is not divisible; other rules raise an error then."""
     if layout.rules["latent"] == LOGICAL_AXES["latent"][0] and undivided_latents(layout, spec):
         return dataclasses.replace(layout, rules={**layout.rules, "latent": ()})

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from src.parallel.mesh import Layout
+from src.parallel.mesh import MeshLayout
 
 LANES = 128  # numbers of a row that a TPU moves at once
 
 
-def look_up(table_VD: Array, ids_BT: Array, layout: Layout, axis: str) -> Array:
+def look_up(table_VD: Array, ids_BT: Array, layout: MeshLayout, axis: str) -> Array:
     """Looks up rows [B, T, D] of a table, a weight whose dims have the logical axes `axis` and embed.
 
     If rows are sharded, each device looks up the rows in its shard, and a sum over devices combines them (Shoeybi et
@@ -46,7 +46,7 @@ def look_up(table_VD: Array, ids_BT: Array, layout: Layout, axis: str) -> Array:
     return jax.lax.reduce_sum(mapped(table_VD, ids_BT), axes=(0,))
 
 
-def _column_blocks(table_VD: Array, ids_BT: Array, layout: Layout, axis: str) -> int:
+def _column_blocks(table_VD: Array, ids_BT: Array, layout: MeshLayout, axis: str) -> int:
     """Number of column blocks of a table if devices exchange looked-up columns; 1: gather the table instead."""
     (rows, width), devices = table_VD.shape, layout.shards("embed")
     tokens = ids_BT.size // (layout.shards("batch") * layout.shards("length"))

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from src.model.products import with_gradient
-from src.parallel.mesh import Layout
+from src.model.matmul import with_gradient
+from src.parallel.mesh import MeshLayout
 from src.system.errors import UserError
 
 SCOPE = "in_8_bits"  # marks every 8-bit matmul, for checks of compiled programs (src/extras/aot/eight_bits.py)
@@ -39,14 +39,14 @@ FORMATS = {
 }
 
 
-class Coded(NamedTuple):
-    """An array as codes times float32 scales, which have the same dims, of size 1 if they do not vary."""
+class QTensor(NamedTuple):
+    """An array as `qvalue` times a float32 `scale`, whose dims have size 1 if it does not vary along them."""
 
-    codes: Any  # an array, or its sharding
-    scales: Any
+    qvalue: Any  # an array, or its sharding
+    scale: Any
 
 
-def encode(x: Array, bound: Array, dtype: Any, in_float32: bool = False) -> Coded:
+def encode(x: Array, bound: Array, dtype: Any, in_float32: bool = False) -> QTensor:
     """Quantizes x to `dtype`, whose largest value represents `bound`; larger magnitudes are clipped.
 
     `in_float32` stores the codes' values in float32, for CPUs, which convert to float8 slowly.
@@ -59,9 +59,9 @@ def encode(x: Array, bound: Array, dtype: Any, in_float32: bool = False) -> Code
         scales = 2 * jax.lax.bitcast_convert_type(exponents, jnp.float32)
     codes = jnp.clip(x.astype(jnp.float32), -bound, bound) * (1 / scales)
     if not is_integer:
-        return Coded(to_float8(codes, dtype, in_float32), scales)
+        return QTensor(to_float8(codes, dtype, in_float32), scales)
     codes = jnp.round(codes)
-    return Coded(codes if in_float32 else codes.astype(dtype), scales)
+    return QTensor(codes if in_float32 else codes.astype(dtype), scales)
 
 
 def to_float8(x: Array, dtype: Any, in_float32: bool) -> Array:
@@ -80,11 +80,11 @@ def largest(x: Array, dims: Sequence[int] | None = None) -> Array:
 
 
 @dataclass(frozen=True, eq=False)
-class Products:
+class EightBitMatmuls:
     """Computes a step's matmuls in 8 bits."""
 
     format: Format
-    layout: Layout
+    layout: MeshLayout
     bounds: tuple[float, ...] = (0.0, 0.0, 0.0)  # fixed bounds of weights, activations, gradients; 0: measured
 
     @property
@@ -105,29 +105,29 @@ class Products:
         """
         x_dims, w_dims, out_dims = einsum.replace("->", ",").split(",")
         parts, scattered = shards(self.layout, einsum, axes)
-        forward = Product(self, w_dims, x_dims, out_dims, parts, parts)
-        to_x = Product(self, w_dims, out_dims, x_dims, parts, parts)
-        to_weight = Product(self, x_dims, out_dims, w_dims, parts, scattered)
+        forward = EightBitMatmul(self, w_dims, x_dims, out_dims, parts, parts)
+        to_x = EightBitMatmul(self, w_dims, out_dims, x_dims, parts, parts)
+        to_weight = EightBitMatmul(self, x_dims, out_dims, w_dims, parts, scattered)
         _, x_bound, gradient_bound = self.bounds
 
-        def run(x: Array, weight: Array, bound: Array) -> tuple[Array, tuple[Coded, Coded]]:
+        def run(x: Array, weight: Array, bound: Array) -> tuple[Array, tuple[QTensor, QTensor]]:
             w = encode(weight, bound, self.format.forward, self.on_cpu)
             # Otherwise XLA on a TPU would gather the weight and encode it afterwards.
-            w = w._replace(codes=self.layout.constrain(w.codes, *axes))
-            out, coded_x = forward(w, x, x_bound, self.format.forward)
-            return out, (w, coded_x)
+            w = w._replace(qvalue=self.layout.constrain(w.qvalue, *axes))
+            out, quantized_x = forward(w, x, x_bound, self.format.forward)
+            return out, (w, quantized_x)
 
-        def gradients(coded: tuple[Coded, Coded], gradient: Array) -> tuple[Array, Array, None]:
-            w, coded_x = coded
+        def gradients(coded: tuple[QTensor, QTensor], gradient: Array) -> tuple[Array, Array, None]:
+            w, quantized_x = coded
             dx, _ = to_x(w, gradient, gradient_bound, self.format.backward)
-            dw, _ = to_weight(coded_x, gradient, gradient_bound, self.format.backward)
+            dw, _ = to_weight(quantized_x, gradient, gradient_bound, self.format.backward)
             return dx, dw.astype(weight.dtype), None
 
         return with_gradient(run, gradients)(x, weight, bound)
 
 
 @dataclass(frozen=True)
-class Product:
+class EightBitMatmul:
     """Matmul of a quantized array with an array that it quantizes first.
 
     A device quantizes its shard of the second array, multiplies it by its shard of the first, and applies the scales
@@ -135,50 +135,50 @@ class Product:
     waits for another's largest magnitude.
     """
 
-    how: Products
+    how: EightBitMatmuls
     coded: str  # dims of the coded array, of the other one, and of the output
     other: str
     out: str
     parts: Shards  # sharding of the operands
     out_parts: Shards  # sharding of the output
 
-    def __call__(self, coded: Coded, x: Array, bound: float, dtype: Any) -> tuple[Array, Coded]:
+    def __call__(self, coded: QTensor, x: Array, bound: float, dtype: Any) -> tuple[Array, QTensor]:
         """Returns the product in x's dtype, and x quantized to `dtype`, by a fixed bound if `bound` is not 0."""
         on_device = functools.partial(self.on_device, bound=bound, dtype=dtype)
         if self.how.layout.mesh.size == 1:
             return on_device(coded, x)
         codes_spec, x_spec = spec(self.coded, self.parts), spec(self.other, self.parts)
-        varying = (part if size > 1 else None for part, size in zip(codes_spec, coded.scales.shape, strict=True))
-        in_specs = Coded(codes_spec, PartitionSpec(*varying)), x_spec
+        varying = (part if size > 1 else None for part, size in zip(codes_spec, coded.scale.shape, strict=True))
+        in_specs = QTensor(codes_spec, PartitionSpec(*varying)), x_spec
         # Each device has its own scales, even along dims that do not vary on it.
-        out_specs = spec(self.out, self.out_parts), Coded(x_spec, x_spec)
+        out_specs = spec(self.out, self.out_parts), QTensor(x_spec, x_spec)
         return self.how.layout.shard_map(on_device, in_specs, out_specs)(coded, x)
 
-    def on_device(self, coded: Coded, x: Array, bound: float, dtype: Any) -> tuple[Array, Coded]:
+    def on_device(self, coded: QTensor, x: Array, bound: float, dtype: Any) -> tuple[Array, QTensor]:
         """Computes the matmul of one device's shards."""
         summed = [dim for dim in self.other if dim not in self.out]
-        scales, scaled, is_integer = coded.scales, x, self.how.format.per_channel
+        scales, scaled, is_integer = coded.scale, x, self.how.format.per_channel
         if varies := any(scales.shape[self.coded.index(dim)] > 1 for dim in summed):
             scaled = x.astype(jnp.float32) * aligned(scales, self.coded, self.other)
         if bound:
             bounds = jnp.full((1,) * x.ndim, bound)
         else:
             bounds = largest(scaled, tuple(map(self.other.index, summed)) if is_integer else None)
-        coded_x = encode(scaled, bounds, dtype, self.how.on_cpu)
+        quantized_x = encode(scaled, bounds, dtype, self.how.on_cpu)
         if is_integer:
-            check_summed(math.prod(coded.codes.shape[self.coded.index(dim)] for dim in summed))
+            check_summed(math.prod(coded.qvalue.shape[self.coded.index(dim)] for dim in summed))
         wide = jnp.float32 if self.how.on_cpu else jnp.int32 if is_integer else x.dtype
         with jax.named_scope(SCOPE):
             einsum = f"{self.coded},{self.other}->{self.out}"
-            out = jnp.einsum(einsum, coded.codes, coded_x.codes, preferred_element_type=wide)
-        factors = [aligned(coded_x.scales, self.other, self.out)]
+            out = jnp.einsum(einsum, coded.qvalue, quantized_x.qvalue, preferred_element_type=wide)
+        factors = [aligned(quantized_x.scale, self.other, self.out)]
         factors += [] if varies else [aligned(scales, self.coded, self.out)]
         if not is_integer:  # cuBLASLt multiplies by a single number of the output's dtype
             factors = [jnp.asarray(math.prod(factors), x.dtype)]
         for factor in factors:  # one at a time: the product of row and channel scales would be as large as `out`
             out = out * factor
         out = out.astype(x.dtype)
-        return sum_over_devices(out, self.out, summed, self.parts, self.out_parts, self.how.on_cpu), coded_x
+        return sum_over_devices(out, self.out, summed, self.parts, self.out_parts, self.how.on_cpu), quantized_x
 
 
 def spec(dims: str, at: Shards) -> PartitionSpec:
@@ -186,7 +186,7 @@ def spec(dims: str, at: Shards) -> PartitionSpec:
     return PartitionSpec(*(at[dim] or None for dim in dims))
 
 
-def shards(layout: Layout, einsum: str, axes: Sequence[str | None]) -> tuple[Shards, Shards]:
+def shards(layout: MeshLayout, einsum: str, axes: Sequence[str | None]) -> tuple[Shards, Shards]:
     """Shardings of the dims of a matmul with a weight of these logical axes; x's other dims are batch and sequence.
 
     The first is the sharding during the matmul, when the weight is gathered along the mesh axes of batch and sequence;

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 from jax import Array
 
-from src.model.products import product
+from src.model.matmul import weight_matmul
 
 # Only the rules in src/parallel/mesh.py shard arrays; Flax must not do so from a Variable's axis names.
 nnx.use_eager_sharding(False)
@@ -116,7 +116,7 @@ def matmul(x: Array, kernel: Any, einsum: str, precision: str | None = None) -> 
     einsum = einsum.translate(str.maketrans(dict(zip(letters, string.ascii_lowercase, strict=False))))
     if hasattr(kernel, "multiply"):  # an adapted or a quantized weight
         return kernel.multiply(x, einsum, functools.partial(matmul, precision=precision))
-    return product(x, kernel.astype(x.dtype), einsum, precision)
+    return weight_matmul(x, kernel.astype(x.dtype), einsum, precision)
 
 
 def stack(make: Callable[[Rngs], nnx.Module], rngs: Rngs, repeats: int, axis: str) -> nnx.Module:

@@ -7,7 +7,7 @@ from src.model.attention_kernels.choose import Kernel, choose_kernel
 from src.model.attention_kernels.scores import ScoreSpec
 from src.model.costs import Costs
 from src.model.spec import LayerSpec, ModelSpec
-from src.parallel.mesh import Layout
+from src.parallel.mesh import MeshLayout
 from src.system.imports import named
 
 # Token mixers by attention_type, whose table in the config says what else a new one needs.
@@ -35,6 +35,6 @@ def attention_scores(spec: ModelSpec) -> list[ScoreSpec]:
     return [scores for layer in dict.fromkeys(spec.layers) if (scores := layer_costs(layer)["attention"].scores)]
 
 
-def kernel_for(attention: str, spec: ModelSpec, length: int, layout: Layout) -> Kernel:
+def kernel_for(attention: str, spec: ModelSpec, length: int, layout: MeshLayout) -> Kernel:
     """Chooses the attention kernel for a model and sequences of `length` tokens; raises as `choose_kernel`."""
     return choose_kernel(attention, layout.platform, attention_scores(spec), spec.dtype, length, layout)

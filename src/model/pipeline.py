@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec
 
 from src.config.schema import Mesh
 from src.model.forward_context import ForwardContext
-from src.model.products import with_gradient
+from src.model.matmul import with_gradient
 from src.model.spec import ModelSpec
-from src.parallel.mesh import STAGE, Layout
+from src.parallel.mesh import STAGE, MeshLayout
 from src.parallel.slices import any_of, divisors
 from src.system.errors import UserError, counted
 
@@ -71,7 +71,7 @@ class Schedule(NamedTuple):
         return (group * self.repeats + turn) * self.stages + place
 
 
-def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> Schedule:
+def make_schedule(mesh: Mesh, spec: ModelSpec, layout: MeshLayout) -> Schedule:
     """Makes the configured schedule of several stages; raises UserError if layers or micro-batches do not fit it."""
     stages, group = layout.mesh.shape[STAGE], spec.layer_groups[spec.largest_group]
     micro_batches, repeats = mesh.num_pipeline_microbatches, mesh.num_pipeline_repeats
@@ -204,7 +204,7 @@ def _add_entry(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Non
 _read = with_gradient(lambda rows_MBTD, index: ((rows_MBTD, rows_MBTD[index]), index), _add_entry)
 
 
-def check_rows(rows: int, layout: Layout, schedule: Schedule, key: str) -> None:
+def check_rows(rows: int, layout: MeshLayout, schedule: Schedule, key: str) -> None:
     """Raises UserError if `rows`, which `key` sets, are not divisible by micro-batches times shards."""
     shards = layout.shards("batch")
     least = schedule.micro_batches * shards

@@ -14,11 +14,11 @@ from jax import Array
 from src.config.command_keys import CALIBRATION_METHODS, fixed_bound
 from src.config.command_keys import Quantization as Keys
 from src.model import params
-from src.model.block_scaled import BlockProducts
-from src.model.low_precision import FORMATS, Coded, Products, aligned, encode, largest
-from src.model.selection import Place, Quantization, multiplied, require_matches
+from src.model.block_scaled import BlockMatmuls
+from src.model.low_precision import FORMATS, EightBitMatmuls, QTensor, aligned, encode, largest
+from src.model.selection import Quantization, QuantizedMatmul, multiplied, require_matches
 from src.parallel.chips import compute_capability, kinds_with, peak_flops
-from src.parallel.mesh import Layout
+from src.parallel.mesh import MeshLayout
 from src.system.errors import UserError, first_few
 
 EXCLUDED = Keys().quantization_exclude  # not every model has all of these
@@ -48,16 +48,16 @@ class Quantized:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class AtRest:
+class Int8Weight:
     """A weight stored in 8 bits, and multiplied in the dtype of the activations."""
 
-    coded: Coded
+    coded: QTensor
     on_cpu: bool = field(metadata={"static": True})
 
     def __getitem__(self, index: Any) -> Self:
         if index is Ellipsis:
             return self
-        return dataclasses.replace(self, coded=Coded(self.coded.codes[index], self.coded.scales[index]))
+        return dataclasses.replace(self, coded=QTensor(self.coded.qvalue[index], self.coded.scale[index]))
 
     def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Any, str], Array]) -> Array:
         """Computes the einsum of `x` and this weight; scales the output, or x if the output lacks the scales' dims."""
@@ -70,24 +70,26 @@ class AtRest:
         return matmul(x * aligned(scales, w_dims, x_dims).astype(x.dtype), codes, einsum)
 
 
-def encode_at_rest(chosen: Quantization, weights: params.Tree, on_cpu: bool) -> params.Tree:
-    """Replaces each weight of `chosen` by an `AtRest`, one at a time, and deletes the original."""
+def store_in_8_bits(chosen: Quantization, weights: params.Tree, on_cpu: bool) -> params.Tree:
+    """Replaces each weight of `chosen` by an `Int8Weight`, one at a time, and deletes the original."""
     flat = params.by_path(weights)
-    for path, (bounded, _) in chosen.places.items():
+    for path, (bounded, _) in chosen.matmuls.items():
         weight = flat[path]
-        flat[path] = AtRest(jax.block_until_ready(_encoded(weight, bounded)), on_cpu)
+        flat[path] = Int8Weight(jax.block_until_ready(_encoded(weight, bounded)), on_cpu)
         weight.delete()
     return params.nested(flat)
 
 
-def attach(chosen: Quantization, weights: params.Tree, layout: Layout) -> params.Tree:
+def attach(chosen: Quantization, weights: params.Tree, layout: MeshLayout) -> params.Tree:
     """Replaces each weight of `chosen` by a `Quantized`."""
     if not chosen.kind:
         return weights
     block_scaled = chosen.kind == "mxfp8"
-    products: Any = BlockProducts(layout) if block_scaled else Products(FORMATS[chosen.kind], layout, chosen.bounds)
+    products: Any = (
+        BlockMatmuls(layout) if block_scaled else EightBitMatmuls(FORMATS[chosen.kind], layout, chosen.bounds)
+    )
     flat = params.by_path(weights)
-    for path, (bounded, axes) in chosen.places.items():
+    for path, (bounded, axes) in chosen.matmuls.items():
         # For all layers at once: inside the layers, devices would wait for each other's magnitudes.
         bound = None if block_scaled else products.bound(flat[path], bounded)
         flat[path] = Quantized(flat[path], bound, products, axes)
@@ -95,11 +97,11 @@ def attach(chosen: Quantization, weights: params.Tree, layout: Layout) -> params
 
 
 @functools.partial(jax.jit, static_argnames="bounded")
-def _encoded(weight: Array, bounded: tuple[int, ...]) -> Coded:
+def _encoded(weight: Array, bounded: tuple[int, ...]) -> QTensor:
     return encode(weight, largest(weight, bounded), jnp.int8)
 
 
-def select(keys: Keys, declarations: params.Tree, layout: Layout) -> Quantization:
+def select(keys: Keys, declarations: params.Tree, layout: MeshLayout) -> Quantization:
     """Selects the weights of a model that `quantization` quantizes, on the devices of this layout.
 
     Raises UserError if the devices lack these matmuls, or `quantization_exclude` matches no weight, or every one.
@@ -129,17 +131,17 @@ def _chosen(
     require_matches("quantization_exclude", typed, paths, "used in matmuls:")
     axes, fan_ins = (params.by_path(params.field(declarations, name)) for name in ("out_sharding", "fan_in"))
     wide = [path for path in paths if params.matches(path, patterns)]
-    places = {}
+    matmuls = {}
     for path in [path for path in paths if path not in wide]:
         layers = sum(axis in LAYERS for axis in axes[path])
         bounded = fan_ins[path] if kind == "int8" else range(layers, len(axes[path]))
-        places[path] = Place(tuple(bounded), axes[path][layers:])
+        matmuls[path] = QuantizedMatmul(tuple(bounded), axes[path][layers:])
         if "expert" in axes[path] and words != "quantization=int8":  # Triton on GPUs computes fp8 matmuls in float16
             raise UserError(
                 f"{words} has no matmuls for experts, which quantization=int8 has: exclude them with "
                 f"quantization_exclude=[{','.join(patterns)},feed_forward.wi,feed_forward.wo]"
             )
-    if not places:
+    if not matmuls:
         raise UserError(f"quantization_exclude leaves no weight for {words}: shorten that list")
     if fan_ins.get(("embedding",)):  # tied
         wide.append(("embedding",))
@@ -149,10 +151,10 @@ def _chosen(
         stacked = (zip(axes[path], shapes[path].shape, strict=True) for path in paths)
         return sum(math.prod(size for axis, size in dims if axis in LAYERS) for dims in stacked)
 
-    description = f"{kind} in {count(places):,} weight matmuls, forward and backward"
+    description = f"{kind} in {count(matmuls):,} weight matmuls, forward and backward"
     if wide:
         description += f"; {count(wide):,} not ({first_few(dict.fromkeys(path[-1] for path in wide))})"
-    return Quantization(kind, bounds, places, description)
+    return Quantization(kind, bounds, matmuls, description)
 
 
 def _check_devices(kind: str, device: jax.Device) -> None:

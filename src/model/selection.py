@@ -40,7 +40,7 @@ def weight_roles(declarations: params.Tree, patterns: Sequence[str], adapted: bo
     return params.nested({path: role if params.matches(path, patterns) else "frozen" for path, role in flat.items()})
 
 
-class Place(NamedTuple):
+class QuantizedMatmul(NamedTuple):
     """How a weight's magnitudes are bounded, and how it is sharded."""
 
     bounded: tuple[int, ...]  # dims over which the largest magnitude is taken
@@ -53,17 +53,17 @@ class Quantization:
 
     kind: str = ""
     bounds: tuple[float, ...] = (0.0, 0.0, 0.0)  # fixed bounds, as in `low_precision.Products`
-    places: Mapping[Path, Place] = field(default_factory=dict)
+    matmuls: Mapping[Path, QuantizedMatmul] = field(default_factory=dict)
     description: str = ""
 
     def unrolled(self, groups: Sequence[LayerGroup]) -> Self:
         """Converts to a model whose layers are not stacked, but have their own arrays, [1, ...] each."""
-        places = {}
-        for path, place in self.places.items():
+        matmuls = {}
+        for path, matmul in self.matmuls.items():
             if path[0] != "segments" or groups[path[1]].shared:
-                places[path] = place
+                matmuls[path] = matmul
                 continue
             _, segment, position, *rest = path
             for repeat in range(groups[segment].repeats):
-                places["segments", segment, repeat * len(groups[segment].pattern) + position, *rest] = place
-        return dataclasses.replace(self, places=places)
+                matmuls["segments", segment, repeat * len(groups[segment].pattern) + position, *rest] = matmul
+        return dataclasses.replace(self, matmuls=matmuls)

@@ -23,8 +23,8 @@ VOCAB_MULTIPLE = 128  # the vocabulary is padded to a multiple of this, so that 
 class LayerSpec(LayerSettings):
     """One decoder layer's resolved settings and sizes. Layers with the same `shared_weights` share weights.
 
-    Settings without effect on the layer have their defaults, and sizes without effect are 0, so that layers that
-    compute the same function compare equal.
+    Settings without effect on the layer have their defaults, and of the sizes declared here those without effect are 0,
+    so that layers that compute the same function compare equal.
     """
 
     emb_dim: int

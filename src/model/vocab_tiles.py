@@ -9,12 +9,12 @@ from src.config.step_keys import Step
 from src.model.flops import all_layers, block_weights, flops_per_token
 from src.model.parts import layer_costs
 from src.model.spec import ModelSpec
-from src.parallel.mesh import Layout
+from src.parallel.mesh import MeshLayout
 
 MAX_LOGITS, SMALL = 8 * 2**30, 2**30  # bytes on a device
 
 
-def vocab_tiles(step: Step, batch: BatchKeys, spec: ModelSpec, layout: Layout) -> int:
+def vocab_tiles(step: Step, batch: BatchKeys, spec: ModelSpec, layout: MeshLayout) -> int:
     """Returns `num_vocab_tiling`, or for 0 the fewest tiles, a power of 2, that keep the loss small.
 
     Logits and their gradient must fit in MAX_LOGITS. On accelerators the loss may also use at most the memory of a
@@ -42,13 +42,13 @@ def vocab_tiles(step: Step, batch: BatchKeys, spec: ModelSpec, layout: Layout) -
     return tiles
 
 
-def _block_bytes(spec: ModelSpec, layout: Layout, tokens: float) -> float:
+def _block_bytes(spec: ModelSpec, layout: MeshLayout, tokens: float) -> float:
     """Memory of the largest block's backward pass on a device: arrays, gathered weights, their gradient."""
     sizes = []
     for layer in all_layers(spec):
         weights = sum(
             each.size / (layout.shards("expert") if each.used < each.size else 1) for each in block_weights(layer, spec)
         )
-        width = sum(part.width for part in layer_costs(layer).values())
+        width = sum(part.activation_size for part in layer_costs(layer).values())
         sizes.append((2 * weights + tokens * width) / layout.shards("mlp") + tokens * 6 * spec.emb_dim)
     return max(sizes) * jnp.dtype(spec.dtype).itemsize

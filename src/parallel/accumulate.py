@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from src.parallel.mesh import Layout
+from src.parallel.mesh import MeshLayout
 
 Batch = dict[str, Array]  # arrays [B, ...], by name
 
@@ -18,7 +18,7 @@ Batch = dict[str, Array]  # arrays [B, ...], by name
 class Accumulation:
     """How a step's gradients are summed over micro-batches and devices."""
 
-    layout: Layout
+    layout: MeshLayout
     micro_batches: int  # the number of sequences per batch shard is a multiple of it
     replica_axes: tuple[str, ...]
     pipelined: bool  # micro-batches run inside a pipeline's loop

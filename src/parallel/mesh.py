@@ -35,7 +35,7 @@ SIZE_KEYS = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshLayout:
     """A mesh and the rules that map logical axes to its axes."""
 
     mesh: Mesh
@@ -118,7 +118,7 @@ class Layout:
         return jax.shard_map(function, mesh=self._traced_mesh, axis_names={*over}, check_vma=False, **specs)
 
 
-def make_layout(section: MeshSection, devices: Sequence[jax.Device]) -> Layout:
+def make_layout(section: MeshSection, devices: Sequence[jax.Device]) -> MeshLayout:
     """Makes the mesh of `ici_*_parallelism` within a slice or host and `dcn_*_parallelism` between them."""
     names, groups = section.mesh_axes, count_slices(devices)
     ici, dcn = (mesh_sizes(kind, section, len(devices) // groups, groups) for kind in ("ici", "dcn"))
@@ -130,7 +130,7 @@ def make_layout(section: MeshSection, devices: Sequence[jax.Device]) -> Layout:
             ici, dcn, devices, process_is_granule=by_process, allow_split_physical_axes=True
         )
     mesh = Mesh(device_array, names, axis_types=(AxisType.Auto,) * len(names))
-    return Layout(mesh, section.logical_axis_rules)
+    return MeshLayout(mesh, section.logical_axis_rules)
 
 
 def mesh_axes_of(spec: PartitionSpec) -> set[str]:
@@ -143,7 +143,7 @@ def axes_of_dim(part: Any) -> tuple[str, ...]:
     return (part,) if isinstance(part, str) else tuple(part or ())
 
 
-def replica_axes(layout: Layout, shardings: Any) -> tuple[str, ...]:
+def replica_axes(layout: MeshLayout, shardings: Any) -> tuple[str, ...]:
     """Mesh axes that shard the batch but no parameter: devices along them hold the same weights."""
     used = {name for at in jax.tree.leaves(shardings) for name in mesh_axes_of(at.spec)}
     return tuple(name for name in layout.axes("batch") if name not in used)
@@ -161,7 +161,7 @@ def add_mesh_axes(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[
     return sharding.update(spec=PartitionSpec(*(part or None for part in parts)))
 
 
-def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
+def weight_shardings(layout: MeshLayout, shapes: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
     """Sharding of each weight, by its shape and logical axes; raises UserError naming all indivisible dims."""
     problems: dict[str, str] = {}  # problem -> logical axis
 
@@ -181,7 +181,7 @@ def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[st
     return shardings
 
 
-def global_batch_size(layout: Layout, per_device: float, micro_batches: int, key: str) -> int:
+def global_batch_size(layout: MeshLayout, per_device: float, micro_batches: int, key: str) -> int:
     """Computes the global batch size; raises UserError, naming `key`, if it is not a multiple of the batch shards."""
     rows, shards = per_device * layout.mesh.size, layout.shards("batch")
     if abs(rows - round(rows)) > 1e-6 or round(rows) % shards or round(rows) == 0:

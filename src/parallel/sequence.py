@@ -6,11 +6,11 @@ import numpy as np
 from jax import Array
 
 from src.config.schema import size_key
-from src.parallel.mesh import Layout, mesh_axes_of
+from src.parallel.mesh import MeshLayout, mesh_axes_of
 from src.system.errors import UserError
 
 
-def zigzag_order(length: int, layout: Layout) -> np.ndarray:
+def zigzag_order(length: int, layout: MeshLayout) -> np.ndarray:
     """Zigzag order for sequences of `length` tokens: the index in the text of the token at each position.
 
     A token attends to all earlier ones, so if n devices had consecutive parts, the last would work longest. Sequences
@@ -30,7 +30,7 @@ def zigzag_order(length: int, layout: Layout) -> np.ndarray:
     return np.concatenate([parts[:n], parts[n:][::-1]], axis=1).reshape(-1)
 
 
-def sharing_keys(layout: Layout, axis: str) -> str:
+def sharing_keys(layout: MeshLayout, axis: str) -> str:
     """Lists with "or" the keys whose product is the number of shards of a dim of this logical axis."""
     keys = [size_key(kind, name) for name in layout.axes(axis) for kind in ("ici", "dcn")]
     return f"{', '.join(keys[:-1])} or {keys[-1]}"
@@ -41,7 +41,7 @@ def zigzag_parts(n: int) -> int:
     return 2 * n if n > 1 else 1
 
 
-def to_zigzag(x_BT: Array, layout: Layout) -> Array:
+def to_zigzag(x_BT: Array, layout: MeshLayout) -> Array:
     """Reorders [B, T, ...] from the text's order into zigzag order, and shards it over devices."""
     if layout.shards("length") == 1:
         return x_BT
@@ -58,7 +58,7 @@ def from_zigzag(x_BT: Array, n: int) -> Array:
     return jnp.concatenate([parts[:, :, 0], parts[:, ::-1, 1]], axis=1).reshape(x_BT.shape)
 
 
-def replicate_rows(x_BT: Array, layout: Layout, *axes: str | None) -> Array:
+def replicate_rows(x_BT: Array, layout: MeshLayout, *axes: str | None) -> Array:
     """All-gathers [B, T, ...] in zigzag order, and restores the text's order: [B, n T, ...] for n shards.
 
     Each of the n devices gets a copy of the complete sequences; the copies are concatenated along T. A device's results

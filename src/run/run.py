@@ -30,10 +30,10 @@ from src.run.preemption import Preemption
 from src.run.recorder import Recorder, Result
 from src.run.saver import Saver
 from src.run.summary import dates, ending, print_header, run_header, stopped
-from src.step.build import build
 from src.step.eval_step import ALWAYS
 from src.step.plan import Batch
 from src.step.state import TrainState, batch_sharding
+from src.step.trace import trace_train_step
 from src.step.train_step import Metrics
 from src.system.errors import UserError, printable, say
 from src.system.imports import optional
@@ -66,14 +66,14 @@ class Run:
             from src.step.compiler_flags import compiler_options
 
             options = compiler_options(config.aot.compile_xla_flags, device, count_slices(jax.devices()))
-        self.built = build(config, jax.devices(), options, fields)
+        self.traced = trace_train_step(config, jax.devices(), options, fields)
         if jax.process_count() > 1:
             from src.step.same_program import check_same_program
 
-            check_same_program(self.built, config.run.steps)
-        self.plan, self.schedule = self.built.plan, self.built.schedule
+            check_same_program(self.traced, config.run.steps)
+        self.plan, self.schedule = self.traced.plan, self.traced.schedule
         self._place = batch_sharding(self.plan.layout, self.plan.fields)
-        self.rows = host_rows(self._place["tokens"], (self.built.rows, config.batch.max_target_length))
+        self.rows = host_rows(self._place["tokens"], (self.traced.rows, config.batch.max_target_length))
         self.evaluators: Sequence[Evaluator] = ()
         self.generated: Any = None  # `DecodeMetrics`
         self.eval_metrics: dict[str, float] = {}  # from the last evaluation
@@ -91,7 +91,7 @@ class Run:
         config, folder = self.config, self.folder
         self.inputs, self.data, self.eval_sets = inputs, data, eval_sets
         self._fingerprint = (
-            data_fingerprint(inputs, data, self.built.rows, eval_sets) | self.schedule.fingerprint() | facts
+            data_fingerprint(inputs, data, self.traced.rows, eval_sets) | self.schedule.fingerprint() | facts
         )
         check_same(self._fingerprint, "data or code", "the same files, functions, tokenizer and keys")
         self._exits.enter_context(in_run_folder(folder.path))
@@ -102,7 +102,7 @@ class Run:
         self._exits.callback(self._checkpointer.close)
         changes = compare_configs(config, folder)
         accepted = (*config.run.accept_changes, *[EVALUATION] * (not config.evaluation.target_eval_loss))
-        start = starting_state(inputs, accepted, self.plan, self.built.state, self._checkpointer, self._fingerprint)
+        start = starting_state(inputs, accepted, self.plan, self.traced.state, self._checkpointer, self._fingerprint)
         self.start, self.state, self.done = start, start.state, int(start.state.step)
         steps = config.run.steps
         if self.done > steps or (self.done == steps and not start.resumed):
@@ -138,7 +138,7 @@ class Run:
         if self._is_writer:
             header = run_header(
                 self.config,
-                self.built,
+                self.traced,
                 self.inputs,
                 self.data,
                 self.eval_sets,
@@ -168,7 +168,7 @@ class Run:
         ]
 
     def __enter__(self) -> Self:
-        config, start, built, self._has_begun = self.config, self.start, self.built, True
+        config, start, traced, self._has_begun = self.config, self.start, self.traced, True
         if self.eval_sets and not self.evaluators:
             raise ValueError("this run has evaluation sets: call evaluate_by before its steps")
         self.recorder = self._open_log()
@@ -176,7 +176,7 @@ class Run:
         eval_sources = [each.source for each in self.eval_sets]
         sources = [*self.data.sources, *eval_sources * bool(config.evaluation.target_eval_loss)], eval_sources
         settings = start, self.recorder, meta, sources, config.checkpoint.enable_checkpointing
-        self._saver = Saver(self.folder, built, self.rows, self._checkpointer, *settings)
+        self._saver = Saver(self.folder, traced, self.rows, self._checkpointer, *settings)
         self._narrow = None
         if any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(self.state.weights.trainable)):
             from src.run.narrow_weights import NarrowWeights
@@ -270,7 +270,7 @@ class Run:
         period, steps = config.evaluation.eval_interval, config.run.steps
         self._evaluation_due = bool(self.evaluators) and (done % period == 0 or done == steps)
         self._saver.reached(done, state, batch, rows_taken=self._rows_taken, evaluation_due=self._evaluation_due)
-        self.recorder.add(done, metrics, self.built.tokens * size // self.built.rows)
+        self.recorder.add(done, metrics, self.traced.tokens * size // self.traced.rows)
         if self._narrow:
             say(self._narrow.after(done, state))
         self._watchdog.step(done, self._rows_taken, batch.stream_positions)

@@ -19,8 +19,8 @@ from src.data.host_arrays import gather_json
 from src.data.loader import HostBatch
 from src.data.types import RowSource, Source
 from src.run.recorder import NonFiniteError, Recorder
-from src.step.build import TracedStep
 from src.step.state import TrainState
+from src.step.trace import TracedTrainStep
 from src.system import exit_codes
 from src.system.errors import UserError, say
 
@@ -33,7 +33,7 @@ class Saver:
     def __init__(
         self,
         folder: RunFolder,
-        built: TracedStep,
+        traced: TracedTrainStep,
         rows: np.ndarray,
         checkpointer: Checkpointer,
         start: ResumePoint,
@@ -43,7 +43,7 @@ class Saver:
         enabled: bool,
     ) -> None:
         """`rows`: the indices of this host's rows in a global batch. `sources`: as `check_unchanged` takes them."""
-        self._folder, self._built, self._rows, self._sources = folder, built, rows, sources
+        self._folder, self._traced, self._rows, self._sources = folder, traced, rows, sources
         self._checkpointer, self._recorder, self._enabled = checkpointer, recorder, enabled
         self._meta = {**meta, "eval_position": start.eval_position}
         self._done, self._state = int(start.state.step), start.state
@@ -66,12 +66,12 @@ class Saver:
             say(check_unchanged(*self._sources))
         except UserError as error:
             self._checkpointer.wait()
-            vars(error)["kept_checkpoint"] = describe_latest(self._folder.path)
+            vars(error)["latest_checkpoint"] = describe_latest(self._folder.path)
             raise
         self._sync()
         if self._batch.saved:
             self._meta["streams"] = gather_json(self._batch.saved)
-        positions, plan, schedule = self._batch.stream_positions, self._built.plan, self._built.schedule
+        positions, plan, schedule = self._batch.stream_positions, self._traced.plan, self._traced.schedule
         entries = checkpoint_entries(plan, self._state, positions, self._rows, schedule)
         say(self._checkpointer.save(self._done, entries, self._meta | self._evaluated))
         self._saved = self._done
@@ -139,6 +139,6 @@ class Saver:
         self.finish()
         if self._saved == self._done:
             at = f"step {self._done} is saved in {self._folder.path}"
-            vars(error)["kept_checkpoint"] = (
+            vars(error)["latest_checkpoint"] = (
                 f"the state after {at}: run the same command with run_name={self._folder.name} to resume"
             )

@@ -16,8 +16,8 @@ from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, 
 from src.model.flops import count_params, flops_per_token
 from src.parallel.slices import describe_mesh
 from src.run.environment import read_environment
-from src.step.build import TracedStep
 from src.step.optimizer_rules import describe_rules
+from src.step.trace import TracedTrainStep
 from src.system.errors import UserError, counted, show
 from src.system.imports import optional
 
@@ -36,7 +36,7 @@ def print_header(rows: Iterable[tuple[str, str]]) -> None:
 
 def run_header(
     config: Config,
-    built: TracedStep,
+    traced: TracedTrainStep,
     inputs: InputSpec,
     data: TrainData,
     eval_sets: Sequence[EvalSet],
@@ -45,7 +45,7 @@ def run_header(
     software: Mapping[str, str],
 ) -> list[tuple[str, str]]:
     """Describes every setting that this run uses, including those chosen automatically, as names and values."""
-    plan, tokenizer = built.plan, inputs.tokenizer
+    plan, tokenizer = traced.plan, inputs.tokenizer
     flops = flops_per_token(plan.spec, config.batch.max_target_length)
     weights = plan.split(plan.shapes)
     trained = f"{sum(leaf.size for leaf in jax.tree.leaves(weights.trainable)):,} parameters"
@@ -59,19 +59,19 @@ def run_header(
     loss += [f"in {tiles} tiles (num_vocab_tiling)"] if (tiles := plan.step.num_vocab_tiling) > 1 else []
     compiled = "compiled by this run" + f" by the profile {config.aot.pgle_profile}" * bool(config.aot.pgle_profile)
     compiled = f"loaded from {file}" if (file := config.aot.compiled_trainstep_file) else compiled
-    ramp = built.schedule.ramp
+    ramp = traced.schedule.ramp
     mesh, whole = plan.layout.mesh, []
     if mesh.size > 1 and (whole_arrays := optional("aot.whole_arrays")):
         from src.parallel.chips import memory_of
 
-        whole = whole_arrays.whole_lines(plan, built.state, memory_of(mesh.devices.flat[0].device_kind))
+        whole = whole_arrays.whole_lines(plan, traced.state, memory_of(mesh.devices.flat[0].device_kind))
     chats = ""
     if config.data.use_sft:
         from src.extras.sft_summary import describe_conversations
 
         chats = describe_conversations(inputs, data)
     about_data = describe_data(train_specs(config.data), data)
-    about_data += few_documents(inputs, data, built.rows, config.run.steps)
+    about_data += few_documents(inputs, data, traced.rows, config.run.steps)
     step = config.step
     rows = {
         "run": f"{folder.path} (run_name={folder.name} resumes it)",
@@ -83,8 +83,8 @@ def run_header(
         "model": f"{count_params(plan.spec):,} parameters, {counted(len(plan.spec.layers), 'layer')}",
         "optimizer": by_rule,
         "trained": trained if weights.frozen else "all parameters",
-        "step": f"{counted(built.rows, 'row')} x {config.batch.max_target_length} = {built.tokens:,} tokens",
-        "batch ramp": built.schedule.describe(config.run.steps) if ramp else "",
+        "step": f"{counted(traced.rows, 'row')} x {config.batch.max_target_length} = {traced.tokens:,} tokens",
+        "batch ramp": traced.schedule.describe(config.run.steps) if ramp else "",
         "FLOPs per token": f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)",
         "precision": f"weights {step.weight_dtype}, compute {step.dtype}, matmul {step.matmul_precision}",
         "8 bits": plan.quantization.description,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from src.model.params import by_path, nested
-from src.step.matrices import Matrix
+from src.step.matrices import MatrixDims
 from src.step.optimizer_rules import OptimizerInputs
 
 # The paper's constants, section 9: the term added to squared gradients, the smallest scale of a weight, the largest
@@ -33,14 +33,14 @@ def adafactor(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransf
     array have their own rows, columns and scales (`Matrix.stacks`). No first moment is used.
     """
     is_chosen = by_path(chosen)
-    kinds: dict[Any, Matrix] = {path: kind for path, kind in by_path(inputs.matrices).items() if is_chosen[path]}
+    kinds: dict[Any, MatrixDims] = {path: kind for path, kind in by_path(inputs.matrices).items() if is_chosen[path]}
 
     def init(weights: Any) -> AdafactorState:
         rows, columns, full = {}, {}, {}
         for path, kind in kinds.items():
             zeros = jnp.zeros(by_path(weights)[path].shape)
-            if kind.inputs:
-                rows[path], columns[path] = _mean(zeros, kind.outputs), _mean(zeros, kind.inputs)
+            if kind.reduction:
+                rows[path], columns[path] = _mean(zeros, kind.output), _mean(zeros, kind.reduction)
             else:
                 full[path] = zeros
         return AdafactorState(jnp.zeros((), jnp.int32), nested(rows), nested(columns), nested(full))
@@ -53,10 +53,10 @@ def adafactor(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransf
         for path, kind in kinds.items():
             gradient = updates[path].astype(jnp.float32)
             square = jnp.square(gradient) + EPSILON_1
-            if kind.inputs:
-                rows[path] = decay * rows[path] + (1 - decay) * _mean(square, kind.outputs)
-                columns[path] = decay * columns[path] + (1 - decay) * _mean(square, kind.inputs)
-                row_share = rows[path] / _mean(rows[path], kind.inputs)
+            if kind.reduction:
+                rows[path] = decay * rows[path] + (1 - decay) * _mean(square, kind.output)
+                columns[path] = decay * columns[path] + (1 - decay) * _mean(square, kind.reduction)
+                row_share = rows[path] / _mean(rows[path], kind.reduction)
                 scaled = gradient * jax.lax.rsqrt(row_share) * jax.lax.rsqrt(columns[path])
             else:
                 full[path] = decay * full[path] + (1 - decay) * square
@@ -76,11 +76,11 @@ def clip_matrices(matrices: Any, chosen: Any, threshold: jax.Array) -> optax.Gra
     )
 
 
-def _clip(x: jax.Array, kind: Matrix, threshold: jax.Array | float) -> jax.Array:
+def _clip(x: jax.Array, kind: MatrixDims, threshold: jax.Array | float) -> jax.Array:
     return (x / jnp.maximum(1.0, _root_mean_square(x, kind) / threshold)).astype(x.dtype)
 
 
-def _root_mean_square(x: jax.Array, kind: Matrix) -> jax.Array:
+def _root_mean_square(x: jax.Array, kind: MatrixDims) -> jax.Array:
     """Averages over each matrix without the rows that pad a vocabulary, whose zero gradients would lower the mean."""
     is_word = None
     if kind.vocab is not None:

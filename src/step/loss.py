@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from src.model.decoder import Decoder, OutputPart
 from src.model.forward_context import ForwardContext
 from src.model.params import Tree, Weights
-from src.parallel.mesh import Layout
+from src.parallel.mesh import MeshLayout
 from src.parallel.sequence import to_zigzag
 from src.step.plan import Batch, StepPlan
 
@@ -105,14 +105,14 @@ def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Ar
         *(inputs["positions"], inputs["segment_ids"], plan.layout, plan.kernel, plan.packed),
         dropout_keys_BTW=inputs.get("dropout_keys"),
         log_internals=plan.step.log_internals > 0,
-        early_gradients=plan.execution.early_gradients,
+        grad_barriers=plan.execution.grad_barriers,
         mlp_in_halves=plan.execution.mlp_in_halves,
     )
     hidden_BTD, _, reports = model(inputs["tokens"], context, plan.execution)
     return hidden_BTD, context, reports
 
 
-def in_zigzag(batch: Batch, layout: Layout) -> Batch:
+def in_zigzag(batch: Batch, layout: MeshLayout) -> Batch:
     """Reorders a batch's arrays [B, T, ...] from the text's order to zigzag order, and shards T.
 
     Fields that `batch_transform` added in another shape are unchanged.

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from src.parallel.mesh import axes_of_dim
-from src.step.matrices import Matrix
+from src.step.matrices import MatrixDims
 from src.step.optimizer_rules import OptimizerInputs
 
 # A quintic whose iteration maps singular values in (0, 1] to about 0.7 to 1.2 in five rounds (Jordan et al. 2024,
@@ -28,10 +28,10 @@ def muon(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransformat
     """
     trace = optax.trace(inputs.hparams["muon_beta"], nesterov=True, accumulator_dtype=inputs.mu_dtype)
 
-    def update(matrix: Matrix, is_chosen: bool, at: NamedSharding, x: jax.Array) -> jax.Array:
+    def update(matrix: MatrixDims, is_chosen: bool, at: NamedSharding, x: jax.Array) -> jax.Array:
         if not is_chosen:
             return x
-        groups = (matrix.stacks, matrix.inputs, matrix.outputs)
+        groups = (matrix.batch, matrix.reduction, matrix.output)
         order = sum(groups, ())
         stacks, inputs, outputs = ([x.shape[dim] for dim in dims] for dims in groups)
         axes = [[axes_of_dim(at.spec[dim]) for dim in dims] for dims in groups]

@@ -9,7 +9,7 @@ import optax
 from src.config.optimizer_keys import OPTIMIZERS, learning_rate
 from src.config.schema import Step
 from src.model.params import ADAPTER_DTYPE
-from src.step.matrices import Matrix
+from src.step.matrices import MatrixDims
 from src.step.optimizer_rules import HParams, OptimizerInputs, Rule, decayed, scaled, where
 from src.system.imports import named
 
@@ -39,7 +39,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Builds the optimizer, with decoupled weight decay (Loshchilov and Hutter 2019).
 
-    `decays`, `matrices` (of `Matrix`), `shardings` (of updates) and `rules` (of `Rule`) are trees with an entry for
+    `decays`, `matrices` (of `MatrixDims`), `shardings` (of updates) and `rules` (of `Rule`) are trees with an entry for
     each weight. `hparams` may be traced arrays; the state does not depend on them.
     """
     used = {rule.opt_type for rule in jax.tree.leaves(rules)}
@@ -49,7 +49,7 @@ def make_optimizer(
     inputs = OptimizerInputs(matrices, shardings, hparams, mu_dtype, used == {"adamw"})
     scaling: list[optax.GradientTransformation] = []
 
-    def name_of(rule: Rule, matrix: Matrix) -> str:
+    def name_of(rule: Rule, matrix: MatrixDims) -> str:
         return "adamw" if OPTIMIZERS[rule.opt_type].hidden_only and not matrix.hidden else rule.opt_type
 
     names = jax.tree.map(name_of, rules, matrices)

@@ -29,7 +29,7 @@ class Rule:
 class OptimizerInputs(NamedTuple):
     """What optimizers may use: trees with an entry for each weight, and values that may be traced arrays."""
 
-    matrices: Any  # of src/step/matrices.py Matrix
+    matrices: Any  # of src/step/matrices.py MatrixDims
     shardings: Any  # of updates
     hparams: HParams
     mu_dtype: str

@@ -19,7 +19,7 @@ from src.model.parts import kernel_for
 from src.model.selection import Quantization, weight_roles
 from src.model.spec import ModelSpec
 from src.parallel.accumulate import Accumulation, Batch
-from src.parallel.mesh import Layout, add_mesh_axes, replica_axes, weight_shardings
+from src.parallel.mesh import MeshLayout, add_mesh_axes, replica_axes, weight_shardings
 from src.step import optimizer_rules
 from src.step.matrices import matrices
 from src.step.optimizer import HParams, make_optimizer
@@ -39,9 +39,9 @@ class StepPlan:
     axes: Any  # logical axis of each dim
     shardings: Any
     decays: Any
-    matrices: Any  # of src/step/matrices.py Matrix
+    matrices: Any  # of src/step/matrices.py MatrixDims
     quantization: Quantization
-    layout: Layout
+    layout: MeshLayout
     execution: Execution
     kernel: str
     why_not_fused: str  # if the platform has a fused kernel and `kernel` is not it
@@ -92,7 +92,9 @@ class StepPlan:
         return nnx.merge(self.graphdef, tree)
 
 
-def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: BatchKeys, eval_metrics: str) -> StepPlan:
+def make_plan(
+    spec: ModelSpec, layout: MeshLayout, step: Step, mesh: Mesh, batch: BatchKeys, eval_metrics: str
+) -> StepPlan:
     """Plans a step on this layout.
 
     Raises UserError if the function `eval_metrics` or `batch_transform` does not exist, a size is not divisible by its

@@ -9,18 +9,18 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from src.step.build import TracedStep
 from src.step.optimizer import hparams_at
+from src.step.trace import TracedTrainStep
 from src.system.errors import UserError
 
 
-def check_same_program(built: TracedStep, steps: int) -> None:
+def check_same_program(traced: TracedTrainStep, steps: int) -> None:
     """Raises UserError on every process if any would run another training step, of `steps`, than process 0."""
     if jax.process_count() == 1:
         return
     # A step's run-time inputs must not differ either: compare the hyper-parameters at both ends and in the middle.
-    hparams = str([hparams_at(built.plan.step, steps, step) for step in (0, 1, steps // 2, steps - 1)])
-    texts = {"the traced step": program_text(built.traced), "its hyper-parameters": hparams}
+    hparams = str([hparams_at(traced.plan.step, steps, step) for step in (0, 1, steps // 2, steps - 1)])
+    texts = {"the traced step": program_text(traced.jax_traced), "its hyper-parameters": hparams}
     mine = np.array([list(hashlib.sha256(text.encode()).digest()) for text in texts.values()], np.uint8)
     everyones = np.asarray(multihost_utils.process_allgather(mine))  # [processes, texts, bytes]
     differ = (everyones != everyones[0]).any(axis=2)

@@ -14,7 +14,7 @@ from jax.tree_util import DictKey
 from src.data.types import BATCH_ARRAYS
 from src.model.execution import check_rows
 from src.model.params import ROLES, Tree, Weights, by_path
-from src.parallel.mesh import Layout
+from src.parallel.mesh import MeshLayout
 from src.parallel.sequence import sharing_keys, zigzag_order
 from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan
@@ -78,7 +78,7 @@ def abstract_state(plan: StepPlan) -> TrainState:
     return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
 
 
-def batch_sharding(layout: Layout, fields: Mapping[str, jax.ShapeDtypeStruct] = {}) -> dict[str, NamedSharding]:
+def batch_sharding(layout: MeshLayout, fields: Mapping[str, jax.ShapeDtypeStruct] = {}) -> dict[str, NamedSharding]:
     """Sharding of each array of a batch, including the fields that `batch_transform` adds."""
     ndims = dict.fromkeys(BATCH_ARRAYS, 1) | {name: field.ndim for name, field in fields.items()}
     # The sequence dim is not sharded here: the step itself reorders tokens and shards them over a context axis.

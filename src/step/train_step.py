@@ -144,7 +144,7 @@ def cast_matrices(trainable: Tree, plan: StepPlan) -> Tree:
     pipeline share, because their gradients are summed; the router's weight, which is multiplied in float32; and, with
     quantization, all weights.
     """
-    if plan.quantization.kind or plan.execution.schedule or not plan.execution.early_gradients:
+    if plan.quantization.kind or plan.execution.schedule or not plan.execution.grad_barriers:
         return trainable
     flat, matrices, groups = by_path(trainable), by_path(plan.matrices), plan.spec.layer_groups
     in_layers = [path for path in flat if path[0] == "segments" and not groups[int(path[1])].shared]

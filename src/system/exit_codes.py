@@ -40,9 +40,9 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
         code = getattr(result, "exit_code", result)
         sys.stdout.flush()
     except (UserError, TransientError) as error:
-        end(MISTAKE if isinstance(error, UserError) else TRY_AGAIN, f"error: {error}{_kept_checkpoint(error)}")
+        end(MISTAKE if isinstance(error, UserError) else TRY_AGAIN, f"error: {error}{_latest_checkpoint(error)}")
     except KeyboardInterrupt as error:
-        end(INTERRUPTED, f"interrupted{_kept_checkpoint(error)}")
+        end(INTERRUPTED, f"interrupted{_latest_checkpoint(error)}")
     except BaseException as error:
         if isinstance(error, SystemExit) and may_exit:
             raise
@@ -52,7 +52,7 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
             # This error may be a consequence of another process's end, whose message explains more.
             job.await_news()
         code, message = _code_and_message(error)
-        end(code, f"error: {message}. {_write_traceback(error)}{_kept_checkpoint(error)}")
+        end(code, f"error: {message}. {_write_traceback(error)}{_latest_checkpoint(error)}")
     if type(code) is int and code:
         sys.exit(code)
 
@@ -98,8 +98,8 @@ def _print(message: str) -> None:
             show(message, sys.stderr)
 
 
-def _kept_checkpoint(error: BaseException) -> str:
-    return f"; {error.kept_checkpoint}" if getattr(error, "kept_checkpoint", "") else ""
+def _latest_checkpoint(error: BaseException) -> str:
+    return f"; {error.latest_checkpoint}" if getattr(error, "latest_checkpoint", "") else ""
 
 
 def _code_and_message(error: BaseException) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from src.extras.aot import program
 from src.run.run_setup import configured
-from src.step.build import build
+from src.step.trace import trace_train_step
 
 
 @contextlib.contextmanager
@@ -27,21 +27,21 @@ def no_cache():
         compilation_cache.reset_cache()
 
 
-def header(config, built):
+def header(config, traced):
     """What the file of this step says that it is for."""
-    return program.header(built, config.model, config.step, config.batch, config.mesh)
+    return program.header(traced, config.model, config.step, config.batch, config.mesh)
 
 
-def save(config, built):
+def save(config, traced):
     """Writes the file that `compiled_trainstep_file` names; returns the program."""
     with no_cache():
-        compiled = built.traced.lower().compile()
+        compiled = traced.jax_traced.lower().compile()
         if jax.process_index() == 0:
-            program.save(config.aot.compiled_trainstep_file, compiled, header(config, built))
+            program.save(config.aot.compiled_trainstep_file, compiled, header(config, traced))
     return compiled
 
 
 if __name__ == "__main__":
     command = configured(sys.argv[1:])
-    save(command, build(command, jax.devices()))
+    save(command, trace_train_step(command, jax.devices()))
     multihost_utils.sync_global_devices("saved")

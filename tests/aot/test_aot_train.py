@@ -8,7 +8,7 @@ import pytest
 
 from src.run.resolve_config import load
 from src.run.run_setup import configure_jax
-from src.step.build import build
+from src.step.trace import trace_train_step
 from tests import runs
 from tests.aot.save_step import save
 
@@ -96,7 +96,7 @@ def saved(tmp_path_factory, corpus):
     path = tmp_path_factory.mktemp("saved") / "step"
     config = load(runs.arguments(**MODEL, dataset_path=corpus, compiled_trainstep_file=path))
     configure_jax(config.step)
-    save(config, build(config, jax.devices()))
+    save(config, trace_train_step(config, jax.devices()))
     return path
 
 

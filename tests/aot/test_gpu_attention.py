@@ -10,8 +10,8 @@ from src.extras.aot import hlo
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.topology import parse_topology
 from src.run import resolve_config
-from src.step.build import build
 from src.step.compiler_flags import compiler_options
+from src.step.trace import trace_train_step
 from tests.compilers import NO_AUTOTUNING, needs_cuda
 from tests.tiny import BASE
 
@@ -20,12 +20,12 @@ LENGTH, HEADS = 8192, 8
 MODELS = sorted(path.stem for path in (Path(BASE).parent / "models").glob("*.yml"))
 
 
-def traced(*keys, topology="a3"):
+def step_of(*keys, topology="a3"):
     """A step of rows of 8,192."""
     devices = abstract_devices(parse_topology(topology, 1))
     sizes = (f"max_target_length={LENGTH}", "per_device_batch_size=1", "dataset_type=synthetic")
     config = resolve_config.load([BASE, *sizes, *keys])
-    return build(config, devices, {**compiler_options("", devices[0], 1), **NO_AUTOTUNING})
+    return trace_train_step(config, devices, {**compiler_options("", devices[0], 1), **NO_AUTOTUNING})
 
 
 # What only passes on arrays that other instructions make; a collective may have weights of several parts of a layer.
@@ -84,9 +84,9 @@ SHORT = ("packed",)
 def test_no_array_has_an_eighth_of_all_scores(kind):
     """Of whatever shape, forward or backward; 8,192 tokens of a device, in rows of its own or shared."""
     keys, kernel = KINDS[kind]
-    built = traced(*SMALL, *keys)
-    text = built.traced.lower().compile().as_text()
-    assert built.plan.kernel == kernel
+    traced = step_of(*SMALL, *keys)
+    text = traced.jax_traced.lower().compile().as_text()
+    assert traced.plan.kernel == kernel
     assert not buffers(text, HEADS * LENGTH**2 // 8)
     assert ("fmhaSoftmax" in text) == (kernel == "cudnn_flash")
 
@@ -101,7 +101,7 @@ def test_no_array_has_an_eighth_of_all_scores(kind):
     ],
 )
 def test_an_a100_has_what_it_can(keys, reason):
-    plan = traced(*SMALL, *keys, topology="a100:1").plan
+    plan = step_of(*SMALL, *keys, topology="a100:1").plan
     assert plan.kernel == ("blocked" if reason else "cudnn_flash")
     assert reason in plan.why_not_fused
 
@@ -112,9 +112,9 @@ def test_no_models_attention_holds_an_eighth_of_all_scores(model):
     """Each published model at its own sizes, but for the vocabulary. (Gathered weights and what blocks keep may be
     larger: they are not attention's.)"""
     positions = ["trainable_position_size=8192"] * model.startswith("gpt3")
-    built = traced(f"model_name={model}", "vocab_size=512", *positions)
-    text = built.traced.lower().compile().as_text()
-    heads = max(layer.num_query_heads for layer in built.plan.spec.layers)
+    traced = step_of(f"model_name={model}", "vocab_size=512", *positions)
+    text = traced.jax_traced.lower().compile().as_text()
+    heads = max(layer.num_query_heads for layer in traced.plan.spec.layers)
     found = buffers(text, heads * LENGTH**2 // 8).values()
     # XLA leaves out the name of what it makes of named arrays, such as copies.
     assert not [kind for kind, attributes in found if "attention" in attributes]

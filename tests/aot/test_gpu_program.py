@@ -12,8 +12,8 @@ from src.extras.aot.replay import replay
 from src.extras.aot.topology import parse_topology
 from src.parallel.chips import peak_flops
 from src.run import resolve_config
-from src.step.build import build
 from src.step.compiler_flags import compiler_options
+from src.step.trace import trace_train_step
 from tests.compilers import NO_AUTOTUNING, SMALL, needs_cuda
 from tests.tiny import BASE
 
@@ -28,8 +28,10 @@ def compiled(flags):
     topology = parse_topology("a3", 2)
     devices = abstract_devices(topology)
     config = resolve_config.load([BASE, *SIZES, "dcn_data_parallelism=1", "dataset_type=synthetic"])
-    built = build(config, devices, {**compiler_options(flags, devices[0], topology.slices), **NO_AUTOTUNING})
-    return built.traced.lower().compile().as_text(), built.plan.layout.mesh, topology.chip
+    traced = trace_train_step(
+        config, devices, {**compiler_options(flags, devices[0], topology.slices), **NO_AUTOTUNING}
+    )
+    return traced.jax_traced.lower().compile().as_text(), traced.plan.layout.mesh, topology.chip
 
 
 def products(flags):

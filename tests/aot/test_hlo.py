@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from src.extras.aot.hlo import Collective, collectives
-from src.step.build import build
+from src.step.trace import trace_train_step
 from tests.tiny import load
 
 P = PartitionSpec
@@ -145,13 +145,13 @@ def test_a_shift_between_hosts():
 
 def test_a_step_with_sharded_weights_gathers_them_twice_and_sums_their_gradients_once():
     """Layers are gathered forward and backward, the embedding and the output once; norms lie on every device."""
-    built = build(load(remat_policy="full", vocab_size=128, ici_fsdp_parallelism=8), jax.devices())
-    found = collectives(built.traced.lower().compile().as_text(), built.plan.layout.mesh)
+    traced = trace_train_step(load(remat_policy="full", vocab_size=128, ici_fsdp_parallelism=8), jax.devices())
+    found = collectives(traced.jax_traced.lower().compile().as_text(), traced.plan.layout.mesh)
     moved = Counter()
     for each in found:
         moved[each.kind, each.axes] += each.times * each.whole_bytes
     sizes = {"layers": 0, "tables": 0, "norms": 0}
-    for path, leaf in jax.tree.leaves_with_path(built.plan.shapes):
+    for path, leaf in jax.tree.leaves_with_path(traced.plan.shapes):
         name = jax.tree_util.keystr(path)
         part = "norms" if "norm" in name else "layers" if "segments" in name else "tables"
         sizes[part] += 4 * math.prod(leaf.shape)

@@ -9,7 +9,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.topology import parse_topology
 from src.run import resolve_config
-from src.step.build import build
+from src.step.trace import trace_train_step
 from tests.compilers import SMALL, needs_cuda, needs_libtpu
 from tests.tiny import BASE
 
@@ -27,8 +27,8 @@ def primitives(jaxpr, found):
 
 def counted(topology, *keys):
     devices = abstract_devices(parse_topology(topology, 1))
-    built = build(resolve_config.load([BASE, *SIZES, *keys]), devices, {})
-    jaxpr = built.traced.jaxpr.jaxpr
+    traced = trace_train_step(resolve_config.load([BASE, *SIZES, *keys]), devices, {})
+    jaxpr = traced.jax_traced.jaxpr.jaxpr
     used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return primitives(used, Counter())
 

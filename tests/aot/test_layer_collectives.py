@@ -11,7 +11,7 @@ import pytest
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.hlo import collectives
 from src.extras.aot.topology import parse_topology
-from src.step.build import build
+from src.step.trace import trace_train_step
 from tests.compilers import needs_libtpu
 from tests.tiny import GPT3, load
 
@@ -51,8 +51,8 @@ STREAM = 16 // 4 * LENGTH * D * 2  # bytes of a device's rows of the residual st
 def moved(training, **overrides):
     """How often a step, or an evaluation, runs each collective: by its kind, its axes and its bytes. And its text."""
     keys = {key: value for key, value in {**KEYS, **overrides}.items() if value is not None}
-    step = build(load(**keys), abstract_devices(parse_topology("v5e-16", 1)))
-    lowered = step.traced.lower() if training else step.eval.lower(step.state.weights, step.batch)
+    step = trace_train_step(load(**keys), abstract_devices(parse_topology("v5e-16", 1)))
+    lowered = step.jax_traced.lower() if training else step.eval.lower(step.state.weights, step.batch)
     text = lowered.compile().as_text()
     found = Counter()
     for each in collectives(text, step.plan.layout.mesh):

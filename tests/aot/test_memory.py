@@ -15,7 +15,7 @@ from src.extras.aot.devices import abstract_devices
 from src.extras.aot.memory import attention_workspace, device_bytes, memory, scores_bytes
 from src.extras.aot.topology import parse_topology
 from src.model.spec import VOCAB_MULTIPLE
-from src.step.build import build
+from src.step.trace import trace_train_step
 from tests.compilers import needs_cuda, needs_libtpu
 from tests.runs import build_once
 from tests.tiny import LENGTH, TINY, VOCAB, Trainer, load
@@ -37,34 +37,34 @@ MESHES = [
 
 @pytest.fixture(autouse=True)
 def changes_built_once(monkeypatch):
-    monkeypatch.setattr(advice, "build", build_once)
+    monkeypatch.setattr(advice, "trace_train_step", build_once)
 
 
 @functools.cache
-def built(devices=8, **overrides):
+def traced(devices=8, **overrides):
     config = load(**{**EVEN, **overrides})
     return config, build_once(config, jax.devices()[:devices], {})
 
 
 def kept(**overrides):
     """What a layer keeps of a token, in elements of a device that has all heads."""
-    _, step = built(**overrides)
+    _, step = traced(**overrides)
     return memory(step).temporaries["kept for the backward pass"] / (LAYERS * ROWS * LENGTH * 4)
 
 
 def test_what_the_program_does_not_take_is_no_argument():
     """No second moments, no positions and segments, no threshold."""
-    _, step = built(opt_type="sgd", position_type="none", packing=False, gradient_clipping_threshold=0.0)
+    _, step = traced(opt_type="sgd", position_type="none", packing=False, gradient_clipping_threshold=0.0)
     assert sum(memory(step).arguments.values()) == (
-        step.traced.lower().compile().memory_analysis().argument_size_in_bytes
+        step.jax_traced.lower().compile().memory_analysis().argument_size_in_bytes
     )
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(MESHES[1], marks=pytest.mark.long), MESHES[2]], ids=str)
 def test_arguments_are_those_of_the_program_and_of_the_real_arrays_to_the_byte(mesh):
-    _, step = built(**mesh, mu_dtype="bfloat16")
+    _, step = traced(**mesh, mu_dtype="bfloat16")
     predicted = memory(step).arguments
-    compiled = step.traced.lower().compile()
+    compiled = step.jax_traced.lower().compile()
     assert sum(predicted.values()) == compiled.memory_analysis().argument_size_in_bytes
 
     trainer = Trainer(devices=8, initial=False, **EVEN, **mesh, mu_dtype="bfloat16")
@@ -110,7 +110,7 @@ def test_what_is_kept_follows_the_mesh_and_the_micro_batches():
     # Rows a micro-batch stay, so its memory does, and where devices add up gradients of their own rows, too.
     for mesh in MESHES[::2]:
         keys = {**mesh, "per_device_batch_size": 3}  # so that no other dim has as many entries as there are rows
-        once, twice = (memory(built(**keys, gradient_accumulation_steps=steps)[1]).temporaries for steps in (1, 2))
+        once, twice = (memory(traced(**keys, gradient_accumulation_steps=steps)[1]).temporaries for steps in (1, 2))
         for part in ("kept for the backward pass", "what a block computes", "logits and their gradient"):
             assert twice[part] == once[part] > 0
 
@@ -118,7 +118,7 @@ def test_what_is_kept_follows_the_mesh_and_the_micro_batches():
 def test_devices_that_share_rows_have_fewer_logits_each():
     """Four devices share the rows' shards, each of twice as many rows, and two each row."""
     logits = [
-        memory(built(**keys)[1]).temporaries["logits and their gradient"]
+        memory(traced(**keys)[1]).temporaries["logits and their gradient"]
         for keys in ({}, {"ici_fsdp_parallelism": 4, "ici_context_parallelism": 2})
     ]
     assert logits[0] == logits[1]
@@ -128,14 +128,14 @@ def test_a_devices_own_experts_are_not_gathered():
     """A block's weights but for its experts are gathered over all devices: those over none, or of all experts."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "base_moe_mlp_dim": 16}
     by_mesh = [
-        memory(built(**experts, **mesh)[1]).temporaries["a block's weights, gathered"]
+        memory(traced(**experts, **mesh)[1]).temporaries["a block's weights, gathered"]
         for mesh in ({"ici_fsdp_parallelism": 8}, {"ici_fsdp_parallelism": 1, "ici_expert_parallelism": 8})
     ]
     assert by_mesh[0] - by_mesh[1] == 8 * 3 * D * 16 * 4
 
 
 def test_logits_gradients_and_gathered_weights():
-    _, step = built(num_vocab_tiling=2)
+    _, step = traced(num_vocab_tiling=2)
     parts = memory(step).temporaries
     padded = -(-VOCAB // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     assert parts["logits and their gradient"] == 2 * ROWS * LENGTH // 2 * padded * 4
@@ -164,7 +164,7 @@ def offer(keys, config, step, needed, capacity, devices=8):
 
 def test_what_is_there_when_memory_is_fullest_is_what_counts():
     """Kept in both phases; then logits and their gradient, or gradients, a block's weights and what it computes."""
-    _, step = built(num_vocab_tiling=1)
+    _, step = traced(num_vocab_tiling=1)
     found = memory(step)
     parts = found.temporaries
     block = parts["gradients"] + parts["a block's weights, gathered"] + parts["what a block computes"]
@@ -174,7 +174,7 @@ def test_what_is_there_when_memory_is_fullest_is_what_counts():
 
 def test_what_a_block_computes_is_its_products_again_and_their_gradients():
     """Each product of the forward pass is made again, and backwards the gradient of what it is made from."""
-    _, step = built(remat_policy="full", attention="dot_product")
+    _, step = traced(remat_policy="full", attention="dot_product")
     scores = LENGTH * 8  # keys times heads
     forward = 3 * HEADS + scores + HEADS + D + 2 * F
     # The last product's result is no gradient's; the gradients are those of F, D, the context, scores, q, k, v and x.
@@ -186,14 +186,14 @@ def test_what_a_block_computes_is_its_products_again_and_their_gradients():
     "mesh", [{}, {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "ici_context_parallelism": 2}]
 )
 def test_scores_of_plain_attention_are_the_programs_largest_arrays(mesh):
-    _, step = built(**mesh, attention="dot_product", max_target_length=128, remat_policy="full")
-    arrays = re.findall(r"f32\[([\d,]+)\]", step.traced.lower().compile().as_text())
+    _, step = traced(**mesh, attention="dot_product", max_target_length=128, remat_policy="full")
+    arrays = re.findall(r"f32\[([\d,]+)\]", step.jax_traced.lower().compile().as_text())
     assert scores_bytes(step) == 4 * max(math.prod(map(int, dims.split(","))) for dims in arrays)
 
 
 def test_micro_batches_hold_the_sum_of_gradients_too():
-    _, one = built()
-    _, two = built(gradient_accumulation_steps=2)
+    _, one = traced()
+    _, two = traced(gradient_accumulation_steps=2)
     assert memory(two).temporaries["gradients"] == 2 * memory(one).temporaries["gradients"]
 
 
@@ -201,11 +201,11 @@ PASSES = ("per_device_batch_size", "gradient_accumulation_steps")
 
 
 def test_a_change_is_estimated_by_what_can_be_told_and_by_how_the_compiled_step_differs_from_it():
-    config, step = built(remat_policy="minimal", dtype="bfloat16")
+    config, step = traced(remat_policy="minimal", dtype="bfloat16")
     held = sum(memory(step).arguments.values())
     needed = held + 3 * (memory(step).total - held)
     halved = offer(PASSES, config, step, needed, PLENTY)
-    _, then = built(remat_policy="minimal", dtype="bfloat16", **halved.keys)
+    _, then = traced(remat_policy="minimal", dtype="bfloat16", **halved.keys)
     assert (then.rows, then.plan.accumulation.micro_batches) == (step.rows, 2)
     assert held == sum(memory(then).arguments.values())
     assert halved.estimated == held + 3 * (memory(then).total - held)
@@ -213,30 +213,30 @@ def test_a_change_is_estimated_by_what_can_be_told_and_by_how_the_compiled_step_
 
 def test_no_estimate_is_below_the_arguments():
     # A compiler that makes do with little beside the arguments needs less than the parts that can be told.
-    config, step = built(remat_policy="none", per_device_batch_size=8)
+    config, step = traced(remat_policy="none", per_device_batch_size=8)
     needed = sum(memory(step).arguments.values()) + 1000
     found = list(itertools.islice(changes(config, DEVICES, step, needed, needed - 1), 3))
     assert found
     for change in found:
-        assert change.estimated >= sum(memory(change.built).arguments.values())
+        assert change.estimated >= sum(memory(change.traced).arguments.values())
         assert change.estimated < needed
 
 
 def test_what_does_not_touch_the_fullest_moment_is_not_offered():
     for vocab_size, offered in ((VOCAB, False), (8192, True)):  # of the tiny vocabulary the logits are small
-        config, step = built(remat_policy="full", vocab_size=vocab_size)
+        config, step = traced(remat_policy="full", vocab_size=vocab_size)
         found = changes(config, DEVICES, step, memory(step).total, PLENTY)
         cheaper = itertools.takewhile(lambda change: tuple(change.keys) != PASSES, found)
         assert ({"num_vocab_tiling": 8} in [change.keys for change in cheaper]) == offered
 
 
 def test_the_state_is_cut_where_it_decides():
-    config, step = built(devices=1, **MUCH_STATE)
+    config, step = traced(devices=1, **MUCH_STATE)
     needed = memory(step).total
     rounded = offer("mu_dtype", config, step, needed, needed - 1, devices=1)
     assert rounded.keys == {"mu_dtype": "bfloat16"}
-    _, then = built(devices=1, **MUCH_STATE, mu_dtype="bfloat16")
-    compiled = [each.traced.lower().compile().memory_analysis().argument_size_in_bytes for each in (step, then)]
+    _, then = traced(devices=1, **MUCH_STATE, mu_dtype="bfloat16")
+    compiled = [each.jax_traced.lower().compile().memory_analysis().argument_size_in_bytes for each in (step, then)]
     assert needed - rounded.estimated == compiled[0] - compiled[1]
 
 
@@ -244,19 +244,19 @@ def test_the_state_is_cut_where_it_decides():
 def test_twice_the_slices_hold_half_of_the_state_each():
     devices = abstract_devices(parse_topology("v5e-1", 1))
     config = load(**EVEN | MUCH_STATE, compile_topology="v5e-1")
-    step = build(config, devices)
+    step = trace_train_step(config, devices)
     now = memory(step)
     found = changes(config, devices, step, now.total, now.total - 1)
     more = next(one for one in found if "compile_topology_num_slices" in one.keys)
     assert more.keys["compile_topology_num_slices"] == 2
-    assert more.built.plan.layout.mesh.shape["fsdp"] == 2
-    then = memory(more.built)
+    assert more.traced.plan.layout.mesh.shape["fsdp"] == 2
+    then = memory(more.traced)
     # Norms are not sharded.
     assert then.arguments["weights"] == pytest.approx(now.arguments["weights"] / 2, rel=0.05)
 
 
 def test_rows_are_cut_until_it_fits():
-    config, step = built(per_device_batch_size=8, remat_policy="none")
+    config, step = traced(per_device_batch_size=8, remat_policy="none")
     needed = memory(step).total
     found = offer(PASSES, config, step, needed, needed - 1)
     assert found.keys == {"per_device_batch_size": 4.0, "gradient_accumulation_steps": 2}
@@ -266,21 +266,21 @@ def test_rows_are_cut_until_it_fits():
 
 def test_a_row_that_is_too_long_for_a_device_is_shared():
     """By the sequence, or by heads and then between blocks too; the step has the same rows, in two passes."""
-    config, step = built(per_device_batch_size=1, remat_policy="full")
+    config, step = traced(per_device_batch_size=1, remat_policy="full")
     needed = memory(step).total
     for axis, rules in (("context", {}), ("tensor", {"logical_axis_rules.norm_length": ["context", "tensor"]})):
         key = f"ici_{axis}_parallelism"
         change = offer(key, config, step, needed, needed - 1)
         passes = {"per_device_batch_size": 0.5, "gradient_accumulation_steps": 2}
         assert change.keys == {key: 2, **passes, **rules}
-        assert change.built.batch["tokens"].shape == step.batch["tokens"].shape
-        assert change.built.plan.layout.mesh.shape[axis] == 2
-        parts = memory(change.built).temporaries
+        assert change.traced.batch["tokens"].shape == step.batch["tokens"].shape
+        assert change.traced.plan.layout.mesh.shape[axis] == 2
+        parts = memory(change.traced).temporaries
         assert parts["kept for the backward pass"] == memory(step).temporaries["kept for the backward pass"] / 2
 
 
 def test_keys_of_fewer_heads_than_devices_are_copied():
-    config, step = built(per_device_batch_size=1, base_num_kv_heads=1)
+    config, step = traced(per_device_batch_size=1, base_num_kv_heads=1)
     needed = memory(step).total
     change = offer("ici_tensor_parallelism", config, step, needed, needed - 1)
     assert change.keys["logical_axis_rules.kv_heads"] == []
@@ -288,13 +288,13 @@ def test_keys_of_fewer_heads_than_devices_are_copied():
 
 def test_devices_that_share_heads_share_the_tokens_between_blocks_too():
     mesh = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}
-    config, step = built(**mesh, remat_policy="full")
+    config, step = traced(**mesh, remat_policy="full")
     needed = memory(step).total
     change = offer("logical_axis_rules.norm_length", config, step, needed, needed - 1)
     assert change.keys == {"logical_axis_rules.norm_length": ["context", "tensor"]}
     saved = memory(step).temporaries["kept for the backward pass"] / 2
-    assert memory(change.built).temporaries["kept for the backward pass"] == saved
-    config, step = built(**mesh, remat_policy="full", logical_axis_rules__norm_length="[context, tensor]")
+    assert memory(change.traced).temporaries["kept for the backward pass"] == saved
+    config, step = traced(**mesh, remat_policy="full", logical_axis_rules__norm_length="[context, tensor]")
     needed = memory(step).total
     first = next(changes(config, DEVICES, step, needed, needed - 1))
     assert "logical_axis_rules.norm_length" not in first.keys
@@ -303,13 +303,13 @@ def test_devices_that_share_heads_share_the_tokens_between_blocks_too():
 def test_experts_that_every_device_gathers_are_left_where_they_are():
     """Over eight devices a device gathers none of its part; the batch is the same."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "base_moe_mlp_dim": 512}
-    config, step = built(**experts)
+    config, step = traced(**experts)
     needed = memory(step).total
-    _, apart = built(**experts, ici_expert_parallelism=8)
+    _, apart = traced(**experts, ici_expert_parallelism=8)
     change = offer("ici_expert_parallelism", config, step, needed, memory(apart).total)
     assert change.keys == {"ici_expert_parallelism": 8}
     assert change.estimated == memory(apart).total
-    assert change.built.rows == step.rows
+    assert change.traced.rows == step.rows
 
 
 def test_weights_that_lie_whole_on_every_device_are_cut():
@@ -318,14 +318,14 @@ def test_weights_that_lie_whole_on_every_device_are_cut():
     needed = memory(step).total
     change = offer("logical_axis_rules.latent", config, step, needed, needed - 1)
     assert list(change.keys) == ["logical_axis_rules.latent"]
-    whole, cut = (memory(each).arguments["weights"] for each in (step, change.built))
+    whole, cut = (memory(each).arguments["weights"] for each in (step, change.traced))
     down, up = (LATENT[rank] * TINY["base_num_query_heads"] for rank in ("q_lora_rank", "kv_lora_rank"))
     assert whole - cut == LAYERS * 4 * 7 / 8 * (down * (8 + 4) + up * (8 + 8))
 
 
 @pytest.mark.long
 def test_what_no_change_makes_fit_fits_with_shorter_rows():
-    config, step = built(per_device_batch_size=1, max_target_length=1024)
+    config, step = traced(per_device_batch_size=1, max_target_length=1024)
     needed = memory(step).total
     first, *_, last = changes(config, DEVICES, step, needed, needed // 20)
     assert first.cost == TOGETHER
@@ -337,7 +337,7 @@ def test_what_no_change_makes_fit_fits_with_shorter_rows():
 
 
 def test_tiles_that_are_offered_divide_a_row():
-    config, step = built(max_target_length=12, vocab_size=8192)
+    config, step = traced(max_target_length=12, vocab_size=8192)
     needed = memory(step).total + 10**6
     assert offer("num_vocab_tiling", config, step, needed, PLENTY).keys == {"num_vocab_tiling": 4}
 
@@ -349,8 +349,8 @@ def test_on_a_tpu_nothing_is_kept_beyond_these_parts(little_effort):
     heads = {"base_num_query_heads": 4, "base_num_kv_heads": 4, "head_dim": 128}
     numbers = {"dtype": "bfloat16", "matmul_precision": "default", "remat_policy": "full"}
     config = load(**sizes, **heads, **numbers, max_target_length=512, per_device_batch_size=2)
-    step = build(config, abstract_devices(parse_topology("v5e-8", 1)))
-    assert step.traced.lower().compile().memory_analysis().peak_memory_in_bytes <= memory(step).total
+    step = trace_train_step(config, abstract_devices(parse_topology("v5e-8", 1)))
+    assert step.jax_traced.lower().compile().memory_analysis().peak_memory_in_bytes <= memory(step).total
 
 
 NO_HEADS = dict.fromkeys(("base_num_query_heads", "base_num_kv_heads", "head_dim"))  # what the layer does not have
@@ -372,5 +372,5 @@ def test_the_workspace_of_a_gpus_attention_counts_what_its_layers_have(keys, exp
     """In bytes per token and number of a head."""
     sizes = {"base_num_query_heads": 2, "base_num_kv_heads": 2, "head_dim": 128, "max_target_length": 256}
     given = {key: value for key, value in {**sizes, "dtype": "bfloat16", **keys}.items() if value is not None}
-    step = build(load(**given), abstract_devices(parse_topology("a3:1", 1)))
+    step = trace_train_step(load(**given), abstract_devices(parse_topology("a3:1", 1)))
     assert attention_workspace(step) == expected * step.tokens * 128

@@ -8,7 +8,7 @@ import pytest
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.hlo import collectives
 from src.extras.aot.topology import parse_topology
-from src.step.build import build
+from src.step.trace import trace_train_step
 from tests.compilers import SMALL, needs_cuda, needs_libtpu
 from tests.tiny import TINY, load
 
@@ -24,8 +24,8 @@ MODEL = {
 def between_slices(topology, slices, **keys):
     """The collectives between slices of a step, and the bytes of a device's part of all gradients."""
     config = load(**{**MODEL, "remat_policy": "full", "per_device_batch_size": 1, **keys})
-    step = build(config, abstract_devices(parse_topology(topology, slices)))
-    mesh, text = step.plan.layout.mesh, step.traced.lower().compile().as_text()
+    step = trace_train_step(config, abstract_devices(parse_topology(topology, slices)))
+    mesh, text = step.plan.layout.mesh, step.jax_traced.lower().compile().as_text()
     parts = jax.tree.map(
         lambda leaf, at: 4 * math.prod(at.shard_shape(leaf.shape)), step.plan.shapes, step.plan.shardings
     )
@@ -72,7 +72,7 @@ def test_a_device_looks_up_the_tokens_and_positions_of_its_own_rows():
     keys = {"base_emb_dim": emb_dim, "base_num_decoder_layers": 1, "per_device_batch_size": rows}
     keys |= {"position_type": "learned", "trainable_position_size": length, "gradient_accumulation_steps": 2}
     config = load(**{**MODEL, **keys})
-    text = build(config, abstract_devices(parse_topology("v5e-4", 2))).traced.lower().compile().as_text()
+    text = trace_train_step(config, abstract_devices(parse_topology("v5e-4", 2))).jax_traced.lower().compile().as_text()
 
     def of_rows(rows):
         return [shape for shape in (f"[{rows},{length},{emb_dim}]", f"[{rows * length},{emb_dim}]") if shape in text]

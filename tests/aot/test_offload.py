@@ -5,7 +5,7 @@ import pytest
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.memory import memory
 from src.extras.aot.topology import parse_topology
-from src.step.build import build
+from src.step.trace import trace_train_step
 from tests.compilers import needs_libtpu
 from tests.tiny import TINY, load
 
@@ -21,8 +21,8 @@ ON_HOST = {"optimizer_memory_host_offload": "true"}
 
 def compiled(**keys):
     """What the compiler says of the memory of a step on four chips, and what this project does."""
-    step = build(load(**{**MODEL, **keys}), abstract_devices(parse_topology("v5p-8", 1)))
-    return step.traced.lower().compile().memory_analysis(), memory(step)
+    step = trace_train_step(load(**{**MODEL, **keys}), abstract_devices(parse_topology("v5p-8", 1)))
+    return step.jax_traced.lower().compile().memory_analysis(), memory(step)
 
 
 @pytest.mark.long

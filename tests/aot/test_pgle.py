@@ -15,8 +15,8 @@ from src.extras.aot import pgle, program, train_compile
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.topology import parse_topology
 from src.run import resolve_config
-from src.step.build import build
 from src.step.compiler_flags import compiler_options
+from src.step.trace import trace_train_step
 from src.system.errors import UserError
 from tests import runs
 from tests.compilers import SMALL, needs_cuda
@@ -42,17 +42,17 @@ def step_of(topology, *keys):
     """A step, what its program depends on, and its lowering."""
     devices = abstract_devices(parse_topology(topology, 1))
     config = resolve_config.load([BASE, *SMALL, "dataset_type=synthetic", *keys])
-    built = build(config, devices, compiler_options("auto", devices[0], 1))
-    header = program.header(built, config.model, config.step, config.batch, config.mesh)
-    return built, header
+    traced = trace_train_step(config, devices, compiler_options("auto", devices[0], 1))
+    header = program.header(traced, config.model, config.step, config.batch, config.mesh)
+    return traced, header
 
 
 @pytest.fixture(scope="module")
 def tiny():
     """A step on this machine's CPUs, which no profile is for, and its header."""
     config = load()
-    built = build(config, jax.devices())
-    return built, program.header(built, config.model, config.step, config.batch, config.mesh)
+    traced = trace_train_step(config, jax.devices())
+    return traced, program.header(traced, config.model, config.step, config.batch, config.mesh)
 
 
 def written(path, header, profile):
@@ -68,8 +68,8 @@ def instructions(text):
 @pytest.fixture(scope="module")
 def for_gpus():
     """A step for GPUs, lowered, its header and its program."""
-    built, header = step_of("a3", "base_num_decoder_layers=2")
-    lowered = built.traced.lower()
+    traced, header = step_of("a3", "base_num_decoder_layers=2")
+    lowered = traced.jax_traced.lower()
     return lowered, header, lowered.compile().as_text()
 
 
@@ -159,40 +159,42 @@ def test_what_is_no_profile_is_refused(tiny, tmp_path, damage, said):
 
 def test_a_profile_of_another_configuration_is_refused(tiny, tmp_path):
     config = load(base_mlp_dim=128)
-    other = program.header(build(config, jax.devices()), config.model, config.step, config.batch, config.mesh)
+    other = program.header(
+        trace_train_step(config, jax.devices()), config.model, config.step, config.batch, config.mesh
+    )
     path = written(tmp_path / "other", other, proto({"fusion.1": 2.0}))
     with pytest.raises(UserError, match=r"collected for a different run:\n  base_mlp_dim: 128 in the file, 64"):
         pgle.options(path, tiny[1])
 
 
-def calls(step, built, times):
+def calls(step, traced, times):
     def ones(leaf):
         return jax.device_put(jax.numpy.ones(leaf.shape, leaf.dtype), leaf.sharding)
 
-    state, batch = jax.tree.map(ones, (built.state, built.batch))
+    state, batch = jax.tree.map(ones, (traced.state, traced.batch))
     for _ in range(times):
-        state, _ = step(state, batch, built.hparams)
+        state, _ = step(state, batch, traced.hparams)
 
 
 def test_a_run_that_collects_writes_a_profile_of_its_program(tiny, tmp_path, monkeypatch, capsys):
     """On a CPU the profiler sees no kernel of a GPU; with what it would see in its place, the file is of this step."""
-    built, header = tiny
-    collector = pgle._Collector(built.traced.lower(), header, tmp_path / "profile")
+    traced, header = tiny
+    collector = pgle._Collector(traced.jax_traced.lower(), header, tmp_path / "profile")
     with pytest.raises(UserError, match=r"pgle=collect: the profile of the step is empty.*CUPTI"):
-        calls(collector, built, 1 + pgle.PGLE_STEPS)
+        calls(collector, traced, 1 + pgle.PGLE_STEPS)
     assert not (tmp_path / "profile").exists()
     monkeypatch.setattr(pgle, "get_profiled_instructions_proto", lambda folder: proto({"fusion.1": 2.0}))
-    calls(pgle._Collector(built.traced.lower(), header, tmp_path / "profile"), built, 2 + pgle.PGLE_STEPS)
+    calls(pgle._Collector(traced.jax_traced.lower(), header, tmp_path / "profile"), traced, 2 + pgle.PGLE_STEPS)
     assert pgle.options(str(tmp_path / "profile"), header)["fdo_profile"] == proto({"fusion.1": 2.0})
     assert f"compile with it by pgle_profile={tmp_path / 'profile'}" in capsys.readouterr().out
 
 
 def test_a_run_that_ends_before_the_profile_does_says_so(tiny, tmp_path, capsys):
     """As one that goes on near its end; its profiler is off then."""
-    built, header = tiny
+    traced, header = tiny
     for steps in (1, pgle.PGLE_STEPS):
-        collector = pgle._Collector(built.traced.lower(), header, tmp_path / "profile")
-        calls(collector, built, steps)
+        collector = pgle._Collector(traced.jax_traced.lower(), header, tmp_path / "profile")
+        calls(collector, traced, steps)
         collector.close()
         assert f"pgle=collect wrote no profile: it needs 4 steps, and this start ran {steps}" in capsys.readouterr().out
     with jax.profiler.trace(str(tmp_path / "free")):
@@ -207,12 +209,12 @@ def test_a_step_whose_products_are_wider_than_they_are_to_be_is_not_profiled(kin
     lowered = SimpleNamespace(compile=lambda options=None: program)
     quantization = SimpleNamespace(kind="fp8", places={})
     plan = SimpleNamespace(quantization=quantization, layout=SimpleNamespace(platform="gpu"), roles={})
-    built = SimpleNamespace(plan=plan, train=None, traced=SimpleNamespace(lower=lambda: lowered))
+    traced = SimpleNamespace(plan=plan, train=None, traced=SimpleNamespace(lower=lambda: lowered))
     keys = SimpleNamespace(pgle=kind, pgle_profile="", compiled_trainstep_file="")
     with pytest.raises(
         UserError, match="0 matmuls in 8 bits, and these in more bits: every forward one, every backward"
     ):
-        pgle.chosen_step(keys, built, {}, tmp_path, contextlib.ExitStack())
+        pgle.chosen_step(keys, traced, {}, tmp_path, contextlib.ExitStack())
 
 
 def test_automatic_profiles_are_of_the_step_alone_and_never_empty():

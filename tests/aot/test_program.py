@@ -23,7 +23,7 @@ from src.extras.aot import program, train_compile
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.topology import parse_topology
 from src.step import train_step
-from src.step.build import build
+from src.step.trace import trace_train_step
 from src.system.errors import UserError
 from tests import runs
 from tests.aot.save_step import header as step_header
@@ -37,14 +37,14 @@ DEVICES = jax.devices()[::-1]  # the mesh of a TPU slice seldom has its devices 
 
 def build_step(**overrides):
     config = load_config(**{**KEYS, **overrides})
-    return config, build(config, DEVICES)
+    return config, trace_train_step(config, DEVICES)
 
 
 @pytest.fixture(scope="module")
 def step():
     """(config, the traced step, its header)."""
-    config, built = build_step()
-    return config, built, step_header(config, built)
+    config, traced = build_step()
+    return config, traced, step_header(config, traced)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +61,9 @@ def file(saved):
 
 def refusal(path, step):
     """What a run with this step says to the file; nothing where it is loaded."""
-    config, built, *_ = step
+    config, traced, *_ = step
     with pytest.raises(UserError) as error:
-        program.load(str(path), step_header(config, built), built)
+        program.load(str(path), step_header(config, traced), traced)
     return str(error.value)
 
 
@@ -133,15 +133,15 @@ def test_what_is_no_regular_file_stays_what_it_is(saved, step, tmp_path):
 
 def test_what_is_loaded_computes_what_was_saved(saved, step):
     path, compiled = saved
-    _, built, header = step
+    _, traced, header = step
 
     def ones(leaf):
         return jax.device_put(jnp.ones(leaf.shape, leaf.dtype), leaf.sharding)
 
     results = []
-    for train in (compiled, program.load(str(path), header, built)):
-        state, batch = jax.tree.map(ones, (built.state, built.batch))
-        results.append(tree_bits(train(state, batch, built.hparams)))
+    for train in (compiled, program.load(str(path), header, traced)):
+        state, batch = jax.tree.map(ones, (traced.state, traced.batch))
+        results.append(tree_bits(train(state, batch, traced.hparams)))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.weights.trainable)), "the old state is donated"
     assert results[0] == results[1]
 
@@ -292,14 +292,14 @@ def test_all_that_differs_is_listed(file):
 
 
 def test_the_seed_is_compiled_in_with_dropout_alone(step, file):
-    config, built = build_step(init_weights_seed=1)
-    assert program.differences(step[2], step_header(config, built)) == []
+    config, traced = build_step(init_weights_seed=1)
+    assert program.differences(step[2], step_header(config, traced)) == []
     dropout = [step_header(*build_step(dropout_rate=0.1, init_weights_seed=seed)) for seed in (0, 1)]
     assert program.differences(*dropout) == ["init_weights_seed: 0 in the file, 1 here"]
 
 
 def test_another_order_of_devices_is_another_program(file, step):
-    assert "\n  devices.order: " in refusal(file, (step[0], build(step[0], jax.devices())))
+    assert "\n  devices.order: " in refusal(file, (step[0], trace_train_step(step[0], jax.devices())))
 
 
 def test_changed_code_is_another_program(file, step, monkeypatch):
@@ -355,7 +355,7 @@ def test_what_enters_at_run_time_may_change(step):
     config = step[0]
     groups = {"steps": 5, "run_name": "other", "dataset_path": "x", "decode_seed": 4, "checkpoint_period": 9}
     changed = config.replace(**RUN_TIME, **groups)
-    assert program.differences(step[2], step_header(changed, build(changed, DEVICES))) == []
+    assert program.differences(step[2], step_header(changed, trace_train_step(changed, DEVICES))) == []
     assert set(RUN_TIME) == program.RUN_TIME_KEYS - OF_PROCESSES
     assert all(config[key] != value for key, value in RUN_TIME.items())
     assert set(defaults()) > program.RUN_TIME_KEYS
@@ -404,7 +404,7 @@ def test_a_kernel_is_the_same_wherever_its_source_lies(platform):
 
 def test_present_devices_have_the_program_of_absent_ones(step):
     """JAX names the kind of memory in the shardings of devices that have memory: only of those that are present."""
-    traced = step[1].traced
+    traced = step[1].jax_traced
     assert "memory_kind=device" in str(traced.jaxpr)
     text = program.program_text(traced)
     assert "memory_kind=device" not in text
@@ -476,7 +476,7 @@ def test_hosts_of_gpus_are_its_slices():
     except UserError as error:
         pytest.skip(str(error))
     config = load_config(**KEYS, attention="dot_product")
-    devices = step_header(config, build(config, hosts))["devices"]
+    devices = step_header(config, trace_train_step(config, hosts))["devices"]
     assert (devices["count"], devices["slices"], devices["processes"]) == (32, 4, 4)
 
 

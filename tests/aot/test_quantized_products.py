@@ -18,8 +18,8 @@ from src.model import params, quantization
 from src.model.block import Block
 from src.model.forward_context import ForwardContext
 from src.parallel.mesh import make_layout, weight_shardings
-from src.step.build import build
 from src.step.compiler_flags import compiler_options
+from src.step.trace import trace_train_step
 from src.system.errors import UserError
 from tests.compilers import NO_AUTOTUNING, needs_cuda, needs_libtpu
 from tests.tiny import load, spec_of
@@ -131,8 +131,8 @@ def test_a_blackwell_gpu_makes_every_product_with_a_weight_in_blocks():
 @needs_cuda
 def test_an_evaluation_on_a_gpu_multiplies_in_float8_too():
     keys = {**LLAMA, "quantization": "fp8", "vocab_size": 512}
-    built = build(load(**keys), abstract_devices(parse_topology("a3:1", 1)))
-    text = built.eval.lower(built.state.weights, built.batch).compile().as_text()
+    traced = trace_train_step(load(**keys), abstract_devices(parse_topology("a3:1", 1)))
+    text = traced.eval.lower(traced.state.weights, traced.batch).compile().as_text()
     # Those of query, key and value are made as one; the loop's body stands there once.
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == WEIGHTS - 2
 

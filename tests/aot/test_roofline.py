@@ -13,7 +13,7 @@ from src.extras.aot.roofline import Work, layer_share, predict, product_widths, 
 from src.model.execution import Execution
 from src.model.flops import FlopsPerToken, flops_per_token
 from src.run import resolve_config
-from src.step.build import build
+from src.step.trace import trace_train_step
 from tests.tiny import BASE, LENGTH, load, make, spec_of
 
 CHIP = SimpleNamespace(memory_bandwidth=1e12, ici_bandwidth=1e11, dcn_bandwidth=1e9)
@@ -55,8 +55,8 @@ def test_what_a_step_asks_of_a_device_is_its_share_of_the_mesh():
     """Eight devices share one device's products; those that share tokens each hold what is as wide as the embedding."""
     keys = {"remat_policy": "full", "num_vocab_tiling": 2}
     many = load(per_device_batch_size=1, ici_fsdp_parallelism=4, ici_tensor_parallelism=2, **keys)
-    shared = work_of(build(many, jax.devices()))
-    whole = work_of(build(load(per_device_batch_size=8, **keys), jax.devices()[:1]))
+    shared = work_of(trace_train_step(many, jax.devices()))
+    whole = work_of(trace_train_step(load(per_device_batch_size=8, **keys), jax.devices()[:1]))
     assert shared.model_flops.palm * 8 == whole.model_flops.palm
     assert shared.recomputed_flops.causal * 8 == whole.recomputed_flops.causal
     assert whole.memory_bytes / 8 < shared.memory_bytes < whole.memory_bytes / 2
@@ -163,7 +163,7 @@ def test_what_experts_take_is_rounded_for_each():
 def test_the_share_in_8_bits_is_of_what_a_token_meets():
     _, plan = make(quantization="int8", quantization_exclude="[output,attention.*]")
     attention, feed_forward = 32 * 8 * (4 + 2 + 2) + 4 * 8 * 32, 32 * 2 * 64 + 64 * 32
-    share = layer_share(plan.spec, {path[3:] for path in plan.quantization.places})
+    share = layer_share(plan.spec, {path[3:] for path in plan.quantization.matmuls})
     assert share == feed_forward / (attention + feed_forward)
     tokens = flops_per_token(plan.spec, LENGTH)
     assert tokens.layers == 6 * 2 * (attention + feed_forward)

@@ -9,7 +9,7 @@ from src.extras.aot.memory import memory
 from src.extras.aot.roofline import predict, work_of
 from src.extras.aot.topology import parse_topology
 from src.run import resolve_config
-from src.step.build import build
+from src.step.trace import trace_train_step
 from tests.compilers import SMALL, needs_libtpu
 from tests.tiny import BASE, LENGTH, TINY, load
 
@@ -27,9 +27,9 @@ def test_stages_pass_on_activations_and_no_weights(repeats, capfd):
     config = resolve_config.load(
         [BASE, *SMALL, *MESH, *keys, layers, "dataset_type=synthetic", "mlp_activations=[gelu]"]
     )
-    built = build(config, abstract_devices(parse_topology("v5e-8", 1)))
-    compiled = built.traced.lower().compile()
-    moved = collectives(compiled.as_text(), built.plan.layout.mesh)
+    traced = trace_train_step(config, abstract_devices(parse_topology("v5e-8", 1)))
+    compiled = traced.jax_traced.lower().compile()
+    moved = collectives(compiled.as_text(), traced.plan.layout.mesh)
     iterations = micro_batches * repeats + 1
     turn = LAYERS // 2 // repeats
 
@@ -63,10 +63,10 @@ def test_stages_in_slices_of_their_own_send_each_other_rows_and_no_weights():
     mesh = ("dcn_pipeline_parallelism=2", "dcn_data_parallelism=1", "num_pipeline_microbatches=4")
     keys = (f"base_num_decoder_layers={LAYERS}", "dataset_type=synthetic", "per_device_batch_size=2")
     config = resolve_config.load([BASE, *SMALL, *mesh, *keys])
-    built = build(config, abstract_devices(parse_topology("v5e-4", 2)))
-    moved = collectives(built.traced.lower().compile().as_text(), built.plan.layout.mesh)
+    traced = trace_train_step(config, abstract_devices(parse_topology("v5e-4", 2)))
+    moved = collectives(traced.jax_traced.lower().compile().as_text(), traced.plan.layout.mesh)
     between = [each for each in moved if each.network == "dcn"]
-    rows = built.rows // 4 * TOKENS * WIDTH * 2  # bytes of all the rows that fsdp leaves a device, in bfloat16
+    rows = traced.rows // 4 * TOKENS * WIDTH * 2  # bytes of all the rows that fsdp leaves a device, in bfloat16
     # A micro-batch's in each of the iterations, and its gradient on the way back.
     handed_on = [(each.whole_bytes, each.times) for each in between if each.kind == "collective-permute"]
     assert handed_on == [(rows // 4, 4 + 1)] * 2
@@ -86,7 +86,10 @@ def test_estimates_know_of_idle_stages(repeats, micro_batches):
         "num_pipeline_repeats": repeats,
         "num_pipeline_microbatches": micro_batches,
     }
-    plain, staged = build(load(**keys), jax.devices()), build(load(**keys, **stages), jax.devices())
+    plain, staged = (
+        trace_train_step(load(**keys), jax.devices()),
+        trace_train_step(load(**keys, **stages), jax.devices()),
+    )
 
     # Every layer's input in each iteration, of the rows that four of eight devices share out.
     iterations, turn, rows = micro_batches * repeats + 1, LAYERS // 2 // repeats, 2 * 8 // micro_batches // 4

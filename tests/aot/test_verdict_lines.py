@@ -7,7 +7,7 @@ import pytest
 
 from src.extras.aot.report import change_lines, device_capacity, lines, make_report, verdict
 from src.extras.aot.topology import parse_topology
-from src.step.build import build
+from src.step.trace import trace_train_step
 from src.system.errors import UserError
 from tests.tiny import load
 
@@ -31,7 +31,9 @@ Total hbm usage >= 18.35G:
 
 @pytest.fixture(scope="module")
 def step():
-    return build(load(base_num_query_heads=8, base_num_kv_heads=8, head_dim=4, dtype="bfloat16"), jax.devices())
+    return trace_train_step(
+        load(base_num_query_heads=8, base_num_kv_heads=8, head_dim=4, dtype="bfloat16"), jax.devices()
+    )
 
 
 def report(step, compiled=None, refusal="", topology="v5e-8"):
@@ -126,7 +128,7 @@ def test_what_would_help_is_said_as_it_was_compiled():
     ],
 )
 def test_why_there_is_no_prediction(keys, topology, why):
-    float32 = build(load(base_num_query_heads=8, base_num_kv_heads=8, head_dim=4), jax.devices())
+    float32 = trace_train_step(load(base_num_query_heads=8, base_num_kv_heads=8, head_dim=4), jax.devices())
     said = dict(lines(report(float32, program(GIB, GIB), topology=topology)))
     assert said["prediction"].startswith("none: ")
     assert why in said["prediction"]

@@ -10,7 +10,7 @@ from src.extras.aot.devices import abstract_devices
 from src.extras.aot.topology import parse_topology
 from src.extras.aot.train_compile import main
 from src.run import resolve_config
-from src.step.build import build
+from src.step.trace import trace_train_step
 from tests.compilers import SMALL, needs_libtpu
 from tests.runs import BASE
 
@@ -45,9 +45,9 @@ DO_NOT = [
 def compilers_own(keys):
     """Whether the step compiles; the compiler refuses what it finds no place for in a device's 15.75 GiB."""
     config = resolve_config.load([str(BASE), *SMALL, *keys])
-    step = build(config, abstract_devices(parse_topology("v5e-4", 1)))
+    step = trace_train_step(config, abstract_devices(parse_topology("v5e-4", 1)))
     try:
-        step.traced.lower().compile()
+        step.jax_traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

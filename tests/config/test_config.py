@@ -250,6 +250,13 @@ def test_a_resolved_config_loads_to_itself(write):
     assert load([str(write("config.yml", to_yaml(config)))]) == config
 
 
+def test_a_key_read_without_its_section_is_answered_with_it():
+    with pytest.raises(AttributeError, match=r"no attribute max_target_length: read config\.batch\.max_target_length"):
+        _ = load([BASE]).max_target_length
+    with pytest.raises(AttributeError, match="no attribute no_such_key$"):
+        _ = load([BASE]).no_such_key
+
+
 def test_the_config_is_frozen():
     config = load([BASE])
     with pytest.raises(AttributeError):

@@ -11,7 +11,7 @@ from src.config.schema import KEYS, defaults
 from src.config.yaml import MAX_DEPTH, MAX_NODES
 from src.parallel.mesh import global_batch_size, make_layout
 from src.run.resolve_config import load
-from src.step.build import plan_step
+from src.step.trace import plan_step
 from src.system.errors import UserError
 from tests.tiny import BASE, TINY, spec_of
 

@@ -25,7 +25,7 @@ from src.extras.migration_hints import (
 )
 from src.model.flops import count_params
 from src.run.resolve_config import load
-from src.step.build import build
+from src.step.trace import trace_train_step
 from src.system.errors import UserError, from_here
 from tests.tiny import spec_of
 
@@ -224,7 +224,7 @@ def test_a_step_is_made_with_all_of_maxtexts_own_defaults_on_one_command():
     left_out = {*NOT_TAKEN, *BESIDE, *(word.partition("=")[0] for word in own.split())}
     words = [word for word in typed_names("maxtext") if word.partition("=")[0] not in left_out]
     config = load([BASE, *words, *own.split()])
-    loss = build(config, jax.devices(), {}).traced.out_info[1]["loss"]
+    loss = trace_train_step(config, jax.devices(), {}).jax_traced.out_info[1]["loss"]
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 

@@ -120,8 +120,8 @@ def test_ids_are_transformers_or_the_header_says_that_they_may_not_be(tmp_path, 
 
 def test_the_classes_that_build_their_own_steps_build_these():
     for name, expected in BUILT_BY_CLASS.items():
-        built = json.loads(getattr(transformers, name)().backend_tokenizer.to_str())
-        steps = json.dumps([built["normalizer"], built["pre_tokenizer"]], sort_keys=True)
+        traced = json.loads(getattr(transformers, name)().backend_tokenizer.to_str())
+        steps = json.dumps([traced["normalizer"], traced["pre_tokenizer"]], sort_keys=True)
         assert zlib.crc32(steps.encode()) == expected, name
 
 

@@ -22,7 +22,7 @@ from src.model.forward_context import ForwardContext
 from src.model.params import Weights
 from src.parallel.mesh import make_layout
 from src.run import resolve_config
-from src.step.build import plan_step
+from src.step.trace import plan_step
 from src.system.errors import UserError
 from tests.hf import saved
 from tests.tiny import BASE, spec_of

@@ -13,7 +13,7 @@ from src.extras.hf.model_keys import read_model_keys
 from src.extras.hf.safetensors import open_tensors
 from src.parallel.mesh import make_layout
 from src.run import resolve_config
-from src.step.build import plan_step
+from src.step.trace import plan_step
 from src.system.errors import UserError
 from tests.hf import saved
 from tests.tiny import BASE

@@ -19,7 +19,7 @@ from src.model.forward_context import ForwardContext
 from src.model.params import Weights
 from src.parallel.mesh import make_layout
 from src.run import resolve_config
-from src.step.build import plan_step
+from src.step.trace import plan_step
 from tests.tiny import BASE
 
 torch.set_num_threads(1)  # more only wait for each other in models as small as these

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from src.model import params
-from src.model.block_scaled import BLOCK, BlockProducts, encode
+from src.model.block_scaled import BLOCK, BlockMatmuls, encode
 from src.model.quantization import Quantized, select
 from src.parallel.mesh import make_layout
 from src.system.errors import UserError
@@ -26,7 +26,7 @@ def layout_of(devices, **mesh):
 
 def product(einsum, axes, layout):
     """The product by `matmul` and its gradients, compiled: x, w, gradient -> out, to x, to w."""
-    products = BlockProducts(layout)
+    products = BlockMatmuls(layout)
 
     @jax.jit
     def run(x, w, gradient):
@@ -98,7 +98,7 @@ def test_codes_with_their_scales_stand_for_what_a_cpu_multiplies():
     assert (codes.dtype, scales.dtype) == (jnp.float8_e4m3fn, jnp.float8_e8m0fnu)
     assert scales.shape == (4, 64, 64 // BLOCK)
     values = np.asarray(codes, np.float64) * np.repeat(np.asarray(scales, np.float64), BLOCK, axis=-1)
-    np.testing.assert_array_equal(values, np.asarray(jax.jit(encode, static_argnums=1)(x, True).codes))
+    np.testing.assert_array_equal(values, np.asarray(jax.jit(encode, static_argnums=1)(x, True).qvalue))
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
@@ -162,6 +162,6 @@ def test_a_gpu_is_given_matrices_of_codes_with_their_scales(einsum, axes, monkey
     arrays = operands(einsum)
     expected = product(einsum, axes, layout_of(1))(*arrays)
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
-    monkeypatch.setattr(BlockProducts, "on_cpu", False)
+    monkeypatch.setattr(BlockMatmuls, "on_cpu", False)
     for array, value in zip(product(einsum, axes, layout_of(1))(*arrays), expected, strict=True):
         assert_close(array, value, 1e-6)

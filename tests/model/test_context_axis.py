@@ -11,8 +11,8 @@ from src.extras.evaluation.scoring import compute_logits
 from src.extras.generation.generate import Generator, Sampling, in_training
 from src.parallel.mesh import make_layout
 from src.parallel.sequence import from_zigzag, zigzag_order
-from src.step.build import plan_step
 from src.step.state import abstract_batch
+from src.step.trace import plan_step
 from src.system.errors import UserError
 from tests.tiny import GPT3, LENGTH, Trainer, assert_close, load, make, packed_rows, random_weights
 

@@ -75,6 +75,39 @@ def test_a_fact_of_attention_changes_the_model_or_is_refused(kind):
     assert len(refused) >= 4  # what belongs to other kinds, at least
 
 
+LATENT_LAYER = "attention_type: mla, kv_lora_rank: 16, qk_nope_head_dim: 8, qk_rope_head_dim: 8, v_head_dim: 8"
+REFUSED_BY_LATENT = {
+    "attention_bias": "true",
+    "attention_gate": "true",
+    "attention_sink": "true",
+    "attn_logits_soft_cap": 30,
+    "attn_temperature_scale": 0.1,
+    "qk_norm": "head",
+    "query_dim_scale": "true",
+    "share_kv_projections": "true",
+    "value_norm": "true",
+}
+
+
+@pytest.mark.parametrize(
+    ("of_others", "of_its_own"),
+    [
+        ({"attention_bias": "true", "attention_out_bias": "false"}, "attention_bias: false"),
+        ({"attn_temperature_scale": 0.1, "attn_temperature_floor": 4096}, "attn_temperature_scale: 0"),
+    ],
+)
+def test_latent_attention_ignores_settings_of_settings_that_its_layers_do_not_have(of_others, of_its_own):
+    pattern = f"[{{repeats: -1, pattern: [{{}}, {{{LATENT_LAYER}, {of_its_own}}}]}}]"
+    layers = spec_of(load(decoder_segments=pattern, **of_others)).layers
+    assert {layer.attention_type for layer in layers} == {"global", "mla"}
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED_BY_LATENT.items())
+def test_latent_attention_refuses_what_it_does_not_have(key, value):
+    with pytest.raises(UserError, match=f"attention_type=mla has no {key}="):
+        load(attention_type="mla", **KINDS["mla"], **{key: value})
+
+
 OF_THE_MODEL = {
     *("global_parameter_scale", "base_emb_dim", "base_num_decoder_layers", "decoder_segments", "vocab_size"),
     *("trainable_position_size", "logits_via_embedding", "scale_embedding", "final_logits_soft_cap"),

@@ -16,7 +16,7 @@ WIDE = 256  # eight times the embedding, and each half whole vectors of 128
 def plan_on_tpus(devices=1, **keys):
     """A plan that runs as on TPUs, on CPUs; and the same without early gradients."""
     _, plan = make(devices, base_mlp_dim=WIDE, **{"remat_policy": "full", **keys})
-    return dataclasses.replace(plan, execution=dataclasses.replace(plan.execution, early_gradients=True)), plan
+    return dataclasses.replace(plan, execution=dataclasses.replace(plan.execution, grad_barriers=True)), plan
 
 
 def widths(plan):

@@ -15,7 +15,7 @@ from src.model.attention_kernels.delta_rule import CHUNK, in_chunks
 from src.model.decoder import Decoder
 from src.model.flops import flops_per_token
 from src.model.quantization import select_at_rest
-from src.step.build import build
+from src.step.trace import trace_train_step
 from src.system.errors import UserError
 from tests.model.families import greedy, logits_of
 from tests.tiny import Trainer, assert_close, load, make, packed_rows, random_weights, spec_of
@@ -159,7 +159,7 @@ def test_a_mesh_trains_as_one_device(mesh):
 )
 def test_a_mesh_that_does_not_fit_is_refused(keys, message):
     with pytest.raises(UserError, match=message):
-        build(load(**{**HYBRID, **keys, "per_device_batch_size": 4}), jax.devices()[:2])
+        trace_train_step(load(**{**HYBRID, **keys, "per_device_batch_size": 4}), jax.devices()[:2])
 
 
 @pytest.mark.parametrize(
@@ -188,5 +188,5 @@ def test_operations_are_those_of_the_weights_the_state_and_the_convolution():
 def test_gates_stay_out_of_products_in_8_bits():
     config = load(**HYBRID)
     _, declarations = params.abstract(functools.partial(Decoder, spec_of(config)))
-    places = select_at_rest(config.step, declarations).places
+    places = select_at_rest(config.step, declarations).matmuls
     assert {path[-1] for path in places} == {"qkv", "gate", "query", "key", "value", "out", "wi", "wo"}

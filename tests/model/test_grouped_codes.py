@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from src.model.low_precision import FORMATS, Coded, Products, largest
+from src.model.low_precision import FORMATS, EightBitMatmuls, QTensor, largest
 from src.model.moe.grouped_matmul import GroupedCodes, batched_matmul, encoded, grouped_matmul
 from src.model.quantization import Quantized
 from src.parallel.mesh import make_layout
@@ -55,8 +55,8 @@ def reference(x, kernel, gradient, sizes):
 def coded(kernel, dtype, transposed):
     codes8, scales = codes(kernel, 1)
     arrays = [np.swapaxes(array, 1, 2) if transposed else array for array in (codes8, scales, np.zeros_like(kernel))]
-    products = Products(FORMATS["int8"], make_layout(load().mesh, jax.devices()[:1]))
-    parts = Coded(jnp.asarray(arrays[0], dtype), jnp.asarray(arrays[1], jnp.float32))
+    products = EightBitMatmuls(FORMATS["int8"], make_layout(load().mesh, jax.devices()[:1]))
+    parts = QTensor(jnp.asarray(arrays[0], dtype), jnp.asarray(arrays[1], jnp.float32))
     return GroupedCodes(jnp.asarray(arrays[2], jnp.float32), parts, products)
 
 
@@ -112,7 +112,7 @@ def test_weights_scales_are_exact_in_bfloat16():
     """As they are looked up backward; codes reach to 126 at least, and none is clipped."""
     _, kernel, _ = operands(3)
     kernel *= np.random.default_rng(1).uniform(0.5, 2, [3, 1, Y]).astype(np.float32)
-    products = Products(FORMATS["int8"], make_layout(load().mesh, jax.devices()[:1]))
+    products = EightBitMatmuls(FORMATS["int8"], make_layout(load().mesh, jax.devices()[:1]))
     weight = Quantized(jnp.asarray(kernel), largest(jnp.asarray(kernel), (1,)), products, ("expert", None, None))
     codes, scales = map(np.asarray, encoded(weight, jnp.float32).coded)
     np.testing.assert_allclose(scales, scales.astype(jnp.bfloat16).astype(np.float32), rtol=1e-6)

@@ -9,7 +9,7 @@ from src.extras.aot.devices import abstract_devices
 from src.extras.aot.topology import parse_topology
 from src.model import lookup
 from src.parallel.mesh import make_layout
-from src.step.build import build
+from src.step.trace import trace_train_step
 from tests.compilers import SMALL, needs_libtpu
 from tests.tiny import TINY, Trainer, load, packed_rows
 
@@ -111,6 +111,6 @@ def test_exchanged_rows_of_micro_batches_compile_for_tpus():
     config = load(
         **{**TINY, **sizes, "dtype": "bfloat16", "per_device_batch_size": 1, "gradient_accumulation_steps": 2}
     )
-    step = build(config, abstract_devices(parse_topology("v5e-8", 1)))
-    text = step.traced.lower().compile().as_text()
+    step = trace_train_step(config, abstract_devices(parse_topology("v5e-8", 1)))
+    text = step.jax_traced.lower().compile().as_text()
     assert "embedding/shard_map/all_to_all" in text

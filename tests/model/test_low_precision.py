@@ -15,7 +15,7 @@ from src.model import params
 from src.model.decoder import Decoder
 from src.model.forward_context import ForwardContext
 from src.model.lora import Adapted
-from src.model.low_precision import FORMATS, MAX_SUMMED, Products, largest
+from src.model.low_precision import FORMATS, MAX_SUMMED, EightBitMatmuls, largest
 from src.model.quantization import Quantized, attach, select
 from src.parallel.chips import peak_flops
 from src.parallel.mesh import make_layout
@@ -34,7 +34,7 @@ def layout_of(devices, **mesh):
 
 def product(kind, einsum, axes, fan_in, layout, bounds=(0.0, 0.0, 0.0)):
     """The product by `matmul` and its gradients, compiled: x, w, gradient -> out, to x, to w."""
-    products = Products(FORMATS[kind], layout, bounds)
+    products = EightBitMatmuls(FORMATS[kind], layout, bounds)
     dims = fan_in if kind == "int8" else None
 
     def multiply(x, w):
@@ -131,7 +131,7 @@ def test_adapters_beside_rounded_weights_stay_wide(kind, case):
     x, w, gradient = operands(einsum)
     rng = np.random.default_rng(1)
     down, up = (rng.normal(size=shape) for shape in ((*w.shape[: len(fan_in)], 3), (3, *w.shape[len(fan_in) :])))
-    products = Products(FORMATS[kind], layout_of(1))
+    products = EightBitMatmuls(FORMATS[kind], layout_of(1))
     dims = fan_in if kind == "int8" else None
 
     @jax.jit
@@ -207,7 +207,7 @@ def test_fixed_bounds_of_weights_are_theirs():
 
 def test_more_products_than_an_int32_can_sum_are_refused():
     x, w = jnp.zeros((1, 1, MAX_SUMMED + 1)), jnp.zeros((MAX_SUMMED + 1, 1))
-    products = Products(FORMATS["int8"], layout_of(1))
+    products = EightBitMatmuls(FORMATS["int8"], layout_of(1))
     with pytest.raises(UserError, match=r"133,145 products on a device.*fewer tokens"):
         params.matmul(x, Quantized(w, jnp.ones((1, 1)), products, (None, None)), "BTD,DF->BTF")
 
@@ -274,7 +274,7 @@ def test_a_step_on_a_mesh_is_near_that_on_one_device(kind, mesh):
 
 def test_excluded_weights_stay():
     _, plan = make(quantization="int8", quantization_exclude="[output,attention.*,feed_forward.wo]")
-    assert [path[-1] for path in plan.quantization.places] == ["wi"]
+    assert [path[-1] for path in plan.quantization.matmuls] == ["wi"]
     assert plan.quantization.description == (
         "int8 in 2 weight matmuls, forward and backward; 11 not (output, key, out, query, value and 1 more)"
     )
@@ -391,7 +391,7 @@ def test_logits_of_weights_kept_in_int8_differ_as_much_as_their_rounding_explain
     assert len(coded) == 12
     explained = sum(
         np.sum(
-            np.square(np.asarray(slopes[path]) * np.asarray(each.scales) / 2), axis=tuple(range(1, slopes[path].ndim))
+            np.square(np.asarray(slopes[path]) * np.asarray(each.scale) / 2), axis=tuple(range(1, slopes[path].ndim))
         )
         for path, each in coded.items()
     )

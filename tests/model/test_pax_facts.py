@@ -45,4 +45,4 @@ def test_at_first_they_change_nothing_and_are_counted_without_padding():
     decays = by_path(plan.decays)
     assert not decays["output_bias",]
     matrix = by_path(plan.matrices)["output_bias",]
-    assert (matrix.inputs, matrix.hidden) == ((), False)
+    assert (matrix.reduction, matrix.hidden) == ((), False)

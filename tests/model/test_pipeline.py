@@ -9,8 +9,8 @@ from jax.extend.core import jaxprs_in_params
 
 from src.model.params import Weights
 from src.model.pipeline import Schedule
-from src.step.build import build
 from src.step.loss import next_token_loss
+from src.step.trace import trace_train_step
 from src.system.errors import UserError
 from tests.tiny import GPT3, Trainer, assert_close, load, make, packed_rows
 
@@ -238,5 +238,5 @@ def test_rows_that_do_not_divide_into_micro_batches_are_an_error(per_device, key
     devices = int(np.prod([size for name, size in keys.items() if name.startswith("ici_")]))
     config = load(base_num_decoder_layers=LAYERS, per_device_batch_size=per_device, **keys)
     with pytest.raises(UserError) as error:
-        build(config, jax.devices()[:devices])
+        trace_train_step(config, jax.devices()[:devices])
     assert [part for part in parts if part not in str(error.value)] == []

@@ -20,7 +20,7 @@ SHARED = "[{pattern: [{}]}, {repeats: 2, shared: true, pattern: [{base_mlp_dim: 
 def plan_on_tpus(devices, early=True, **keys):
     """A plan that runs as on TPUs, on CPUs."""
     _, plan = make(devices, **{**BFLOAT16, **keys})
-    return dataclasses.replace(plan, execution=dataclasses.replace(plan.execution, early_gradients=early))
+    return dataclasses.replace(plan, execution=dataclasses.replace(plan.execution, grad_barriers=early))
 
 
 def cast(**keys):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from src.model.params import by_path, dotted
-from src.step.build import build
 from src.step.loss import next_token_loss
+from src.step.trace import trace_train_step
 from src.system.errors import UserError
 from tests import tiny
 
@@ -96,7 +96,7 @@ def wrong(model, batch, plan):
 
 def test_a_losss_own_metrics_are_means_over_the_whole_batch():
     config = tiny.load(loss=f"{__name__}:accuracy", gradient_accumulation_steps=2, per_device_batch_size=4)
-    step = build(config, jax.devices()[:1])
+    step = trace_train_step(config, jax.devices()[:1])
     trainer = tiny.Trainer(initial=False)
     batch = tiny.packed_rows(0)
     _, metrics = step.train(trainer.state, batch, trainer.hparams(0))
@@ -106,4 +106,4 @@ def test_a_losss_own_metrics_are_means_over_the_whole_batch():
     assert np.isnan(own["nothing"])
     assert metrics["finite"], "a mean of nothing stops no run"
     with pytest.raises(UserError, match=r"its metrics, must return \{name: \(sum, count\)\}"):
-        build(tiny.load(loss=f"{__name__}:wrong"), jax.devices()[:1])
+        trace_train_step(tiny.load(loss=f"{__name__}:wrong"), jax.devices()[:1])

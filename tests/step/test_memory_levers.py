@@ -9,8 +9,8 @@ from src.extras.aot.devices import abstract_devices
 from src.extras.aot.hlo import collectives
 from src.extras.aot.memory import device_bytes
 from src.extras.aot.topology import parse_topology
-from src.step.build import build
 from src.step.state import TrainState, abstract_batch, abstract_state
+from src.step.trace import trace_train_step
 from tests.compilers import SMALL, needs_libtpu
 from tests.tiny import Trainer, load, make, packed_rows, tree_bits
 
@@ -73,9 +73,9 @@ def test_over_copies_gradients_send_what_a_reduce_scatter_of_float32_does(rounds
     mesh = {"ici_data_parallelism": 4, "ici_fsdp_parallelism": 4, "per_device_batch_size": 1}
     model = {**dict(pair.split("=") for pair in SMALL), "base_num_decoder_layers": layers, "dtype": "bfloat16"}
     keys = {**model, **mesh, **CUT, "gradient_accumulation_steps": rounds}
-    step = build(load(**keys), abstract_devices(parse_topology("v5e-16", 1)))
+    step = trace_train_step(load(**keys), abstract_devices(parse_topology("v5e-16", 1)))
     sent = dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), 0)
-    for each in collectives(step.traced.lower().compile().as_text(), step.plan.layout.mesh):
+    for each in collectives(step.jax_traced.lower().compile().as_text(), step.plan.layout.mesh):
         if "data" in each.axes:
             sent[each.kind] += each.times * each.sent_bytes
         else:  # over fsdp no weight's gradient is summed whole

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from src.model.params import by_path
 from src.step.adafactor import adafactor, clip_matrices
-from src.step.matrices import Matrix
+from src.step.matrices import MatrixDims
 from src.step.muon import muon, orthogonalise
 from src.step.optimizer import clip, hparams_at, learning_rate, make_optimizer
 from src.step.optimizer_rules import OptimizerInputs, assign_rules, describe_rules
@@ -21,7 +21,7 @@ from tests.tiny import VOCAB, assert_close, load, make
 
 SETTINGS = {"adam_weight_decay": 0.3, "gradient_clipping_threshold": 1.0, "learning_rate": 0.1}
 ADAM = {"adam_eps": 1e-6}
-MATRICES = {"bias": Matrix((), (), (0,), hidden=False), "kernel": Matrix((), (0,), (1,), hidden=True)}
+MATRICES = {"bias": MatrixDims((), (), (0,), hidden=False), "kernel": MatrixDims((), (0,), (1,), hidden=True)}
 MESH = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 
 
@@ -98,7 +98,7 @@ def test_sgd_equals_pytorchs():
 
 
 def stacked_problem():
-    """As `problem`, with kernels of three layers in one array, and the `Matrix` of each weight."""
+    """As `problem`, with kernels of three layers in one array, and the `MatrixDims` of each weight."""
     rng = np.random.default_rng(1)
     shapes = {"bias": (3, 4), "wide": (3, 6, 2, 4), "tall": (3, 2, 4, 5)}
 
@@ -106,9 +106,9 @@ def stacked_problem():
         return {name: (scale * rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
 
     kinds = {
-        "bias": Matrix((0,), (), (1,), hidden=False),
-        "wide": Matrix((0,), (1,), (2, 3), hidden=True),
-        "tall": Matrix((0,), (1, 2), (3,), hidden=True),
+        "bias": MatrixDims((0,), (), (1,), hidden=False),
+        "wide": MatrixDims((0,), (1,), (2, 3), hidden=True),
+        "tall": MatrixDims((0,), (1, 2), (3,), hidden=True),
     }
     return draw(1.0), [draw(scale) for scale in np.linspace(0.1, 2.0, 4)], kinds
 
@@ -157,7 +157,7 @@ def test_adafactor_is_the_same_however_far_a_vocabulary_is_padded(kind, padding)
     gradients = [{kind: rng.normal(size=shape, scale=3.0).astype(np.float32)} for _ in range(4)]
 
     def updated(weights, gradients):
-        kinds = {kind: Matrix((), (0,), (1,), hidden=False, vocab=(shape.index(V), V))}
+        kinds = {kind: MatrixDims((), (0,), (1,), hidden=False, vocab=(shape.index(V), V))}
         settings = {"gradient_clipping_threshold": 0, "learning_rate": 0.01}
         return our_updates("adafactor", weights, {kind: True}, gradients, matrices=kinds, **settings)[0][kind]
 
@@ -219,7 +219,7 @@ def test_matrices_are_what_a_layers_products_multiply_by():
         load_parameters_path="x",
     )
     kinds = {path[-1]: kind for path, kind in by_path(plan.matrices).items()}
-    found = {name: (kind.stacks, kind.inputs, kind.outputs, kind.hidden) for name, kind in kinds.items()}
+    found = {name: (kind.batch, kind.reduction, kind.output, kind.hidden) for name, kind in kinds.items()}
     assert found["query"] == ((0,), (1,), (2, 3), True)
     assert found["router"] == ((0,), (1,), (2,), True)
     assert found["wi"] == ((0, 1, 3), (2,), (4,), True)
@@ -249,7 +249,7 @@ def test_a_layer_of_linear_attention_is_whole_matrices():
     of_layer = {path: kind for path, kind in kinds.items() if "attention" in path and kind.hidden}
     assert {path[-1] for path in of_layer} >= {"qkv", "gate", "write_gate", "decay_gate", "out", "up", "down"}
     for path, kind in of_layer.items():
-        assert kind.stacks == (0,), (path, shapes[path].shape, kind)
+        assert kind.batch == (0,), (path, shapes[path].shape, kind)
 
 
 def test_muon_makes_the_projections_of_linear_attention_orthogonal():
@@ -286,9 +286,9 @@ def test_rules_give_each_weight_its_own_optimizer_and_rates():
     ]
     decays |= {"table": True, "scale": False, "other": True}
     matrices = MATRICES | {
-        "table": Matrix((), (0,), (1,), hidden=False),
-        "scale": Matrix((), (), (0,), hidden=False),
-        "other": Matrix((), (0,), (1,), hidden=True),
+        "table": MatrixDims((), (0,), (1,), hidden=False),
+        "scale": MatrixDims((), (), (0,), hidden=False),
+        "other": MatrixDims((), (0,), (1,), hidden=True),
     }
     config = load(**SETTINGS, **ADAM, optimizer_rules=RULES)
     ours, state = our_updates("adamw", weights, decays, gradients, matrices, optimizer_rules=RULES)
@@ -420,9 +420,9 @@ def test_adams_updates_are_clipped_as_optax_clips_blocks():
     updates = {name: rng.normal(0, 3, shape).astype(np.float32) for name, shape in shapes.items()}
     updates["table"][5] = 0.0
     matrices = {
-        "bias": Matrix((0,), (), (1,), hidden=False),
-        "kernel": Matrix((0,), (1,), (2,), hidden=True),
-        "table": Matrix((), (0,), (1,), hidden=False, vocab=(0, 5)),
+        "bias": MatrixDims((0,), (), (1,), hidden=False),
+        "kernel": MatrixDims((0,), (1,), (2,), hidden=True),
+        "table": MatrixDims((), (0,), (1,), hidden=False, vocab=(0, 5)),
     }
     chosen = {"bias": True, "kernel": True, "table": True}
     clipped, _ = clip_matrices(matrices, chosen, 1.0).update(updates, None)

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from src.model.params import Weights
-from src.step.build import build
 from src.step.loss import hidden_states, next_token_loss
+from src.step.trace import trace_train_step
 from src.step.user_loss import loss_function
 from src.system.errors import UserError
 from tests import runs, tiny
@@ -86,13 +86,15 @@ def test_what_is_no_sum_is_refused(monkeypatch):
     ):
         monkeypatch.setattr(sys.modules[__name__], "refused", function, raising=False)
         with pytest.raises(UserError, match=message):
-            build(tiny.load(loss=f"{__name__}:refused", base_num_decoder_layers=1), jax.devices())
+            trace_train_step(tiny.load(loss=f"{__name__}:refused", base_num_decoder_layers=1), jax.devices())
     monkeypatch.setattr(sys.modules[__name__], "refused", returning(router={}))
     for keys in ({"log_internals": 1}, {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 64}):
         with pytest.raises(
             UserError, match=r"router=\{\}: expected the layers' reports, the third result of hidden_states"
         ):
-            build(tiny.load(loss=f"{__name__}:refused", base_num_decoder_layers=1, **keys), jax.devices())
-    build(tiny.load(loss=f"{__name__}:refused", base_num_decoder_layers=1), jax.devices())  # where nothing reads them
+            trace_train_step(tiny.load(loss=f"{__name__}:refused", base_num_decoder_layers=1, **keys), jax.devices())
+    trace_train_step(
+        tiny.load(loss=f"{__name__}:refused", base_num_decoder_layers=1), jax.devices()
+    )  # where nothing reads them
     with pytest.raises(UserError, match="loss=my_loss: expected module:function"):
-        build(tiny.load(loss="my_loss"), jax.devices())
+        trace_train_step(tiny.load(loss="my_loss"), jax.devices())

@@ -11,7 +11,7 @@ from src.data.batch_schedule import size_keys
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.memory import memory
 from src.extras.aot.topology import parse_topology
-from src.step.build import TracedStep, build
+from src.step.trace import TracedTrainStep, trace_train_step
 from src.system.errors import UserError
 
 FACTORS = (2, 4, 8, 16, 32)
@@ -23,12 +23,12 @@ class Change(NamedTuple):
 
     keys: dict[str, Any]  # a logical axis rule by its dotted name
     cost: str
-    built: TracedStep
+    traced: TracedTrainStep
     estimated: int
 
 
 def changes(
-    config: Config, devices: list[jax.Device], built: TracedStep, needed: int, capacity: int
+    config: Config, devices: list[jax.Device], traced: TracedTrainStep, needed: int, capacity: int
 ) -> Iterator[Change]:
     """Yields changes that may bring a step's `needed` bytes per device down to `capacity`; the caller compiles each.
 
@@ -39,7 +39,7 @@ def changes(
     of compiled to estimated temporaries of the original step. A change to something that is not live at peak memory
     therefore has no effect and is dropped.
     """
-    parts = memory(built)
+    parts = memory(traced)
     arguments = sum(parts.arguments.values())
     scale = (needed - arguments) / (parts.total - arguments)
     now = {**config, **{_rule(axis): list(axes) for axis, axes in config.mesh.logical_axis_rules.items()}}
@@ -55,7 +55,7 @@ def changes(
             if "compile_topology_num_slices" in keys:
                 aot = changed.aot
                 on = abstract_devices(parse_topology(aot.compile_topology, aot.compile_topology_num_slices))
-            step = build(changed, on, built.compiler_options)
+            step = trace_train_step(changed, on, traced.compiler_options)
         except UserError:  # such as a batch that can't be halved
             return None
         after = memory(step)
@@ -65,7 +65,7 @@ def changes(
 
     found: list[Change] = []
     # Change the optimizer's precision and sharding only if the state takes much of the memory.
-    for cost, *alternatives in _candidates(config, built, arguments > capacity / 2):
+    for cost, *alternatives in _candidates(config, traced, arguments > capacity / 2):
         best = None
         for keys in alternatives:
             best = change(keys, cost) or best
@@ -93,9 +93,9 @@ def _rule(axis: str) -> str:
     return f"logical_axis_rules.{axis}"
 
 
-def _candidates(config: Config, built: TracedStep, state_decides: bool) -> Iterator[tuple[Any, ...]]:
+def _candidates(config: Config, traced: TracedTrainStep, state_decides: bool) -> Iterator[tuple[Any, ...]]:
     """Yields the cost of a change and alternative keys for it; the first alternative that suffices is used."""
-    step, batch, spec, layout = built.plan.step, config.batch, built.plan.spec, built.plan.layout
+    step, batch, spec, layout = traced.plan.step, config.batch, traced.plan.spec, traced.plan.layout
     yield "nothing: it is the kernel for these devices", {"attention": "autoselected"}
     between_blocks = {_rule("norm_length"): ["context", "tensor"]}
     if layout.mesh.shape["tensor"] > 1:

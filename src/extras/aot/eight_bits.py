@@ -7,15 +7,15 @@ import jax
 from src.extras.aot.hlo import first_array, parse
 from src.model.low_precision import SCOPE
 from src.model.params import by_path
-from src.step.build import TracedStep
 from src.step.plan import StepPlan
+from src.step.trace import TracedTrainStep
 from src.system.errors import UserError, first_few, say
 
 
-def compiled(built: TracedStep) -> jax.stages.Compiled:
+def compiled(traced: TracedTrainStep) -> jax.stages.Compiled:
     """Compiles a run's step; raises UserError if `check` fails."""
-    program = built.traced.lower().compile()
-    check(program, built.plan)
+    program = traced.jax_traced.lower().compile()
+    check(program, traced.plan)
     return program
 
 
@@ -35,7 +35,7 @@ def check(program: jax.stages.Compiled, plan: StepPlan) -> None:
     is_backward = {"transpose(" in name and "rematted" not in name for name, _, _ in listed}
     wide += [] if False in is_backward else ["every forward one"]
     roles = by_path(plan.roles)
-    frozen = any(roles[path] == "frozen" for path in plan.quantization.places)
+    frozen = any(roles[path] == "frozen" for path in plan.quantization.matmuls)
     wide += [] if True in is_backward or frozen else ["every backward one"]
     if wide:
         narrow = sum(is_narrow for *_, is_narrow in listed)

@@ -15,8 +15,8 @@ from src.model.moe.dispatch import BUFFER_SLACK
 from src.model.params import by_path
 from src.model.parts import attention_scores, layer_costs
 from src.parallel.mesh import mesh_axes_of
-from src.step.build import TracedStep
 from src.step.plan import StepPlan
+from src.step.trace import TracedTrainStep
 
 SAVED, LOGITS = "kept for the backward pass", "logits and their gradient"
 # Only results of these operations are stored; others are fused into their consumers.
@@ -40,19 +40,19 @@ class Memory(NamedTuple):
         return sum(self.arguments.values()) + saved + max(logits, block)
 
 
-def memory(built: TracedStep) -> Memory:
+def memory(traced: TracedTrainStep) -> Memory:
     """Computes a step's memory from its shapes, shardings and traced program, without what the compiler adds."""
-    plan, jaxpr = built.plan, built.traced.jaxpr.jaxpr
+    plan, jaxpr = traced.plan, traced.jax_traced.jaxpr.jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # the compiled program drops unused arguments
-    leaves, tree = jax.tree.flatten((built.state, built.batch, built.hparams))
+    leaves, tree = jax.tree.flatten((traced.state, traced.batch, traced.hparams))
     leaves = [leaf if is_used else None for leaf, is_used in zip(leaves, used, strict=True)]
     state, batch, hparams = tree.unflatten(leaves)
-    weights, micro_batches = built.state.weights.trainable, plan.accumulation.micro_batches
+    weights, micro_batches = traced.state.weights.trainable, plan.accumulation.micro_batches
     gradients = device_bytes(weights)
     if micro_batches > 1:  # plus the accumulated sum
         gradients += device_bytes(jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), weights))
     # One tile of one micro-batch in the matmul dtype, as TPUs and GPUs store it.
-    logits = built.tokens // micro_batches // plan.step.num_vocab_tiling * plan.spec.padded_vocab_size
+    logits = traced.tokens // micro_batches // plan.step.num_vocab_tiling * plan.spec.padded_vocab_size
     logits *= jnp.dtype(plan.spec.dtype).itemsize
     return Memory(
         arguments={
@@ -63,19 +63,19 @@ def memory(built: TracedStep) -> Memory:
             "scalars": device_bytes((state.step, state.spikes, hparams)),
         },
         temporaries={
-            SAVED: _saved_bytes(built),
+            SAVED: _saved_bytes(traced),
             LOGITS: 2 * (logits // math.prod(plan.layout.shards(axis) for axis in ("batch", "length", "vocab"))),
             "gradients": gradients,
-            "a block's weights, gathered": _gathered_bytes(built.plan),
-            "what a block computes": _block_bytes(built),
+            "a block's weights, gathered": _gathered_bytes(traced.plan),
+            "what a block computes": _block_bytes(traced),
         },
         on_host=device_bytes(state.opt, on_host=True),
     )
 
 
-def scores_bytes(built: TracedStep) -> int:
+def scores_bytes(traced: TracedTrainStep) -> int:
     """Returns the bytes of attention scores that a layer holds on a device at one time; 0 for a fused kernel."""
-    plan, layout, (rows, length) = built.plan, built.plan.layout, built.batch["tokens"].shape
+    plan, layout, (rows, length) = traced.plan, traced.plan.layout, traced.batch["tokens"].shape
     whole, tile = length * length // layout.shards("length"), TILE[layout.platform] ** 2
     pairs = {"dot_product": whole, "blocked": min(whole, tile)}.get(plan.kernel, 0)
     heads = max((scores.num_heads for scores in attention_scores(plan.spec)), default=0) // layout.shards("heads")
@@ -83,9 +83,9 @@ def scores_bytes(built: TracedStep) -> int:
     return rows // plan.accumulation.micro_batches // stage // layout.shards("batch") * heads * pairs * 4
 
 
-def attention_workspace(built: TracedStep) -> int:
+def attention_workspace(traced: TracedTrainStep) -> int:
     """Returns the bytes of the fused kernel's workspace, which a compiler without a GPU does not count."""
-    plan, (rows, length) = built.plan, built.batch["tokens"].shape
+    plan, (rows, length) = traced.plan, traced.batch["tokens"].shape
     if plan.kernel != "cudnn_flash":
         return 0
     rows //= plan.accumulation.micro_batches * (plan.execution.schedule.micro_batches if plan.execution.schedule else 1)
@@ -111,28 +111,28 @@ def device_bytes(tree: Any, on_host: bool = False) -> int:
     return total
 
 
-def _saved_bytes(built: TracedStep) -> int:
+def _saved_bytes(traced: TracedTrainStep) -> int:
     # Loops stack what layers save, and the reversed loop reads it. Layers that are not scanned count as nothing.
-    schedule, total = built.plan.execution.schedule, 0
-    for array in _saved(built.traced.jaxpr.jaxpr, set()):
+    schedule, total = traced.plan.execution.schedule, 0
+    for array in _saved(traced.jax_traced.jaxpr.jaxpr, set()):
         if array.memory_space != jax.memory.Space.Device:
             continue
         shape = array.shape[1:]  # without the loop dim; a pipeline loops over iterations, and inside over layers
-        in_pipeline = schedule and array.shape[0] == schedule.iterations and not _is_activation(built, shape)
-        if in_pipeline and _is_activation(built, shape[1:]):
+        in_pipeline = schedule and array.shape[0] == schedule.iterations and not _is_activation(traced, shape)
+        if in_pipeline and _is_activation(traced, shape[1:]):
             shape = shape[1:]
-        total += array.size * array.dtype.itemsize // _shards(built, shape)
+        total += array.size * array.dtype.itemsize // _shards(traced, shape)
     return total
 
 
-def _shards(built: TracedStep, shape: tuple[int, ...]) -> int:
+def _shards(traced: TracedTrainStep, shape: tuple[int, ...]) -> int:
     """Returns an array's number of shards: of a weight, or an activation with its batch, tokens, heads or units."""
-    layout, spec = built.plan.layout, built.plan.spec
-    if not _is_activation(built, shape):
+    layout, spec = traced.plan.layout, traced.plan.spec
+    if not _is_activation(traced, shape):
         return layout.shards("embed")
-    replicas = layout.size(built.plan.accumulation.manual_axes)  # the traced arrays belong to one replica
+    replicas = layout.size(traced.plan.accumulation.manual_axes)  # the traced arrays belong to one replica
     batch_shards = layout.shards("batch") // replicas
-    if shape[0] not in _rows(built):  # the shards of a stage's devices, concatenated
+    if shape[0] not in _rows(traced):  # the shards of a stage's devices, concatenated
         return layout.mesh.size // layout.shards("layers") // replicas
     costs = [part for layer in dict.fromkeys(spec.layers) for part in layer_costs(layer).values()]
     sharded = [(axis, sizes) for part in costs for axis, sizes in part.sharded.items()]
@@ -144,20 +144,20 @@ def _shards(built: TracedStep, shape: tuple[int, ...]) -> int:
     return batch_shards * layout.shards("length")
 
 
-def _is_activation(built: TracedStep, shape: tuple[int, ...]) -> bool:
+def _is_activation(traced: TracedTrainStep, shape: tuple[int, ...]) -> bool:
     """Tests whether an array's first dim is a micro-batch's rows, or a multiple of its tokens, as for experts."""
     # Arrays for experts come from within a `shard_map`; exchange buffers have `BUFFER_SLACK` times the room.
     if not shape:
         return False
-    tokens = [rows * built.tokens // built.rows for rows in _rows(built)]
-    return shape[0] in _rows(built) or any(
+    tokens = [rows * traced.tokens // traced.rows for rows in _rows(traced)]
+    return shape[0] in _rows(traced) or any(
         shape[0] >= count and (shape[0] % count == 0 or shape[0] % (count * BUFFER_SLACK) == 0) for count in tokens
     )
 
 
-def _rows(built: TracedStep) -> set[int]:
-    accumulation, schedule = built.plan.accumulation, built.plan.execution.schedule
-    rows = built.rows // accumulation.micro_batches // built.plan.layout.size(accumulation.manual_axes)
+def _rows(traced: TracedTrainStep) -> set[int]:
+    accumulation, schedule = traced.plan.accumulation, traced.plan.execution.schedule
+    rows = traced.rows // accumulation.micro_batches // traced.plan.layout.size(accumulation.manual_axes)
     return {rows, rows // schedule.micro_batches} if schedule else {rows}
 
 
@@ -191,15 +191,15 @@ def _follow(variables: set[Any], old: Sequence[Any], new: Sequence[Any]) -> None
     variables.update(name for var, name in pairs if not isinstance(var, Literal) and var in variables)
 
 
-def _block_bytes(built: TracedStep) -> int:
+def _block_bytes(traced: TracedTrainStep) -> int:
     """Returns the most bytes of matmul and kernel outputs in one iteration of a reversed loop, with gradients."""
     blocks = [
         sum(
-            array.size * array.dtype.itemsize // _shards(built, array.shape)
+            array.size * array.dtype.itemsize // _shards(traced, array.shape)
             for array in _matmuls(body)
-            if _is_activation(built, array.shape)
+            if _is_activation(traced, array.shape)
         )
-        for body in _backward_bodies(built.traced.jaxpr.jaxpr)
+        for body in _backward_bodies(traced.jax_traced.jaxpr.jaxpr)
     ]
     return max(blocks, default=0)
 

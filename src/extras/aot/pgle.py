@@ -25,7 +25,7 @@ from jax.experimental.profiler import get_profiled_instructions_proto
 from src.config.command_keys import Aot
 from src.extras.aot import eight_bits
 from src.extras.aot.program import FileKind, Header, load, read_file, write_file
-from src.step.build import TracedStep
+from src.step.trace import TracedTrainStep
 from src.system.errors import UserError, say
 
 PROFILE_FILE = FileKind("pgle_profile", b"MinText PGLE profile, format 1\n", "src.train pgle=collect", "collected")
@@ -38,7 +38,7 @@ PGLE_STEPS = 3  # number of profiled steps, after the first one, which loads ker
 Step = Callable  # called with (state, batch, hparams), as `train_step` is
 
 
-def chosen_step(keys: Aot, built: TracedStep, header: Header, folder: epath.Path, exits: ExitStack) -> Step:
+def chosen_step(keys: Aot, traced: TracedTrainStep, header: Header, folder: epath.Path, exits: ExitStack) -> Step:
     """Returns the run's step: loaded from a file, or compiled here as `pgle` and `pgle_profile` say.
 
     `folder` is the run's folder; `exits` collects what to close when the run ends. Raises UserError if a file belongs
@@ -51,24 +51,24 @@ def chosen_step(keys: Aot, built: TracedStep, header: Header, folder: epath.Path
             "src.train_compile the profile, and src.train only the step"
         )
     if keys.compiled_trainstep_file:
-        return load(keys.compiled_trainstep_file, header, built)
-    check_platform(keys, built.plan.layout.platform)
+        return load(keys.compiled_trainstep_file, header, traced)
+    check_platform(keys, traced.plan.layout.platform)
     if keys.pgle == "auto":
         # JAX compiles internally, out of our reach: check a separate compilation of the same matmuls.
-        if built.plan.quantization.kind:
-            eight_bits.compiled(built)
-        return _automatic(built.train)
-    lowered = built.traced.lower()
+        if traced.plan.quantization.kind:
+            eight_bits.compiled(traced)
+        return _automatic(traced.train)
+    lowered = traced.jax_traced.lower()
     if keys.pgle == "collect":
         path = folder / "pgle" / f"{hashlib.sha256(json.dumps(header).encode()).hexdigest()[:16]}.profile"
         collector = _Collector(lowered, header, path)
-        eight_bits.check(collector.program, built.plan)
+        eight_bits.check(collector.program, traced.plan)
         exits.callback(collector.close)
         return collector
     option = options(keys.pgle_profile, header)
     compiled = lowered.compile(option)
     check_used(keys.pgle_profile, option, compiled.as_text() or "")
-    eight_bits.check(compiled, built.plan)
+    eight_bits.check(compiled, traced.plan)
     return compiled
 
 

@@ -29,9 +29,9 @@ from src.data.batch_schedule import RAMP_KEYS
 from src.extras.aot.devices import CUDA
 from src.extras.command_files import write_output
 from src.parallel.slices import count_slices
-from src.step.build import TracedStep
 from src.step.compiler_flags import environment_flags
 from src.step.same_program import program_text
+from src.step.trace import TracedTrainStep
 from src.system.errors import UserError, changed_keys, first_few
 
 Header = dict[str, Any]
@@ -91,18 +91,18 @@ RUN_TIME_KEYS = frozenset((
 COMPARED = ("devices", "mesh", "versions", "compiler_options", "environment", "jax_config")
 
 
-def header(built: TracedStep, *sections: Model | Step | BatchKeys | Mesh) -> Header:
+def header(traced: TracedTrainStep, *sections: Model | Step | BatchKeys | Mesh) -> Header:
     """Builds the header: everything a step's program depends on, as a JSON object.
 
     `program` is the digest of the traced step, which any change of MinText's code or of a key changes; `config`, the
     keys of the config's `sections`, only serves to explain such a change.
     """
-    mesh = built.plan.layout.mesh
+    mesh = traced.plan.layout.mesh
     devices = list(mesh.devices.flat)
     platform = devices[0].platform
     packages = {"tpu": ["libtpu"], "gpu": [f"jax-cuda{CUDA}-plugin", f"jax-cuda{CUDA}-pjrt"]}.get(platform, [])
     installed = {distribution.name for distribution in metadata.distributions()}
-    arguments = {"state": built.state.by_name(), "batch": built.batch, "hparams": built.hparams}
+    arguments = {"state": traced.state.by_name(), "batch": traced.batch, "hparams": traced.hparams}
     return {
         "devices": {
             "kind": devices[0].device_kind,
@@ -115,11 +115,11 @@ def header(built: TracedStep, *sections: Model | Step | BatchKeys | Mesh) -> Hea
         },
         "mesh": dict(mesh.shape),
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", *packages) if name in installed},
-        "compiler_options": dict(built.compiler_options),
+        "compiler_options": dict(traced.compiler_options),
         "environment": environment_flags(),
         # Only settings that this version of JAX has.
         "jax_config": {name: str(jax.config.values[name]) for name in JAX_SETTINGS if name in jax.config.values},
-        "program": _digest(program_text(built.traced, kernel_text)),
+        "program": _digest(program_text(traced.jax_traced, kernel_text)),
         "config": {
             key: dump(value) for section in sections for key, value in vars(section).items() if key not in RUN_TIME_KEYS
         },
@@ -190,16 +190,16 @@ def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
     write_file(STEP_FILE, path, header, program)
 
 
-def load(path: str, header: Header, built: TracedStep) -> jax.stages.Compiled:
-    """Loads the program at `path`, to be called like `built.train`; raises UserError if it does not match `header`."""
+def load(path: str, header: Header, traced: TracedTrainStep) -> jax.stages.Compiled:
+    """Loads the program at `path`, to be called like `traced.train`; raises UserError if it does not match `header`."""
     where = f"compiled_trainstep_file={path}"
     program = read_file(STEP_FILE, path, header)
     # Use the mesh's order: JAX defaults to the devices' own order, and a mesh in another order would crash the process.
-    devices = tuple(built.plan.layout.mesh.devices.flat)
+    devices = tuple(traced.plan.layout.mesh.devices.flat)
     try:
         unloaded, arguments, no_kwargs = _Unpickler(io.BytesIO(program), devices[0].client, devices).load()
-        in_tree = jax.tree.structure(((built.state, built.batch, built.hparams), {}))
-        out_tree = jax.tree.structure(built.traced.out_info)
+        in_tree = jax.tree.structure(((traced.state, traced.batch, traced.hparams), {}))
+        out_tree = jax.tree.structure(traced.jax_traced.out_info)
         return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
     except jax.errors.JaxRuntimeError as error:
         raise UserError(f"{where}: these devices do not load it: {error}") from None

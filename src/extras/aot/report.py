@@ -22,7 +22,7 @@ from src.model.flops import count_active_params, count_params
 from src.parallel.chips import peak_flops, run_peak
 from src.parallel.slices import GPU_MEMORY_FRACTION, describe_mesh
 from src.run.metrics import duration
-from src.step.build import TracedStep
+from src.step.trace import TracedTrainStep
 from src.system.errors import UserError
 
 Report = dict[str, Any]
@@ -32,14 +32,18 @@ TOTAL = re.compile(r"(?:HLO temporaries \(|Total hbm usage >= |Used )([\d.]+)([K
 
 
 def make_report(
-    topology: Topology, built: TracedStep, compiled: jax.stages.Compiled | None, refusal: str, seconds: dict[str, float]
+    topology: Topology,
+    traced: TracedTrainStep,
+    compiled: jax.stages.Compiled | None,
+    refusal: str,
+    seconds: dict[str, float],
 ) -> Report:
     """Builds the report, without `changes`; bytes and FLOPs are per device.
 
     `compiled` is None if the compiler ran out of memory, with the message `refusal`. `seconds` are the times of
     tracing, lowering and compiling.
     """
-    plan, work = built.plan, work_of(built)
+    plan, work = traced.plan, work_of(traced)
     report: Report = {
         "topology": topology.name,
         "slices": topology.slices,
@@ -48,16 +52,16 @@ def make_report(
         "mesh": dict(plan.layout.mesh.shape),
         "parameters": count_params(plan.spec),
         "active_parameters": count_active_params(plan.spec),
-        "rows": built.rows,
-        "tokens": built.tokens,
-        "smaller_batches": [rows for rows, _ in built.schedule.ramp],
+        "rows": traced.rows,
+        "tokens": traced.tokens,
+        "smaller_batches": [rows for rows, _ in traced.schedule.ramp],
         "attention": plan.kernel,
         "attention_not_fused": plan.why_not_fused,
-        "attention_scores": scores_bytes(built),
+        "attention_scores": scores_bytes(traced),
         "loss_tiles": plan.step.num_vocab_tiling,
         "seconds": dict(seconds),
-        "memory": device_memory(topology, built, compiled, refusal),
-        "whole": whole_lines(plan, built.state, device_capacity(topology)),
+        "memory": device_memory(topology, traced, compiled, refusal),
+        "whole": whole_lines(plan, traced.state, device_capacity(topology)),
         "flops": {
             "model": work.model_flops.causal,
             "model_palm": work.model_flops.palm,
@@ -83,9 +87,11 @@ def make_report(
     return report
 
 
-def device_memory(topology: Topology, built: TracedStep, compiled: jax.stages.Compiled | None, refusal: str) -> Report:
+def device_memory(
+    topology: Topology, traced: TracedTrainStep, compiled: jax.stages.Compiled | None, refusal: str
+) -> Report:
     """Returns a device's needed bytes, capacity and parts; `needed` is a lower bound if the compiler failed."""
-    parts, capacity = memory(built), device_capacity(topology)
+    parts, capacity = memory(traced), device_capacity(topology)
     saved_on_host = 0
     if compiled:
         stats = compiled.memory_analysis()
@@ -96,7 +102,7 @@ def device_memory(topology: Topology, built: TracedStep, compiled: jax.stages.Co
             "outputs": stats.output_size_in_bytes,
             "donated": stats.alias_size_in_bytes,
             "program": stats.generated_code_size_in_bytes,
-            **({"workspace": workspace} if (workspace := attention_workspace(built)) else {}),
+            **({"workspace": workspace} if (workspace := attention_workspace(traced)) else {}),
         }
         if topology.platform != "cpu":  # on a CPU the peak covers only the arguments
             sizes["peak"] = stats.peak_memory_in_bytes

@@ -20,7 +20,7 @@ from src.model.parts import layer_costs
 from src.model.selection import Quantization
 from src.model.spec import ModelSpec
 from src.parallel.chips import Chip
-from src.step.build import TracedStep
+from src.step.trace import TracedTrainStep
 
 # The best matmuls reach 86% of the published peak on an A100 and 80% on an H100, whose clock falls under load (Bekman,
 # "Machine Learning Engineering", maximum achievable matmul FLOPS); on TPUs whole training steps have reached 80%.
@@ -84,18 +84,18 @@ def predict(
     )
 
 
-def work_of(built: TracedStep) -> Work:
+def work_of(traced: TracedTrainStep) -> Work:
     """Computes the work of each device in a traced step."""
-    plan, layout, schedule = built.plan, built.plan.layout, built.plan.execution.schedule
+    plan, layout, schedule = traced.plan, traced.plan.layout, traced.plan.execution.schedule
     stages = schedule.stages if schedule else 1
     return step_work(
         plan.spec,
         plan.execution,
         plan.kernel,
-        tokens=built.tokens / layout.mesh.size,
-        length=built.batch["tokens"].shape[1],
+        tokens=traced.tokens / layout.mesh.size,
+        length=traced.batch["tokens"].shape[1],
         sharing=layout.mesh.size // (layout.shards("batch") * layout.shards("length") * stages),
-        state_bytes=device_bytes(built.state),
+        state_bytes=device_bytes(traced.state),
         vocab_tiles=plan.step.num_vocab_tiling,
         quantization=plan.quantization,
         # For each micro-batch of a pipeline, a device reads only its stage's weights.
@@ -134,14 +134,14 @@ def step_work(
     for layer, count in flops.all_layers(spec).items():
         # With embedding width: the input, its norm, attention's output, their sum, its norm, and the last sum.
         costs = layer_costs(layer)
-        arrays += count * (6 * spec.emb_dim * sharing + sum(part.width for part in costs.values()))
+        arrays += count * (6 * spec.emb_dim * sharing + sum(part.activation_size for part in costs.values()))
         if scores := costs["attention"].scores:
             keys = length if kernel == "dot_product" else flops.mean_keys(scores, length)
             pairs += count * scores.num_heads * keys
     activations = passes * tokens * arrays * itemsize
     if kernel in ("dot_product", "blocked"):  # scores and attention weights per key, in float32
         activations += passes * tokens * 2 * pairs * 4
-    quantized = {path[3:] for path in quantization.places}
+    quantized = {path[3:] for path in quantization.matmuls}
     if quantized:
         inputs, outputs = product_widths(spec, quantized)
         # Quantizing reads an array for its absmax, reads it again, and writes codes: for a matmul's inputs in the
@@ -202,13 +202,13 @@ def recomputed_flops(
     elements = flops.head_elements(spec) if vocab_tiles > 1 else 0
     if execution.remat_policy == "none":
         return flops.FlopsPerToken(2.0 * elements, 2.0 * elements)
-    kept = {name for names in execution.kept for name in names}
+    kept = {name for names in execution.saved_names for name in names}
     if "decoder_layer_input" not in kept:
         elements += spec.mtp_num_layers * 2 * spec.emb_dim**2
     in_layers = 0.0
     for layer, count in flops.all_layers(spec).items():
         products = [weight for weight in flops.block_weights(layer, spec) if weight.input and not weight.ends_block]
-        again = [weight for weight in products if not weight.spared_by or not kept.issuperset(weight.spared_by)]
+        again = [weight for weight in products if not weight.saved_by or not kept.issuperset(weight.saved_by)]
         in_layers += count * sum(weight.used for weight in again)
     attends = kernel == "dot_product" or CONTEXT not in kept
     return flops.matmul_flops(1, elements, in_layers, spec, length, attends)

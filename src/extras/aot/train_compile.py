@@ -24,8 +24,8 @@ from src.extras.aot.topology import Topology, parse_topology
 from src.extras.command_files import check_outputs, write_output
 from src.run.run_setup import configured
 from src.run.summary import print_header
-from src.step.build import TracedStep, build
 from src.step.compiler_flags import check_environment, compiler_options
+from src.step.trace import TracedTrainStep, trace_train_step
 from src.system.errors import UserError, show
 
 USAGE = Usage(
@@ -66,11 +66,13 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     devices = abstract_devices(topology)
 
     times = [time.monotonic()]
-    built = build(config, devices, compiler_options(config.aot.compile_xla_flags, devices[0], topology.slices))
+    traced = trace_train_step(
+        config, devices, compiler_options(config.aot.compile_xla_flags, devices[0], topology.slices)
+    )
     times.append(time.monotonic())
     print(f"compiling for {report.describe(topology.name, topology.slices)}; this may take minutes", flush=True)
-    lowered = built.traced.lower()
-    header = program.header(built, config.model, config.step, config.batch, config.mesh)
+    lowered = traced.jax_traced.lower()
+    header = program.header(traced, config.model, config.step, config.batch, config.mesh)
     profile = pgle.options(config.aot.pgle_profile, header) if config.aot.pgle_profile else {}
     times.append(time.monotonic())
     compiled, refusal = _compile(lowered, topology, profile)
@@ -78,16 +80,16 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     if profile and compiled:
         pgle.check_used(config.aot.pgle_profile, profile, compiled.as_text() or "")
     if compiled:
-        eight_bits.check(compiled, built.plan)
+        eight_bits.check(compiled, traced.plan)
     parts = zip(("tracing", "lowering", "compiling"), itertools.pairwise(times), strict=True)
     seconds = {name: end - start for name, (start, end) in parts}
 
-    result = report.make_report(topology, built, compiled, refusal, seconds)
+    result = report.make_report(topology, traced, compiled, refusal, seconds)
     result["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print_header(report.lines(result))
     fits = result["memory"]["fits"]
     if not fits:
-        _advise(result, config, topology, devices, built)
+        _advise(result, config, topology, devices, traced)
         print_header([("would help ", "\n".join(report.change_lines(result)))])
 
     if program_path and compiled and fits:
@@ -121,16 +123,16 @@ def _compile(
 
 
 def _advise(
-    result: report.Report, config: Config, topology: Topology, devices: list[jax.Device], built: TracedStep
+    result: report.Report, config: Config, topology: Topology, devices: list[jax.Device], traced: TracedTrainStep
 ) -> None:
     """Adds changes that reduce the step's memory to the report, compiling each until one fits or time runs out."""
     needed, capacity = result["memory"]["needed"], result["memory"]["capacity"]
     begun, listed = time.monotonic(), []
-    for keys, cost, changed, estimated in changes(config, devices, built, needed, capacity):
+    for keys, cost, changed, estimated in changes(config, devices, traced, needed, capacity):
         print(f"compiling with {report.typed(keys)}, estimated at {report.readable(estimated)}", flush=True)
         memory = {"needed": needed, "fits": False}
         with contextlib.suppress(UserError):  # the compiler failed: not a useful suggestion
-            compiled, refusal = _compile(changed.traced.lower(), topology, {})
+            compiled, refusal = _compile(changed.jax_traced.lower(), topology, {})
             memory = report.device_memory(topology, changed, compiled, refusal)
         if memory["needed"] < needed:
             entry = {"keys": keys, "cost": cost, "estimated": estimated}

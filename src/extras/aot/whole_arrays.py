@@ -6,14 +6,14 @@ from typing import Any
 
 import jax
 
-from src.parallel.mesh import Layout, mesh_axes_of
+from src.parallel.mesh import MeshLayout, mesh_axes_of
 from src.step.plan import StepPlan
 from src.step.state import TrainState
 
 SHARE = 0.05  # of a device's memory
 
 
-def whole_arrays(state: Any, layout: Layout) -> Counter[str]:
+def whole_arrays(state: Any, layout: MeshLayout) -> Counter[str]:
     """Sums the bytes on a device of arrays that no axis of `_row_axes` shards, by their weights' names.
 
     `state` is a pytree of arrays with shardings, with the weights in nested dicts by name.
@@ -49,7 +49,7 @@ def whole_lines(plan: StepPlan, state: TrainState, capacity: int | None) -> list
     return lines
 
 
-def _row_axes(layout: Layout) -> list[str]:
+def _row_axes(layout: MeshLayout) -> list[str]:
     """Returns the mesh axes longer than 1 that split the tokens; if there are none, all axes longer than 1."""
     axes = [name for name, size in layout.mesh.shape.items() if size > 1]
     return [name for name in axes if name in layout.rules["batch"] + layout.rules["length"]] or axes

@@ -17,7 +17,7 @@ from src.model.forward_context import ForwardContext
 from src.model.params import Weights
 from src.model.parts import kernel_for, mixer
 from src.model.spec import LayerSpec, ModelSpec
-from src.parallel.mesh import Layout
+from src.parallel.mesh import MeshLayout
 from src.step.plan import StepPlan
 
 _Next = tuple[Any, jax.Array, jax.Array, jax.Array]  # caches; tokens [B], their positions and log-probabilities
@@ -101,7 +101,7 @@ def in_training(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
     return dataclasses.replace(plan, layout=unsplit_rows(plan.layout)), weights
 
 
-def unsplit_rows(layout: Layout) -> Layout:
+def unsplit_rows(layout: MeshLayout) -> MeshLayout:
     """Removes sequence sharding from a layout: prompts have any length, and a decoding step has one token."""
     return dataclasses.replace(layout, rules={**layout.rules, "length": (), "norm_length": ()})
 

@@ -42,11 +42,11 @@ def quantize_at_rest(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tupl
     Matmuls still run in the activations' dtype. `loaded` is the plan before unrolling. Raises UserError if
     `quantization_exclude` matches no weight.
     """
-    from src.model.quantization import encode_at_rest, select_at_rest
+    from src.model.quantization import select_at_rest, store_in_8_bits
 
     _, declarations = params.abstract(lambda rngs: Decoder(loaded.spec, rngs))
     chosen = select_at_rest(plan.step, declarations).unrolled(loaded.spec.layer_groups)
-    tree = encode_at_rest(chosen, weights.merged(), plan.layout.platform == "cpu")
+    tree = store_in_8_bits(chosen, weights.merged(), plan.layout.platform == "cpu")
     return dataclasses.replace(plan, quantization=Quantization()), Weights(tree)
 
 

@@ -8,11 +8,11 @@ from src.config.schema import Config, keys_of
 from src.config.yaml import dump
 from src.data.types import Tokenizer
 from src.model.params import Weights
-from src.parallel.mesh import Layout, make_layout
+from src.parallel.mesh import MeshLayout, make_layout
 from src.parallel.slices import check_hardware
-from src.step.build import plan_step
 from src.step.plan import StepPlan
 from src.step.state import abstract_state
+from src.step.trace import plan_step
 from src.system.errors import UserError, say
 
 
@@ -47,6 +47,6 @@ def model_fingerprint(config: Config) -> dict[str, str]:
     return {**keys, "weights": identity(config.checkpoint.load_parameters_path)}
 
 
-def inference_plan(config: Config, layout: Layout) -> StepPlan:
+def inference_plan(config: Config, layout: MeshLayout) -> StepPlan:
     """Plans the config's model without adapters or frozen weights; raises UserError as `make_plan`."""
     return plan_step(config.replace(lora_rank=0, trainable_parameters=[], optimizer_rules=[]), layout)

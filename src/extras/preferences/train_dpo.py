@@ -70,7 +70,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     """Trains with a checked config. `exits` collects what to close, however the run ends."""
     # ---- Devices, model and step
     run = Run(config, exits, pair_fields(config.batch.max_target_length))
-    plan, built = run.plan, run.built
+    plan, traced = run.plan, run.traced
     spec = plan.spec
     if spec.embedding_dropout or spec.has_capacity or any(layer.dropout_rate for layer in spec.layers):
         raise UserError(
@@ -121,7 +121,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         for step in run.steps():
             batch = run.next_batch()
             hparams = hparams_at(config.step, config.run.steps, step)
-            state, metrics = built.train(run.state, run.to_devices(batch), hparams)
+            state, metrics = traced.train(run.state, run.to_devices(batch), hparams)
             run.record(state, metrics, batch)
             if run.saves():
                 run.save()

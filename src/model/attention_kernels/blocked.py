@@ -18,8 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from src.model.attention_kernels.scores import CONTEXT, MASKED, ScoreSpec
 from src.model.forward_context import ForwardContext
-from src.model.products import with_gradient
-from src.parallel.mesh import Layout
+from src.model.matmul import with_gradient
+from src.parallel.mesh import MeshLayout
 from src.parallel.sequence import replicate_rows, zigzag_order, zigzag_parts
 
 # Largest number of queries or keys in a tile. Small tiles stay in a CPU's caches; on accelerators, large ones launch
@@ -49,7 +49,7 @@ def tile_size(length: int, tile: int) -> int:
     return -(-length // -(-length // tile))
 
 
-def tile_pairs(length: int, window: int, layout: Layout) -> np.ndarray:
+def tile_pairs(length: int, window: int, layout: MeshLayout) -> np.ndarray:
     """Lists each device's pairs of tiles: [n, P, (query tile, key tile, index of the first query in the text)].
 
     A pair is listed if some query may see some key in it: a key at or before the query and within its window (0: no

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from src.model.attention_kernels.scores import FLASH_BLOCK, ScoreSpec
-from src.parallel.mesh import Layout
+from src.parallel.mesh import MeshLayout
 from src.parallel.sequence import zigzag_parts
 from src.system.errors import UserError
 
@@ -20,7 +20,7 @@ class Kernel(NamedTuple):
 
 
 def choose_kernel(
-    attention: str, platform: str, scores: Sequence[ScoreSpec], dtype: str, length: int, layout: Layout
+    attention: str, platform: str, scores: Sequence[ScoreSpec], dtype: str, length: int, layout: MeshLayout
 ) -> Kernel:
     """Resolves the key `attention` to a kernel for this platform and the layers' score settings.
 
@@ -40,7 +40,7 @@ def choose_kernel(
 
 
 def kernel_obstacle(
-    kernel: str, platform: str, scores: Sequence[ScoreSpec], dtype: str, length: int, layout: Layout
+    kernel: str, platform: str, scores: Sequence[ScoreSpec], dtype: str, length: int, layout: MeshLayout
 ) -> str:
     """Explains why a kernel cannot run here; "" if it can."""
     home = PLATFORMS.get(kernel, platform)

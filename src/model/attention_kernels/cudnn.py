@@ -28,9 +28,9 @@ from src.model.attention_kernels.blocked import blocked
 from src.model.attention_kernels.cudnn_segments import RATIO, Segments, can_list, operands
 from src.model.attention_kernels.scores import CONTEXT, MASKED, ScoreSpec
 from src.model.forward_context import ForwardContext
-from src.model.products import with_gradient
+from src.model.matmul import with_gradient
 from src.parallel.chips import compute_capability
-from src.parallel.mesh import Layout
+from src.parallel.mesh import MeshLayout
 from src.parallel.sequence import replicate_rows, zigzag_order, zigzag_parts
 
 LONGEST_MASK = 4096  # longest sequence whose mask [T, T] is built
@@ -58,14 +58,14 @@ def cudnn(
     return mapped(q_BTNH, k_BSKH, v_BSKH, *ids, jnp.asarray(starts_np, jnp.int32))
 
 
-def lists_segments(B: int, T: int, spec: ScoreSpec, packed: bool, layout: Layout) -> bool:
+def lists_segments(B: int, T: int, spec: ScoreSpec, packed: bool, layout: MeshLayout) -> bool:
     """Whether sequences [B, T] are computed by their segments, if these fit the list."""
     if not packed or layout.shards("length") > 1 or compute_capability(layout.mesh.devices.flat[0]) < 9.0:
         return False
     return can_list(B // layout.shards("batch") * T, T, spec, spec.num_heads // layout.shards("heads"))
 
 
-def workspace_bytes(B: int, T: int, spec: ScoreSpec, kv_heads: int, packed: bool, layout: Layout) -> int:
+def workspace_bytes(B: int, T: int, spec: ScoreSpec, kv_heads: int, packed: bool, layout: MeshLayout) -> int:
     """Counts the memory in which cuDNN computes the gradients of sequences [B, T] on a device.
 
     The compiler adds it only on a machine with a GPU. Measured with cuDNN 9.19 on an H200: the queries' gradients in

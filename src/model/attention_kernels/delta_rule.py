@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from src.model.products import with_gradient
+from src.model.matmul import with_gradient
 
 CHUNK = 64
 

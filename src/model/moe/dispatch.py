@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from src.model.products import with_gradient
+from src.model.matmul import with_gradient
 
 BUFFER_SLACK = 1.25  # rows of an exchange buffer, relative to the rows that arrive under balanced load
 

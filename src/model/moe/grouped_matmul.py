@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from src.model.lora import Adapted
-from src.model.low_precision import SCOPE, Coded, Product, Products, check_summed, encode, largest
-from src.model.products import with_gradient
+from src.model.low_precision import SCOPE, EightBitMatmul, EightBitMatmuls, QTensor, check_summed, encode, largest
+from src.model.matmul import with_gradient
 from src.model.quantization import Quantized
 
 
@@ -29,8 +29,8 @@ class GroupedCodes:
     """
 
     wide: Array
-    coded: Coded
-    products: Products = field(metadata={"static": True})
+    coded: QTensor
+    products: EightBitMatmuls = field(metadata={"static": True})
 
     def __getitem__(self, index: Any) -> Self:
         return jax.tree.map(lambda each: each[index], self)
@@ -113,17 +113,17 @@ def _batched_codes(x_GRX: Array, kernel: GroupedCodes, transposed: bool) -> Arra
     weight_dims = "gyx" if transposed else "gxy"
     triples = (weight_dims, "grx", "gry"), (weight_dims, "gry", "grx"), ("grx", "gry", weight_dims)
     no_axes: Any = dict.fromkeys("grxy", ())  # all dims are local to this device
-    forward, to_x, to_kernel = (Product(kernel.products, *dims, no_axes, no_axes) for dims in triples)
+    forward, to_x, to_kernel = (EightBitMatmul(kernel.products, *dims, no_axes, no_axes) for dims in triples)
     formats = kernel.products.format
 
-    def run(x: Array, wide: Array, coded: Coded) -> tuple[Array, tuple[Coded, Coded]]:
-        out, coded_x = forward.on_device(coded, x, 0.0, formats.forward)
-        return out, (coded, coded_x)
+    def run(x: Array, wide: Array, coded: QTensor) -> tuple[Array, tuple[QTensor, QTensor]]:
+        out, quantized_x = forward.on_device(coded, x, 0.0, formats.forward)
+        return out, (coded, quantized_x)
 
-    def gradients(residuals: tuple[Coded, Coded], gradient: Array) -> tuple[Array, Array, None]:
-        coded, coded_x = residuals
+    def gradients(residuals: tuple[QTensor, QTensor], gradient: Array) -> tuple[Array, Array, None]:
+        coded, quantized_x = residuals
         dx, _ = to_x.on_device(coded, gradient, 0.0, formats.backward)
-        dw, _ = to_kernel.on_device(coded_x, gradient, 0.0, formats.backward)
+        dw, _ = to_kernel.on_device(quantized_x, gradient, 0.0, formats.backward)
         return dx, dw, None
 
     return with_gradient(run, gradients)(x_GRX, kernel.wide, kernel.coded)
@@ -139,11 +139,11 @@ def _grouped_codes(
     """
     on_cpu, how = platform == "cpu", {"platform": platform, "interpret": interpret}
 
-    def run(x_RX: Array, wide: Array, coded: Coded, rows_G: Array) -> tuple[Array, tuple]:
+    def run(x_RX: Array, wide: Array, coded: QTensor, rows_G: Array) -> tuple[Array, tuple]:
         x = encode(x_RX, largest(x_RX, (1,)), jnp.int8, on_cpu)
-        scales_GY = coded.scales.reshape(len(coded.scales), -1)
-        out_RY = _rows_times_kernel(x.codes, coded.codes, scales_GY, rows_G, x_RX.dtype, transposed=transposed, **how)
-        return (out_RY * x.scales).astype(x_RX.dtype), (x, coded.codes, scales_GY, rows_G)
+        scales_GY = coded.scale.reshape(len(coded.scale), -1)
+        out_RY = _rows_times_kernel(x.qvalue, coded.qvalue, scales_GY, rows_G, x_RX.dtype, transposed=transposed, **how)
+        return (out_RY * x.scale).astype(x_RX.dtype), (x, coded.qvalue, scales_GY, rows_G)
 
     def gradients(residuals: tuple, gradient_RY: Array) -> tuple[Array, Array, None, None]:
         (x, codes, scales_GY, rows_G), dtype = residuals, gradient_RY.dtype
@@ -151,16 +151,16 @@ def _grouped_codes(
         gradient_RY, group_R = gradient_RY.astype(jnp.float32), _group_of_rows(rows_G, len(gradient_RY))
         to_x_RY = gradient_RY * scales_GY.astype(jnp.bfloat16)[jnp.minimum(group_R, len(rows_G) - 1)]
         to_x = encode(to_x_RY, largest(to_x_RY, (1,)), jnp.int8, on_cpu)
-        ones_GX = jnp.ones((len(rows_G), x.codes.shape[1]))
-        dx_RX = _rows_times_kernel(to_x.codes, codes, ones_GX, rows_G, dtype, transposed=not transposed, **how)
+        ones_GX = jnp.ones((len(rows_G), x.qvalue.shape[1]))
+        dx_RX = _rows_times_kernel(to_x.qvalue, codes, ones_GX, rows_G, dtype, transposed=not transposed, **how)
         # Rows past the last group may hold anything, and would affect the scales of the others.
-        to_kernel_RY = jnp.where((group_R < len(rows_G))[:, None], gradient_RY * x.scales, 0)
+        to_kernel_RY = jnp.where((group_R < len(rows_G))[:, None], gradient_RY * x.scale, 0)
         to_kernel = encode(to_kernel_RY, largest(to_kernel_RY, (0,)), jnp.int8, on_cpu)
         if transposed:
-            dw = _rows_times_rows(to_kernel.codes, x.codes, to_kernel.scales.T, rows_G, dtype, **how)
+            dw = _rows_times_rows(to_kernel.qvalue, x.qvalue, to_kernel.scale.T, rows_G, dtype, **how)
         else:
-            dw = _rows_times_rows(x.codes, to_kernel.codes, to_kernel.scales, rows_G, dtype, **how)
-        return (dx_RX * to_x.scales).astype(dtype), dw, None, None
+            dw = _rows_times_rows(x.qvalue, to_kernel.qvalue, to_kernel.scale, rows_G, dtype, **how)
+        return (dx_RX * to_x.scale).astype(dtype), dw, None, None
 
     return with_gradient(run, gradients)(x_RX, kernel.wide, kernel.coded, rows_G)
 

@@ -18,7 +18,7 @@ from src.model.costs import Costs
 from src.model.feed_forward import FeedForward, activated
 from src.model.forward_context import ForwardContext
 from src.model.lora import Adapted
-from src.model.low_precision import Coded
+from src.model.low_precision import QTensor
 from src.model.moe import dispatch, router
 from src.model.moe.dispatch import CapacitySlots, ExpertGroup, Rows
 from src.model.moe.grouped_matmul import GroupedCodes, add_by_group, batched_matmul, encoded, grouped_matmul
@@ -26,7 +26,7 @@ from src.model.moe.router import Report
 from src.model.params import Buffer, Rngs, matmul, weight
 from src.model.quantization import Quantized
 from src.model.spec import LayerSpec, ModelSpec
-from src.parallel.mesh import Layout
+from src.parallel.mesh import MeshLayout
 from src.parallel.sequence import replicate_rows, zigzag_order
 from src.parallel.slices import axes_within_slices
 from src.system.errors import UserError
@@ -65,8 +65,8 @@ class Experts(nnx.Module):
     def costs(spec: LayerSpec) -> Costs:
         """Counts the activations of a token's experts."""
         expert = FeedForward.costs(spec, spec.moe_mlp_dim)
-        width = (spec.num_experts_per_tok + spec.shared_experts) * expert.width
-        return expert._replace(width=width, active=spec.num_experts_per_tok / spec.num_experts)
+        width = (spec.num_experts_per_tok + spec.shared_experts) * expert.activation_size
+        return expert._replace(activation_size=width, active=spec.num_experts_per_tok / spec.num_experts)
 
     def __call__(self, x_BTD: Array, context: ForwardContext) -> tuple[Array, Report]:
         """Maps [B, T, D] to [B, T, D], and reports the router's sums over this batch."""
@@ -95,7 +95,7 @@ class Experts(nnx.Module):
         return logits_BTE + self.router_bias[...].astype(jnp.float32) if self.spec.router_bias else logits_BTE
 
     def _run(
-        self, x_BTD: Array, experts_BTk: Array, weights_BTk: Array, non_padding_BT: Array, layout: Layout
+        self, x_BTD: Array, experts_BTk: Array, weights_BTk: Array, non_padding_BT: Array, layout: MeshLayout
     ) -> tuple[Array, Array]:
         """Runs the experts: weighted sums of their outputs [B, T, D], and which choices have a slot [B, T, k].
 
@@ -156,7 +156,7 @@ class Experts(nnx.Module):
         return weights, axes
 
 
-def _kept_in_rows(experts_BTk: Array, non_padding_BT: Array, experts: int, capacity: int, layout: Layout) -> Array:
+def _kept_in_rows(experts_BTk: Array, non_padding_BT: Array, experts: int, capacity: int, layout: MeshLayout) -> Array:
     """Mask [B, T, k] of the choices that have a slot, for sharded sequences: the same as on one device.
 
     A device gathers the choices of its sequences, 4 k bytes per token, and sorts them all.
@@ -185,7 +185,7 @@ def _by_leaf(kernel: Any, axes: tuple[str | None, ...]) -> Any:
 
 
 def _is_axes(node: Any) -> bool:
-    return isinstance(node, tuple) and not isinstance(node, Coded)
+    return isinstance(node, tuple) and not isinstance(node, QTensor)
 
 
 def _is_quantized(node: Any) -> bool:
@@ -243,7 +243,7 @@ def _feed_forward(spec: LayerSpec, rows: Rows, kernels: Any, product: Callable, 
     return add(out, kernels["wo_bias"], weights) if spec.mlp_bias else out
 
 
-def check_mesh(spec: ModelSpec, layout: Layout) -> None:
+def check_mesh(spec: ModelSpec, layout: MeshLayout) -> None:
     """Raises UserError if the mesh shards experts, but the model has no experts or a number that is not divisible."""
     shards, by = layout.shards("expert"), layout.sharded_by("expert")
     if shards > 1 and not spec.has_experts:

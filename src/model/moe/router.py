@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from src.model.params import Tree, by_path, nested
 from src.model.spec import LayerSpec
-from src.parallel.mesh import Layout
+from src.parallel.mesh import MeshLayout
 
 Report = dict[str, Array]
 SCORE_FUNCTIONS = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
@@ -44,7 +44,7 @@ def _in_best_groups(choice_BTE: Array, spec: LayerSpec) -> Array:
 
 
 def report(
-    logits_BTE: Array, scores_BTE: Array, experts_BTk: Array, kept_BTk: Array, non_padding_BT: Array, layout: Layout
+    logits_BTE: Array, scores_BTE: Array, experts_BTk: Array, kept_BTk: Array, non_padding_BT: Array, layout: MeshLayout
 ) -> Report:
     """Sums over each device's non-padding tokens, [devices, ...]; `totals` adds them up, so no layer waits for that.
 

@@ -9,8 +9,8 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from src.model import products
-from src.model.products import product
+from src.model import matmul
+from src.model.matmul import weight_matmul
 from src.step.optimizer import hparams_at
 from src.step.state import abstract_batch, abstract_state
 from src.step.train_step import compile_steps
@@ -22,15 +22,15 @@ BATCHED = ["BTNH,RNH->BTNR"]  # a matrix for each head is no product of two matr
 
 
 @pytest.mark.parametrize("einsum", FORMS + BATCHED)
-@pytest.mark.parametrize(("devices", "large"), [(1, 0), (1, products.LARGE), (2, 0)])
+@pytest.mark.parametrize(("devices", "large"), [(1, 0), (1, matmul.LARGE), (2, 0)])
 def test_a_product_and_its_gradients_are_the_einsums(einsum, devices, large, monkeypatch):
-    monkeypatch.setattr(products, "LARGE", large)
+    monkeypatch.setattr(matmul, "LARGE", large)
     rng = np.random.default_rng(0)
     dims_x, dims_kernel, dims_y = einsum.replace("->", ",").split(",")
     shapes = [[SIZES[dim] for dim in dims] for dims in (dims_x, dims_kernel, dims_y)]
     x, kernel, dy = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
     whole = NamedSharding(Mesh(np.array(jax.devices()[:devices]), "d"), PartitionSpec())
-    gradients = jax.grad(lambda *of: jnp.sum(product(*of, einsum, "highest") * dy), (0, 1))
+    gradients = jax.grad(lambda *of: jnp.sum(weight_matmul(*of, einsum, "highest") * dy), (0, 1))
     compiled = jax.jit(gradients, in_shardings=whole)
     dx, dkernel = compiled(*jax.device_put((x, kernel), whole))
     np.testing.assert_allclose(dx, np.einsum(f"{dims_y},{dims_kernel}->{dims_x}", dy, kernel), 1e-4, 1e-5)
@@ -44,7 +44,7 @@ def test_a_product_and_its_gradients_are_the_einsums(einsum, devices, large, mon
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_step_multiplies_no_large_transposed_first_matrix(tied, monkeypatch):
     """XLA for CPUs takes up to three times as long for one, by the arrays of the compiled step."""
-    monkeypatch.setattr(products, "LARGE", 0)
+    monkeypatch.setattr(matmul, "LARGE", 0)
     config, plan = make(1, logits_via_embedding=tied)
     state, batch = abstract_state(plan), abstract_batch(plan, 2, LENGTH)
     step = compile_steps(plan, state)[0].lower(state, batch, hparams_at(config.step, config.run.steps, 0))

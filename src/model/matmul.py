@@ -12,7 +12,7 @@ from jax import Array
 LARGE = 2**18  # elements of a weight. Below, the quickstart's step took longer with `_multiply`, in equal CPU time.
 
 
-def product(x: Array, kernel: Array, einsum: str, precision: str | None) -> Array:
+def weight_matmul(x: Array, kernel: Array, einsum: str, precision: str | None) -> Array:
     """Computes the einsum of `x` and a weight of the same dtype.
 
     XLA's CPU compiler transposes both operands of a matmul that sums over several dims, such as a weight's gradient

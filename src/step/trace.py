@@ -10,7 +10,7 @@ from src.config.schema import Config
 from src.data.batch_schedule import BatchSchedule
 from src.model.spec import model_spec
 from src.model.vocab_tiles import vocab_tiles
-from src.parallel.mesh import Layout, global_batch_size, make_layout
+from src.parallel.mesh import MeshLayout, global_batch_size, make_layout
 from src.step.loss import next_token_loss
 from src.step.optimizer import HParams, hparams_at
 from src.step.plan import Batch, StepPlan, make_plan
@@ -18,7 +18,7 @@ from src.step.state import TrainState, abstract_batch, abstract_state
 from src.step.train_step import compile_steps
 
 
-class TracedStep(NamedTuple):
+class TracedTrainStep(NamedTuple):
     """A traced but not compiled step, with its abstract arguments: `jax.ShapeDtypeStruct`s with shardings."""
 
     plan: StepPlan
@@ -28,7 +28,7 @@ class TracedStep(NamedTuple):
     hparams: HParams
     train: jax.stages.Wrapped
     eval: jax.stages.Wrapped
-    traced: jax.stages.Traced
+    jax_traced: jax.stages.Traced
     schedule: BatchSchedule  # `batch` and `traced` have its full size
 
     @property
@@ -42,12 +42,12 @@ class TracedStep(NamedTuple):
         return self.batch["tokens"].size
 
 
-def build(
+def trace_train_step(
     config: Config,
     devices: Sequence[jax.Device],
     compiler_options: Mapping[str, str] = {},
     fields: Mapping[str, jax.ShapeDtypeStruct] = {},
-) -> TracedStep:
+) -> TracedTrainStep:
     """Traces a checked config's step; raises UserError if it does not fit devices, mesh or a user's functions.
 
     `fields` are added to the arrays of a batch that the config defines.
@@ -69,13 +69,13 @@ def build(
 
         loss = loss_function(config.step.loss)
     train, evaluate = compile_steps(plan, state, compiler_options, loss)
-    traced = train.trace(state, batch, hparams)
+    jax_traced = train.trace(state, batch, hparams)
     if plan.eval_metrics:  # raise its errors now, not at the first evaluation
         jax.eval_shape(evaluate, state.weights, batch)
-    return TracedStep(plan, compiler_options, state, batch, hparams, train, evaluate, traced, schedule)
+    return TracedTrainStep(plan, compiler_options, state, batch, hparams, train, evaluate, jax_traced, schedule)
 
 
-def plan_step(config: Config, layout: Layout) -> StepPlan:
+def plan_step(config: Config, layout: MeshLayout) -> StepPlan:
     """Plans a checked config's step; raises as `make_plan`."""
     spec = model_spec(config.model, config.step, config.batch.max_target_length)
     tiles = vocab_tiles(config.step, config.batch, spec, layout)

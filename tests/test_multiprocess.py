@@ -152,7 +152,6 @@ def changed(batch):
 """
 
 
-@pytest.mark.long  # other code of the project: below
 def test_processes_with_other_code_of_the_user_s_are_told_so(tmp_path, monkeypatch):
     """The data would be as many documents of the same class, and the traced step is the same."""
     address, logs, processes = runs.free_address(), [tmp_path / "0.log", tmp_path / "1.log"], []

@@ -12,6 +12,7 @@ from src.config.command_keys import RUN_COMMANDS, Aot, Conversations, Decoding, 
 from src.config.keys import ABOVE_0, AXIS_SIZE, FROM_0, FROM_1, FROM_1_OR_UNSET, FROM_64, Key, frozen, group, key, path
 from src.config.model_keys import LayerKeys, Model
 from src.config.step_keys import Step, Trainable
+from src.system.errors import UserError
 
 # The mesh's axes, and the word for each in the keys of its sizes: ici_WORD_parallelism and dcn_WORD_parallelism.
 MESH_AXES = {axis: axis for axis in ("data", "stage", "fsdp", "context", "expert", "tensor")} | {"stage": "pipeline"}
@@ -212,9 +213,10 @@ class Config(Mapping[str, Any]):
     if not TYPE_CHECKING:  # a type checker reports such names itself
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raises AttributeError, naming the section of a key that a user's function reads without it."""
-            hint = f": read config.{KEYS[name].section}.{name}" if name in KEYS else ""
-            raise AttributeError(f"the configuration has no attribute {name}{hint}")
+            """Raises UserError for a key without its section, lest a user's function take it for missing."""
+            if name in KEYS:
+                raise UserError(f"config.{name}: read config.{KEYS[name].section}.{name}")
+            raise AttributeError(f"the configuration has no attribute {name}")
 
     @classmethod
     def of(cls, keys: Mapping[str, Any]) -> "Config":

@@ -251,9 +251,9 @@ def test_a_resolved_config_loads_to_itself(write):
 
 
 def test_a_key_read_without_its_section_is_answered_with_it():
-    with pytest.raises(AttributeError, match=r"no attribute max_target_length: read config\.batch\.max_target_length"):
-        _ = load([BASE]).max_target_length
-    with pytest.raises(AttributeError, match="no attribute no_such_key$"):
+    with pytest.raises(UserError, match=r"config\.max_target_length: read config\.batch\.max_target_length"):
+        getattr(load([BASE]), "max_target_length", 512)
+    with pytest.raises(AttributeError, match=r"no attribute no_such_key$"):
         _ = load([BASE]).no_such_key
 
 

@@ -125,8 +125,7 @@ def test_stopped_anywhere_and_resumed_on_other_hosts_a_run_goes_on(
     assert_same(stopped_and_resumed(batches, parts), batches(1, sum(steps for _, steps in parts)))
 
 
-@pytest.mark.long  # in few examples: test_loader.py
-@settings(max_examples=20)
+@settings(max_examples=3)
 @given(
     parts=PARTS,
     keys=KEYS,

@@ -183,7 +183,7 @@ BEGIN, GO_ON = (0, None, {}), (10**10, 123_456_789, {})
 NO_POSITION = 987_654_321 * ROWS, None, {"packing": False, "long_documents": "truncate"}
 
 
-MIXED = ["tokens", "array_record", "custom"]  # each alone takes no more
+MIXED = ["tokens", "array_record", "custom", "parquet", "tfds"]  # each alone takes no more
 
 
 @pytest.mark.parametrize(

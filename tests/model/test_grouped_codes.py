@@ -124,8 +124,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24, "
 MESH = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2, "ici_tensor_parallelism": 2}
 
 
-@pytest.mark.long  # 8 bits on a mesh: test_low_precision.py
-@pytest.mark.parametrize("settings", [{}, {"capacity_factor": 1.5}])
+@pytest.mark.parametrize("settings", [{}, pytest.param({"capacity_factor": 1.5}, marks=pytest.mark.long)])
 def test_a_step_of_experts_on_a_mesh_is_near_that_on_one_device(settings):
     facts = {"quantization": "int8", **EXPERTS, **settings}
     batch = packed_rows(0, rows=16)

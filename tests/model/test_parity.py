@@ -38,7 +38,7 @@ LONG = (
 # Gemma 3 and GPT-OSS, which have windows and experts too, and of DeepSeek 3.
 LONG_DECODED = (
     *(*LONG, "qwen2", "smollm3", "granite", "glm4", "glm4.5", "llama2", "gemma", "mistral", "qwen3"),
-    *("gemma2", "mixtral", "qwen3-moe", "deepseek2", "olmo2", "olmo3", "gpt-oss", "gemma4"),
+    *("gemma2", "mixtral", "qwen3-moe", "deepseek2", "olmo2", "olmo3"),
 )
 
 

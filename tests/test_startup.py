@@ -20,7 +20,7 @@ from tests.tiny import load
 def test_programs_are_kept_where_the_key_says(typed, place):
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_default_matmul_precision
     try:
-        configure_jax(load(jax_cache_dir=typed))
+        configure_jax(load(jax_cache_dir=typed).step)
         assert jax.config.jax_compilation_cache_dir == place
     finally:
         jax.config.update("jax_compilation_cache_dir", before[0])
@@ -35,7 +35,7 @@ def test_a_run_takes_nine_tenths_of_a_gpus_memory_unless_the_environment_says_ot
             monkeypatch.setenv(name, given.get(name, ""))
             if name not in given:
                 monkeypatch.delenv(name)
-        configure_jax(load())
+        configure_jax(load().step)
         return [os.environ.get(name) for name in names]
 
     precision = jax.config.jax_default_matmul_precision

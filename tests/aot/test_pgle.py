@@ -207,9 +207,9 @@ def test_a_step_whose_products_are_wider_than_they_are_to_be_is_not_profiled(kin
     text = "ENTRY %main (x: f32[]) -> f32[] {\n}"
     program = SimpleNamespace(as_text=lambda: text)
     lowered = SimpleNamespace(compile=lambda options=None: program)
-    quantization = SimpleNamespace(kind="fp8", places={})
+    quantization = SimpleNamespace(kind="fp8", matmuls={})
     plan = SimpleNamespace(quantization=quantization, layout=SimpleNamespace(platform="gpu"), roles={})
-    traced = SimpleNamespace(plan=plan, train=None, traced=SimpleNamespace(lower=lambda: lowered))
+    traced = SimpleNamespace(plan=plan, train=None, jax_traced=SimpleNamespace(lower=lambda: lowered))
     keys = SimpleNamespace(pgle=kind, pgle_profile="", compiled_trainstep_file="")
     with pytest.raises(
         UserError, match="0 matmuls in 8 bits, and these in more bits: every forward one, every backward"

@@ -32,7 +32,7 @@ LLAMA = {
 WEIGHTS = 6  # query, key, value, out, wi, wo; wi makes two of Llama's seven products: gate and up
 ELEMENTS = 2 * D * N * H + 2 * D * K * H + 3 * D * F
 PLAN = SimpleNamespace(
-    quantization=SimpleNamespace(kind="fp8", places={("wi",): None}),
+    quantization=SimpleNamespace(kind="fp8", matmuls={("wi",): None}),
     layout=SimpleNamespace(platform="gpu"),
     roles={"wi": "trainable"},
 )

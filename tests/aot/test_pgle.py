@@ -10,6 +10,7 @@ import jax
 import pytest
 from jax._src import config as jax_config
 from jax._src import profiler as jax_profiler
+from jax.experimental.compilation_cache import compilation_cache
 
 from src.extras.aot import pgle, program, train_compile
 from src.extras.aot.devices import abstract_devices
@@ -231,6 +232,18 @@ def test_automatic_profiles_are_of_the_step_alone_and_never_empty():
         automatic(0)
 
 
+@pytest.fixture
+def empty_cache(tmp_path):
+    """A folder of compiled programs of this test alone: another test may have compiled the same program."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "programs"))
+    compilation_cache.reset_cache()  # or JAX would go on with the folder of its first compilation
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("empty_cache")
 def test_a_step_that_jax_compiled_by_its_profile_says_so(monkeypatch, capsys):
     """JAX's own doing, with a profile in place of the one it takes of a GPU; then from its cache of programs."""
     monkeypatch.setattr(jax_profiler._profiler, "get_fdo_profile", lambda xspace: proto({"fusion.1": 2.0, "b": 1.0}))

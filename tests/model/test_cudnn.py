@@ -292,7 +292,7 @@ def test_rows_of_more_short_segments_than_are_listed_are_computed_in_pieces(monk
     ):
         monkeypatch.setattr(cudnn_segments.Segments, "run", run if fits else lambda *given: _nans(run(*given)))
         segments = ids_of(*rows)
-        assert bool(cudnn_segments.Segments(1.0, 0).fits(jnp.asarray(segments))) == fits
+        assert bool(cudnn_segments.fit(cudnn_segments.classes_of(jnp.asarray(segments)))) == fits
         found = computed("cudnn_flash", *values, direction, None, context_of(layout, segments))
         assert_close(found, written_out(*arrays, None, segments), 1e-5)
 

@@ -25,7 +25,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.ad_checkpoint import checkpoint_name
 
 from src.model.attention_kernels.blocked import blocked
-from src.model.attention_kernels.cudnn_segments import RATIO, Segments, can_list, operands
+from src.model.attention_kernels.cudnn_segments import RATIO, Segments, can_list, classes_of, fit, operands
 from src.model.attention_kernels.scores import CONTEXT, MASKED, ScoreSpec
 from src.model.forward_context import ForwardContext
 from src.model.matmul import with_gradient
@@ -86,30 +86,27 @@ def _differentiable(pieces: "_Pieces", segments: Segments | None) -> Callable[..
     of each of the device's zigzag parts, [1, parts].
     """
 
-    def choose(ids_BT: Array, of_segments: Callable, in_pieces: Callable, *given: Array) -> tuple[Array, ...]:
-        if segments is None:
-            return in_pieces(*given)
+    def choose(by_segments: Callable, in_pieces: Callable, *given: Array) -> tuple[Array, ...]:
+        classes = classes_of(given[3])
+
+        def listed(
+            q: Array, k: Array, v: Array, q_ids: Array, k_ids: Array, starts_1p: Array, *of_out: Array
+        ) -> tuple[Array, ...]:
+            return by_segments(q, k, v, classes, *of_out)
+
         # Without the barrier JAX would make the masks before the loop over layers, whether they are used or not.
-        fits, given = jax.lax.optimization_barrier((segments.fits(ids_BT), given))
-        return jax.lax.cond(fits, of_segments, in_pieces, *given)
+        fits, given = jax.lax.optimization_barrier((fit(classes), given))
+        return jax.lax.cond(fits, listed, in_pieces, *given)
 
     def run(*given: Array) -> tuple[Array, tuple[Array, ...]]:
-        def of_segments(q: Array, k: Array, v: Array, q_ids: Array, *_: Array) -> tuple[Array, ...]:
-            assert segments
-            return segments.run(q, k, v, q_ids)
-
-        found = choose(given[3], of_segments, pieces.run, *given)
+        found = choose(segments.run, pieces.run, *given) if segments else pieces.run(*given)
         out, normaliser = (checkpoint_name(x, CONTEXT) for x in found)
         return out, (*given, out, normaliser)
 
     def gradients(kept: tuple[Array, ...], d_out: Array) -> tuple[Array | None, ...]:
-        def of_segments(
-            q: Array, k: Array, v: Array, q_ids: Array, k_ids: Array, starts_1p: Array, *of_out: Array
-        ) -> tuple[Array, ...]:
-            assert segments
-            return segments.gradients(q, k, v, q_ids, *of_out)
-
-        return *choose(kept[3], of_segments, pieces.gradients, *kept, d_out), None, None, None
+        given = (*kept, d_out)
+        found = choose(segments.gradients, pieces.gradients, *given) if segments else pieces.gradients(*given)
+        return *found, None, None, None
 
     return with_gradient(run, gradients)
 

@@ -5,9 +5,10 @@ backward pass, cuDNN uses memory for this number of segments of the greatest len
 segments are therefore divided by length into classes, each four times shorter than the one before, with a call for
 each. A class lists four segments per greatest length of tokens: all that the batch can hold, except in the last class.
 A batch with more of the shortest segments, of a quarter of their class's length or less on average, is left to another
-kernel (see `fits`).
+kernel (see `fit`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ def operands(
     return (*arrays, bias, *(lengths or (none, none)), *(offsets or (none, none)), none, none), settings
 
 
-class _Class(NamedTuple):
+class SegmentClass(NamedTuple):
     """The segments of one range of lengths, in F tokens of a batch; S is the number of segments it has room for."""
 
     longest: int  # L, their greatest length
@@ -57,6 +58,7 @@ class _Class(NamedTuple):
     lengths_S: Array  # 0 if there are fewer
     member_F: Array  # whether a token's segment is of this class
     slot_F: Array  # the number of that segment in the class
+    position_F: Array  # a token's index in its segment
 
 
 @dataclass(frozen=True)
@@ -66,32 +68,33 @@ class Segments:
     scale: float
     window: int
 
-    def fits(self, ids_BT: Array) -> Array:
-        """Whether the last class has room for all of the batch's short segments: a bool."""
-        last = _classes(ids_BT)[-1]
-        return last.count <= last.starts_S.size
-
-    def run(self, q: Array, k: Array, v: Array, ids_BT: Array) -> tuple[Array, ...]:
+    def run(self, q: Array, k: Array, v: Array, classes: Sequence[SegmentClass]) -> tuple[Array, ...]:
         """Returns the output [B, T, N, H] and softmax normaliser [B, T, N]; arbitrary if the segments do not fit."""
         B, T, N, _ = q.shape
-        starts_F, _ = _bounds(ids_BT)
-        results: list[tuple[_Class, tuple[Array, ...]]] = []
-        for each in _classes(ids_BT):
+        results: list[tuple[SegmentClass, tuple[Array, ...]]] = []
+        for each in classes:
             given, settings = self._call((q, k, v), each)
             out, normaliser_SNL = fused._dot_product_attention_fwd_p.bind(*given, is_training=True, **settings)
-            position_F = jnp.clip(jnp.arange(B * T) - starts_F, 0, each.longest - 1)
-            normaliser_FN = normaliser_SNL[jnp.clip(each.slot_F, 0, each.starts_S.size - 1), :, position_F]
+            slot_F, position_F = jnp.maximum(each.slot_F, 0), jnp.minimum(each.position_F, each.longest - 1)
+            normaliser_FN = normaliser_SNL[jnp.minimum(slot_F, each.starts_S.size - 1), :, position_F]
             results.append((each, (out.reshape(q.shape), normaliser_FN.reshape(B, T, N))))
-        return _of_own_class(results, ids_BT.shape)
+        return _of_own_class(results, (B, T))
 
     def gradients(
-        self, q: Array, k: Array, v: Array, ids_BT: Array, out: Array, normaliser_BTN: Array, d_out: Array
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        classes: Sequence[SegmentClass],
+        out: Array,
+        normaliser_BTN: Array,
+        d_out: Array,
     ) -> tuple[Array, ...]:
         """Returns the gradients of q, k and v, from the results of `run` and the gradient of the output."""
         B, T, N, _ = q.shape
         normaliser_FN = normaliser_BTN.reshape(B * T, N)
-        results: list[tuple[_Class, tuple[Array, ...]]] = []
-        for each in _classes(ids_BT):
+        results: list[tuple[SegmentClass, tuple[Array, ...]]] = []
+        for each in classes:
             given, settings = self._call((q, k, v), each)
             token_SL = each.starts_S[:, None] + jnp.arange(each.longest)
             inside_SL = jnp.arange(each.longest) < each.lengths_S[:, None]
@@ -101,9 +104,9 @@ class Segments:
             of_out = (x.reshape(-1, each.longest, *x.shape[2:]) for x in (out, d_out))
             found = fused._dot_product_attention_bwd_p.bind(*given, found_SNL, *of_out, **settings)
             results.append((each, tuple(new.reshape(x.shape) for new, x in zip(found, (q, k, v), strict=True))))
-        return _of_own_class(results, ids_BT.shape)
+        return _of_own_class(results, (B, T))
 
-    def _call(self, arrays: tuple[Array, ...], each: _Class) -> tuple[tuple[Array, ...], dict[str, Any]]:
+    def _call(self, arrays: tuple[Array, ...], each: SegmentClass) -> tuple[tuple[Array, ...], dict[str, Any]]:
         # Offsets count numbers, not tokens, so the segments need not be inside the rows that cuDNN sees.
         q, k, v = (x.reshape(-1, each.longest, *x.shape[2:]) for x in arrays)
         rows, tokens = q.shape[0], q.shape[0] * each.longest
@@ -121,7 +124,7 @@ def can_list(tokens: int, T: int, spec: ScoreSpec, heads: int) -> bool:
     return suitable and all(T % L == 0 and L % MULTIPLE == 0 for L in _longest(T))
 
 
-def _of_own_class(results: list[tuple[_Class, tuple[Array, ...]]], rows: tuple[int, ...]) -> tuple[Array, ...]:
+def _of_own_class(results: list[tuple[SegmentClass, tuple[Array, ...]]], rows: tuple[int, ...]) -> tuple[Array, ...]:
     """Takes each token's entries of arrays [B, T, ...] from the results of its segment's class."""
     (_, chosen), *others = results
     for each, arrays in others:
@@ -149,16 +152,23 @@ def _bounds(ids_BT: Array) -> tuple[Array, Array]:
     return starts_F, jax.lax.cummin(jnp.where(ends_F, index_F + 1, B * T), reverse=True)
 
 
-def _classes(ids_BT: Array) -> list[_Class]:
+def fit(classes: Sequence[SegmentClass]) -> Array:
+    """Whether the last class has room for all of the batch's short segments: a bool."""
+    return classes[-1].count <= classes[-1].starts_S.size
+
+
+def classes_of(ids_BT: Array) -> list[SegmentClass]:
+    """Divides a batch's segments, runs of equal ids, into classes by length."""
     starts_F, ends_F = _bounds(ids_BT)
     (B, T), lengths_F = ids_BT.shape, ends_F - starts_F
-    longest, found = _longest(T), []
+    longest, found, index_F = _longest(T), [], jnp.arange(B * T, dtype=jnp.int32)
     for L, below in zip(longest, [*longest[1:], 0], strict=True):
         slots = B * T // L * RATIO
         member_F = (lengths_F > below) & (lengths_F <= L)
-        first_F = member_F & (starts_F == jnp.arange(B * T))
+        first_F = member_F & (starts_F == index_F)
         (starts_S,) = jnp.nonzero(first_F, size=slots, fill_value=B * T)
         lengths_S = jnp.where(starts_S < B * T, lengths_F[jnp.minimum(starts_S, B * T - 1)], 0)
         slot_F = jnp.cumsum(first_F, dtype=jnp.int32) - 1
-        found.append(_Class(L, jnp.sum(first_F), starts_S.astype(jnp.int32), lengths_S, member_F, slot_F))
+        listed = jnp.sum(first_F), starts_S.astype(jnp.int32), lengths_S
+        found.append(SegmentClass(L, *listed, member_F, slot_F, index_F - starts_F))
     return found

@@ -75,7 +75,7 @@ def identity(path: str) -> str:
         return newest_meta(path)[1]
     from src.extras.hf.load import folder_identity
 
-    return folder_identity(folder)
+    return folder_identity(folder, identity)
 
 
 def hf_folder(path: str) -> str:

@@ -3,7 +3,7 @@
 import functools
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import track
 
 from src.checkpoint.format import Restored
-from src.checkpoint.load_weights import identity
 from src.config.run_configs import has_tokenizer
 from src.extras.hf.folder import HfFolder, open_folder
 from src.extras.hf.folder_tokenizer import folder_tokenizer
@@ -63,8 +62,8 @@ def restore_folder(path: str, folder: str, tree: Tree) -> Restored:
     return Restored(arrays, meta, [*notes, f"read the weights of {path}."])
 
 
-def folder_identity(path: str) -> str:
-    """Makes a text that changes with a folder's weights, from the ends of its files."""
+def folder_identity(path: str, identity: Callable[[str], str]) -> str:
+    """Makes a text that changes with a folder's weights, by its files' ends; `identity` is for an adapter's base."""
     folder = Path(path).expanduser()
     crc = int(identity(base), 16) if (base := base_model(folder)) else 0
     for file in sorted(folder.glob("*.safetensors")):

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from src.extras.generation.generate import Generator, sampling
-from src.extras.generation.inference_weights import unrolled
+from src.extras.generation.inference_weights import in_activation_dtype, unrolled
 from src.extras.generation.loaded_model import load_model
 from src.run import resolve_config
 from src.system.exit_codes import run_command
@@ -62,6 +62,7 @@ def main(argv: list[str]) -> None:
         )
         loaded = load_model(config, None)
         plan, weights = unrolled(loaded.plan, loaded.weights)
+        weights = in_activation_dtype(plan, weights)
         print(f"{jax.devices()}, torch with {torch.get_num_threads()} threads; prompts of {options.prompt} tokens")
         for rows in options.batch:
             prompts = np.random.default_rng(0).integers(3, 32_000, (rows, options.prompt), np.int32)

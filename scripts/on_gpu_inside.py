@@ -155,7 +155,7 @@ def decoding(keys: Sequence[str]) -> dict[str, Any]:
     import numpy as np
 
     from src.extras.generation.generate import Generator, sampling
-    from src.extras.generation.inference_weights import unrolled
+    from src.extras.generation.inference_weights import in_activation_dtype, unrolled
     from src.parallel.mesh import make_layout
     from src.run import resolve_config
     from src.step.trace import plan_step
@@ -166,6 +166,7 @@ def decoding(keys: Sequence[str]) -> dict[str, Any]:
     plan = plan_step(config, make_layout(config.mesh, jax.devices()[:1]))
     weights = jax.jit(plan.init_weights, out_shardings=plan.split(plan.shardings))()
     plan, weights = unrolled(plan, weights)
+    weights = in_activation_dtype(plan, weights)
     rates = {}
     for rows in (1, 2, 8):
         generator = Generator(
@@ -176,7 +177,7 @@ def decoding(keys: Sequence[str]) -> dict[str, Any]:
         generator.compile(*tokens_BT.shape)
         for _ in range(2):  # the first to warm up
             start = time.perf_counter()
-            sampled = generator.tokens(tokens_BT, lengths_B, np.arange(rows, dtype=np.int32))
+            sampled = generator.tokens(tokens_BT, lengths_B, np.arange(len(tokens_BT), dtype=np.int32))
             for _ in range(new):
                 next(sampled)
             rates[f"prompts_{rows}"] = rows * new / (time.perf_counter() - start)

@@ -11,6 +11,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from src.config.command_keys import Decoding
 from src.extras.generation.generate import Generator, Sampling, filter_logits, sample_tokens, sampling
+from src.extras.generation.inference_weights import in_activation_dtype, unrolled
 from tests import tiny
 
 V = 50
@@ -92,6 +93,36 @@ def test_a_strategy_has_its_limits(strategy, expected):
     keys = {"decode_sampling_temperature": 0.7, "decode_sampling_top_k": 4, "decode_sampling_nucleus_p": 0.5}
     found = sampling(Decoding(decode_sampling_strategy=strategy, **keys))
     assert (found.temperature, (found.top_k, found.nucleus_p)) == (0.7, expected)
+
+
+KINDS = {
+    "dense": {},
+    "tied, learned positions": {**tiny.GPT3, "logits_via_embedding": "true"},
+    "experts": {"num_experts": 4, "num_experts_per_tok": 2, "shared_experts": 1},
+    "latent attention": {"attention_type": "mla", "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8}
+    | {"qk_rope_head_dim": 8, "v_head_dim": 8},
+    "gated delta rule": {"attention_type": "gated_delta", "gdn_num_value_heads": 4, "gdn_num_key_heads": 2}
+    | {"gdn_value_head_dim": 8, "gdn_key_head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_cast_once_generate_what_weights_cast_for_each_token_do(kind):
+    _, plan = tiny.make(**KINDS[kind], dtype="bfloat16", scan_layers="false")
+    tree = tiny.random_weights(plan)
+
+    def generated(cast):
+        of_plan, weights = unrolled(plan, plan.split(jax.device_put(tree, plan.shardings)))
+        weights = in_activation_dtype(of_plan, weights) if cast else weights
+        generator = Generator(of_plan, weights, Sampling(0.0, 0, 1.0), 0, 16)
+        tokens_BT, lengths_B = generator.padded([np.array([5, 11, 7], np.int32), np.array([2], np.int32)], 2)
+        steps = generator.tokens(tokens_BT, lengths_B, np.arange(2, dtype=np.int32))
+        return [(*next(steps), *np.asarray(generator.log_probs_B)) for _ in range(8)], weights
+
+    (cast, narrow), (uncast, wide) = generated(True), generated(False)
+    np.testing.assert_array_equal(cast, uncast)
+    bytes_of = [sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) for weights in (narrow, wide)]
+    assert bytes_of[0] < 0.6 * bytes_of[1], "little but norms is still in float32"
 
 
 def test_a_text_does_not_depend_on_a_longer_prompt_beside_it_where_experts_have_a_capacity():

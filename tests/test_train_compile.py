@@ -122,6 +122,19 @@ def test_a_gpu_host_has_a_verdict_though_its_compiler_gives_none(tmp_path, monke
     assert report["memory"]["needed"] > report["memory"]["capacity"]
 
 
+@needs_cuda
+def test_a_step_that_calls_cudnn_is_not_saved(tmp_path, settings):
+    """XLA leaves cuDNN's kernels out of a program that it compiles without a GPU (openxla/xla, pull request 41021)."""
+    arguments = [BASE, "compile_topology=a3:1", *SMALL, f"compiled_trainstep_file={tmp_path / 'step'}"]
+    with pytest.raises(
+        UserError, match=r"calls cuDNN \(attention=cudnn_flash\).*Compile and run with attention=blocked"
+    ):
+        main(arguments)
+    assert not (tmp_path / "step").exists()
+    main([*arguments, "attention=blocked"])
+    assert (tmp_path / "step").exists()
+
+
 @needs_libtpu
 def test_flags_that_would_end_libtpu_are_answered(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_no_such=1")

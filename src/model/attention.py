@@ -165,6 +165,15 @@ def attend(
     return context.layout.constrain(out_BTNH, "batch", "length", "heads", "head_dim")
 
 
+def with_segment_lists(context: ForwardContext) -> ForwardContext:
+    """Adds what the kernel computes from the segments, so that layers do not each compute it."""
+    if context.kernel != "cudnn_flash":
+        return context
+    from src.model.attention_kernels.cudnn import segment_lists
+
+    return dataclasses.replace(context, segment_lists=(context.segment_ids_BT, segment_lists(context)))
+
+
 def repeat_kv(x_BTKH: Array, num_query_heads: int, layout: MeshLayout) -> Array:
     """Replicates keys or values [B, T, K, H] along the sequence, with the heads that each device's queries read."""
     # With grouped heads, keys and values are small, and gathering them takes less time than computing the queries'

@@ -1,6 +1,7 @@
 """ForwardContext: what all blocks of one forward pass share."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ class ForwardContext:
     decoding: bool = False  # each sequence is one token, and earlier tokens are in the cache
     log_internals: bool = False  # blocks report the size of their outputs
     layer: Array | int = 0  # index in the model of the block that runs
+    segment_lists: tuple[Array, Any] | None = None  # segment ids, and what the attention kernel computed from them
     grad_barriers: bool = False  # `Execution.grad_barriers`
     mlp_in_halves: bool = False  # `Execution.mlp_in_halves`
 
@@ -46,7 +48,7 @@ class ForwardContext:
 
     def grad_barrier(self, *arrays: object) -> tuple:
         """Barrier for `arrays`, pytrees: with `grad_barriers`, computes all their gradients before using any."""
-        return _grad_barrier(*arrays) if self.grad_barriers else arrays
+        return grad_barrier(*arrays) if self.grad_barriers else arrays
 
     def activations(self, x_BTD: Array) -> Tree:
         """Reports the sum of squares of a block's output over non-padding tokens, [1, 1] like the routers' sums."""
@@ -67,6 +69,6 @@ class ForwardContext:
         return jnp.where(keep_BTD, x_BTD / (1.0 - rate), 0.0).astype(x_BTD.dtype)
 
 
-_grad_barrier = with_gradient(
+grad_barrier = with_gradient(
     lambda *arrays: (arrays, None), lambda _, gradients: jax.lax.optimization_barrier(gradients)
 )

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 
 from src.model.execution import Execution
-from src.model.forward_context import ForwardContext
+from src.model.forward_context import ForwardContext, grad_barrier
 from src.model.spec import LayerGroup
 
 
@@ -49,8 +49,13 @@ def run_layer_group(
         if execution.scan_layers:
             return jax.lax.scan(lambda x, repeat: run_pattern(x, repeat, context), x, repeats)
         outputs = []
-        for index in range(len(layers)):
-            x, output = run_pattern(x, jax.tree.map(lambda leaf, index=index: leaf[index], repeats), context)
+        # The gradients of a split array are concatenated; XLA on GPUs would add each layer's to an array of zeros. And
+        # without the barrier it would concatenate them anew in each of the optimizer's kernels.
+        if context.layout.platform == "gpu":
+            repeats = *grad_barrier(weights), caches, layers
+        split = jax.tree.map(lambda leaf: jax.lax.split(leaf, [1] * len(layers)), repeats)
+        for repeat in jax.tree.transpose(jax.tree.structure(repeats), None, split):
+            x, output = run_pattern(x, jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), repeat), context)
             outputs.append(output)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 

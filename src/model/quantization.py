@@ -36,10 +36,19 @@ class Quantized:
     axes: tuple[str | None, ...] = field(metadata={"static": True})  # logical axes of the weight's dims
 
     def __getitem__(self, index: Any) -> Self:
+        """Supports `...`, and an ellipsis followed by slices or numbers, which index the last dims."""
         if index is Ellipsis:
             return self
-        bound = self.bound if self.bound is None or self.bound.shape[-1] == 1 else self.bound[index]
-        return dataclasses.replace(self, weight=self.weight[index], bound=bound)
+        _, *parts = index
+        kept, last = self.axes[: -len(parts)], self.axes[-len(parts) :]
+        kept += tuple(axis for axis, part in zip(last, parts, strict=True) if isinstance(part, slice))
+        bound = self.bound
+        if bound is not None:  # of size 1 along dims that share a bound
+            sizes = bound.shape[-len(parts) :]
+            shared = (0 if isinstance(part, int) else slice(None) for part in parts)
+            of_each = (part if size > 1 else one for part, size, one in zip(parts, sizes, shared, strict=True))
+            bound = bound[(..., *of_each)]
+        return dataclasses.replace(self, weight=self.weight[index], bound=bound, axes=kept)
 
     def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Any, str], Array]) -> Array:
         """Computes the einsum of `x` and this weight."""

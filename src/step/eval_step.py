@@ -21,7 +21,9 @@ from src.step.state import batch_sharding
 
 # Compiler options of every step, including evaluation, in addition to `compile_xla_flags`. XLA's own matmul kernels
 # (Triton) are tuned by running them on a device: a program compiled without a device would use them untuned.
-ALWAYS: dict[str, dict[str, str]] = {"gpu": {"xla_gpu_enable_triton_gemm": "False"}}
+ALWAYS: dict[str, dict[str, str]] = {
+    "gpu": {"xla_gpu_enable_triton_gemm": "False", "xla_gpu_enable_dynamic_slice_fusion": "False"}
+}
 
 
 def always(platform: str) -> dict[str, str]:

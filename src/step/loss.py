@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from src.model.attention import with_segment_lists
 from src.model.decoder import Decoder, OutputPart
 from src.model.forward_context import ForwardContext
 from src.model.params import Tree, Weights
@@ -108,7 +109,7 @@ def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Ar
         grad_barriers=plan.execution.grad_barriers,
         mlp_in_halves=plan.execution.mlp_in_halves,
     )
-    hidden_BTD, _, reports = model(inputs["tokens"], context, plan.execution)
+    hidden_BTD, _, reports = model(inputs["tokens"], with_segment_lists(context), plan.execution)
     return hidden_BTD, context, reports
 
 

@@ -35,7 +35,7 @@ def counted(topology, *keys):
 
 # The primitives of a kernel's forward pass, and how many of them a packed batch and an unpacked one have.
 KERNELS = {
-    "cudnn_flash": ("a3:1", "dot_product_attention_fwd", {True: 3, False: 1}),  # two lists of segments, or a mask
+    "cudnn_flash": ("a3:1", "dot_product_attention_fwd", {True: 4, False: 1}),  # one list of segments, two, or a mask
     "flash": ("v5e-1", "pallas_call", {True: 1, False: 1}),
     "blocked": ("v5e-1", "scan", {True: 1, False: 1}),
 }

@@ -481,11 +481,11 @@ def test_hosts_of_gpus_are_its_slices():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("topology", "kernel"), [("a3", "cudnn_flash"), ("v5e-8", "flash")])
+@pytest.mark.parametrize(("topology", "kernel"), [("a3", "blocked"), ("v5e-8", "flash")])
 def test_steps_for_accelerators_are_made_of_the_same_names(tmp_path, topology, kernel, capsys):
     sizes = {"base_emb_dim": 128, "base_num_query_heads": 1, "base_num_kv_heads": 1, "head_dim": 128, "vocab_size": 256}
     keys = {"base_num_decoder_layers": 1, "base_mlp_dim": 128, "max_target_length": 128, "per_device_batch_size": 1}
-    more = {"compile_topology": topology, "compiled_trainstep_file": tmp_path / "step"}
+    more = {"compile_topology": topology, "compiled_trainstep_file": tmp_path / "step", "attention": kernel}
     arguments = [f"{key}={value}" for key, value in {**sizes, **keys, **more}.items()]
     try:
         with no_cache():  # which the command switches off

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from src.model.attention import with_segment_lists
 from src.model.attention_kernels import cudnn as module
 from src.model.attention_kernels import cudnn_segments
 from src.model.attention_kernels.scores import ScoreSpec
@@ -253,11 +254,13 @@ SEGMENTS = {  # of 128 tokens; the last class has segments of up to 8 tokens, an
     "one in a row": [[128], [128]],
     "as many of a length as there can be": [[33, 33, 33, 29], [9] * 14 + [2]],
     "of one token": [[1] * 64 + [64], [96] + [1] * 32],
+    "as many as a class of all lengths has room for": [[1, 2, 60, 33, 32], [5, 120, 3]],
 }
+ONE_CLASS = ("one in a row", "as many as a class of all lengths has room for")
 
 
 # Every kind of row, window and heads once.
-SHORT = set(zip(SEGMENTS, (2, 4, 2, 4), (0, 5, 20, 0), strict=True))
+SHORT = set(zip(SEGMENTS, (2, 4, 2, 4, 2), (0, 5, 20, 0, 5), strict=True))
 
 
 @pytest.mark.usefixtures("hopper")
@@ -270,13 +273,47 @@ SHORT = set(zip(SEGMENTS, (2, 4, 2, 4), (0, 5, 20, 0), strict=True))
 )
 def test_packed_rows_are_computed_by_their_segments(monkeypatch, rows, kv_heads, window):
     arrays, segments = inputs(kv_heads, length=128), ids_of(*SEGMENTS[rows])
-    run = module._Pieces.run
+    run, run_lists = module._Pieces.run, cudnn_segments.Segments.run
+    used = 1 if rows in ONE_CLASS else 3  # the number of classes
     monkeypatch.setattr(module._Pieces, "run", lambda *given: _nans(run(*given)))  # and nothing of these
+
+    def run_used(self, q, k, v, classes):
+        found = run_lists(self, q, k, v, classes)
+        return found if len(classes) == used else _nans(found)
+
+    monkeypatch.setattr(cudnn_segments.Segments, "run", run_used)
     *values, direction = (x.astype(np.float32) for x in arrays)
     found = computed("cudnn_flash", *values, direction, None, context_of(make()[1].layout, segments), window=window)
     assert_close(found, written_out(*arrays, None, segments, window=window), 1e-5)
-    # Of 128 tokens, then 32, then 8: in the backward pass each uses memory for four segments of so many tokens.
-    assert [shape for kind, shape in CALLS if kind == "SEGMENTS"] == [(2, 4), (8, 4), (32, 4)]
+    # All as segments of up to 128 tokens; and of 128, 32 and 8, which each use memory for four in so many tokens.
+    assert [shape for kind, shape in CALLS if kind == "SEGMENTS"] == [(2, 4), *[(2, 4), (8, 4), (32, 4)]]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("for_all_layers", [True, False])
+def test_each_device_lists_its_own_segments(for_all_layers):
+    """The first row's eight segments are listed by length, the second's three in one class."""
+    arrays, segments = inputs(2, length=128), ids_of(*SEGMENTS["of every length"])
+    layout = make(devices=2)[1].layout
+    rows = layout.sharding(("batch", "length", None, None))
+    *placed, direction = (jax.device_put(np.float32(x), rows) for x in arrays)
+    context = context_of(layout, jnp.asarray(segments))
+    if for_all_layers:
+        context = with_segment_lists(dataclasses.replace(context, kernel="cudnn_flash"))
+        assert context.segment_lists[1].choice_1.tolist() == [1, 0]
+    found = computed("cudnn_flash", *placed, direction, None, context)
+    assert_close(found, written_out(*arrays, None, segments), 1e-5)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_lists_of_other_segments_are_not_used():
+    """As when attention in chunks makes each chunk a segment."""
+    arrays, segments = inputs(2, length=128), ids_of(*SEGMENTS["of every length"])
+    context = context_of(make()[1].layout, jnp.ones_like(jnp.asarray(segments)))
+    context = with_segment_lists(dataclasses.replace(context, kernel="cudnn_flash"))
+    context = dataclasses.replace(context, segment_ids_BT=jnp.asarray(segments))
+    *values, direction = (x.astype(np.float32) for x in arrays)
+    assert_close(computed("cudnn_flash", *values, direction, None, context), written_out(*arrays, None, segments), 1e-5)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -292,7 +329,7 @@ def test_rows_of_more_short_segments_than_are_listed_are_computed_in_pieces(monk
     ):
         monkeypatch.setattr(cudnn_segments.Segments, "run", run if fits else lambda *given: _nans(run(*given)))
         segments = ids_of(*rows)
-        assert bool(cudnn_segments.fit(cudnn_segments.classes_of(jnp.asarray(segments)))) == fits
+        assert int(cudnn_segments.list_segments(jnp.asarray(segments)).choice_1[0] < 2) == fits
         found = computed("cudnn_flash", *values, direction, None, context_of(layout, segments))
         assert_close(found, written_out(*arrays, None, segments), 1e-5)
 
@@ -328,12 +365,12 @@ def test_what_lists_cannot_say_is_computed_in_pieces(length, facts):
 def test_lengths_whose_classes_are_whole_tiles_are_listed(monkeypatch, length, listed):
     """At 1,280 tokens classes would have up to 1,280, 320 and 80."""
     monkeypatch.undo()
-    assert cudnn_segments.can_list(length, length, ScoreSpec(4, 128, 128, 1.0), 4) == listed
+    assert cudnn_segments.can_divide(length) == listed
 
 
 def test_heads_and_batches_that_offsets_cannot_say_are_not_listed():
     fitting = ScoreSpec(4, 128, 128, 1.0)
-    assert cudnn_segments.can_list(2**20, 4096, fitting, 8)
-    assert not cudnn_segments.can_list(2**21, 4096, fitting, 8), "2^31 numbers"
-    assert not cudnn_segments.can_list(4096, 4096, ScoreSpec(4, 256, 256, 1.0), 4)
-    assert not cudnn_segments.can_list(4096, 4096, ScoreSpec(4, 128, 64, 1.0), 4)
+    assert cudnn_segments.can_compute(2**20, fitting, 8)
+    assert not cudnn_segments.can_compute(2**21, fitting, 8), "2^31 numbers"
+    assert not cudnn_segments.can_compute(4096, ScoreSpec(4, 256, 256, 1.0), 4)
+    assert not cudnn_segments.can_compute(4096, ScoreSpec(4, 128, 64, 1.0), 4)

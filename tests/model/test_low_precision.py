@@ -212,6 +212,22 @@ def test_more_products_than_an_int32_can_sum_are_refused():
         params.matmul(x, Quantized(w, jnp.ones((1, 1)), products, (None, None)), "BTD,DF->BTF")
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_factor_of_a_weight_is_multiplied_as_it_is_in_the_whole(kind):
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(4, 8, 16)).astype(np.float32), rng.normal(size=(16, 2, 8)).astype(np.float32)
+    w[:, 1] *= 3  # int8 has bounds for each channel of each factor, fp8 one for both
+    bound = largest(jnp.asarray(w), (0,) if kind == "int8" else None)
+    whole = Quantized(jnp.asarray(w), bound, EightBitMatmuls(FORMATS[kind], layout_of(1)), ("embed", None, "mlp"))
+    out = params.matmul(jnp.asarray(x), whole, "BTD,DAF->BTAF")
+    for index in range(2):
+        factor = whole[..., index, :]
+        assert factor.axes == ("embed", "mlp")
+        np.testing.assert_array_equal(params.matmul(jnp.asarray(x), factor, "BTD,DF->BTF"), out[..., index, :])
+    half = whole[..., 1, :4]
+    np.testing.assert_array_equal(params.matmul(jnp.asarray(x), half, "BTD,DF->BTF"), out[..., 1, :4])
+
+
 LATENT = {"attention_type": "mla", "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8}
 LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 8}
 KINDS = {

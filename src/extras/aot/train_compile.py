@@ -36,6 +36,7 @@ python -m src.train_compile CONFIG compile_topology=v5p-128 [key=value ...]""",
 )
 DOES_NOT_FIT = 3  # exit code
 MAX_SECONDS_TO_TRY = 600  # no further change is compiled after this
+CUDNN_CALL = "@__cudnn$"  # in StableHLO
 
 
 def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
@@ -72,6 +73,12 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     times.append(time.monotonic())
     print(f"compiling for {report.describe(topology.name, topology.slices)}; this may take minutes", flush=True)
     lowered = traced.jax_traced.lower()
+    if program_path and CUDNN_CALL in lowered.as_text():
+        raise UserError(
+            f"compiled_trainstep_file: this step calls cuDNN (attention={traced.plan.kernel}), whose kernels XLA compiles "
+            "only with the GPU at hand: the saved step would fail there. Compile and run with attention=blocked, or "
+            "leave compiled_trainstep_file empty: jax_cache_dir keeps what the first run compiles."
+        )
     header = program.header(traced, config.model, config.step, config.batch, config.mesh)
     profile = pgle.options(config.aot.pgle_profile, header) if config.aot.pgle_profile else {}
     times.append(time.monotonic())

@@ -25,7 +25,7 @@ from src.extras.command_files import check_outputs, read_lines, write_output
 from src.extras.conversations import ChatFields, read_message
 from src.extras.generation.completion import Completion, Prompt, generate, length_note, make_generator, write_now
 from src.extras.generation.generate import Generator, in_training
-from src.extras.generation.inference_weights import quantize_at_rest, unrolled
+from src.extras.generation.inference_weights import in_activation_dtype, quantize_at_rest, unrolled
 from src.extras.generation.loaded_model import load_model, model_fingerprint
 from src.model.params import Weights
 from src.run.run_setup import configured
@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
         before = _bytes(weights)
         plan, weights = quantize_at_rest(plan, weights, loaded)
         say([f"weights: {_bytes(weights) / 1e6:,.1f} MB in memory, {before / 1e6:,.1f} before quantize_weights=int8"])
+    weights = in_activation_dtype(plan, weights)
     generator = make_generator(decoding, length, plan, weights)
     rows = math.ceil(config.batch.per_device_batch_size * plan.layout.mesh.size)
     if config.decoding.interactive:

@@ -166,7 +166,9 @@ class Generator:
     def padded(self, prompts: Sequence[np.ndarray], rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Pads prompts on the right to [B, T], with B at least `rows`; also returns their lengths [B]."""
         shards = self.plan.layout.shards("batch")
-        B = -(-max(rows, len(prompts)) // shards) * shards
+        # XLA on GPUs turns a matmul with one row into products and a sum, which takes longer than one with two rows.
+        least = 2 if self.plan.layout.platform == "gpu" else 1
+        B = -(-max(rows, len(prompts), least) // shards) * shards
         longest = max(map(len, prompts))
         T = self.prefill_length
         if T == -1 and self.plan.spec.has_capacity:

@@ -15,6 +15,7 @@ from src.model.execution import Execution
 from src.model.params import Weights
 from src.model.selection import Quantization
 from src.model.spec import LayerGroup
+from src.step.matrices import matrices
 from src.step.plan import StepPlan
 
 
@@ -48,6 +49,24 @@ def quantize_at_rest(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tupl
     chosen = select_at_rest(plan.step, declarations).unrolled(loaded.spec.layer_groups)
     tree = store_in_8_bits(chosen, weights.merged(), plan.layout.platform == "cpu")
     return dataclasses.replace(plan, quantization=Quantization()), Weights(tree)
+
+
+def in_activation_dtype(plan: StepPlan, weights: Weights) -> Weights:
+    """Casts what matmuls and lookups cast for every token to `dtype` once, and deletes the old arrays.
+
+    Takes `unrolled`'s plan and weights. Matmuls in 8 bits quantize the weights as they are.
+    """
+    if plan.quantization.kind:
+        return weights
+    _, declarations = params.abstract(lambda rngs: Decoder(plan.spec, rngs))
+    dims = params.by_path(matrices(declarations, plan.spec.vocab_size))
+    flat, dtype = params.by_path(weights.merged()), jnp.dtype(plan.spec.dtype)
+    for path, leaf in flat.items():
+        # A router's weight is multiplied in float32.
+        if isinstance(leaf, jax.Array) and dims[path].reduction and path[-1] != "router" and leaf.dtype != dtype:
+            flat[path] = leaf.astype(dtype)
+            leaf.delete()
+    return Weights(params.nested(flat))
 
 
 def _unstacked(blocks: dict[int, params.Tree], group: LayerGroup) -> dict[int, params.Tree]:

@@ -25,7 +25,16 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.ad_checkpoint import checkpoint_name
 
 from src.model.attention_kernels.blocked import blocked
-from src.model.attention_kernels.cudnn_segments import RATIO, Segments, can_list, classes_of, fit, operands
+from src.model.attention_kernels.cudnn_segments import (
+    RATIO,
+    SegmentClass,
+    SegmentLists,
+    Segments,
+    can_compute,
+    can_divide,
+    list_segments,
+    operands,
+)
 from src.model.attention_kernels.scores import CONTEXT, MASKED, ScoreSpec
 from src.model.forward_context import ForwardContext
 from src.model.matmul import with_gradient
@@ -52,17 +61,33 @@ def cudnn(
     starts_np = zigzag_order(T, layout).reshape(shards, zigzag_parts(shards) // shards, -1)[:, :, 0]
     ids = (context.segment_ids_BT, replicate_rows(context.segment_ids_BT, layout))
     specs = (sharded, sharded, sharded, rows, rows, layout.spec(("length", None)))
-    listed = lists_segments(q_BTNH.shape[0], T, spec, context.packed, layout)
-    segments = Segments(spec.scale, window) if listed else None
-    mapped = layout.shard_map(_differentiable(pieces, segments), specs, sharded)
-    return mapped(q_BTNH, k_BSKH, v_BSKH, *ids, jnp.asarray(starts_np, jnp.int32))
+    given = (q_BTNH, k_BSKH, v_BSKH, *ids, jnp.asarray(starts_np, jnp.int32))
+    if not by_segments(q_BTNH.shape[0], T, spec, context.packed, layout):
+        return layout.shard_map(_differentiable(pieces.run, pieces.gradients), specs, sharded)(*given)
+    ids_BT, lists = context.segment_lists or (None, None)
+    if ids_BT is not context.segment_ids_BT:  # chunks of attention or rows of a pipeline's stage replaced the segments
+        lists = segment_lists(context)
+    mapped = layout.shard_map(_listed(pieces, Segments(spec.scale, window)), (*specs, layout.spec(("batch",))), sharded)
+    return mapped(*given, lists)
 
 
-def lists_segments(B: int, T: int, spec: ScoreSpec, packed: bool, layout: MeshLayout) -> bool:
-    """Whether sequences [B, T] are computed by their segments, if these fit the list."""
-    if not packed or layout.shards("length") > 1 or compute_capability(layout.mesh.devices.flat[0]) < 9.0:
-        return False
-    return can_list(B // layout.shards("batch") * T, T, spec, spec.num_heads // layout.shards("heads"))
+def segment_lists(context: ForwardContext) -> SegmentLists | None:
+    """Lists the segments of each device's sequences, for all layers; None if none can be computed by segments."""
+    if not _lists(context.segment_ids_BT.shape[1], context.packed, context.layout):
+        return None
+    rows, by_device = context.layout.spec(("batch", None)), context.layout.spec(("batch",))
+    return context.layout.shard_map(list_segments, (rows,), by_device)(context.segment_ids_BT)
+
+
+def _lists(T: int, packed: bool, layout: MeshLayout) -> bool:
+    hopper = compute_capability(layout.mesh.devices.flat[0]) >= 9.0
+    return packed and layout.shards("length") == 1 and hopper and can_divide(T)
+
+
+def by_segments(B: int, T: int, spec: ScoreSpec, packed: bool, layout: MeshLayout) -> bool:
+    """Whether sequences [B, T] are computed by their segments, if the lists have room for these."""
+    heads = spec.num_heads // layout.shards("heads")
+    return _lists(T, packed, layout) and can_compute(B // layout.shards("batch") * T, spec, heads)
 
 
 def workspace_bytes(B: int, T: int, spec: ScoreSpec, kv_heads: int, packed: bool, layout: MeshLayout) -> int:
@@ -76,39 +101,49 @@ def workspace_bytes(B: int, T: int, spec: ScoreSpec, kv_heads: int, packed: bool
     tokens = B // layout.shards("batch") * (T // layout.shards("length"))
     gradients = 4 * tokens * spec.num_heads // layout.shards("heads") * spec.head_dim
     grouped = 2 if kv_heads < spec.num_heads else 1
-    return gradients * grouped * (RATIO if lists_segments(B, T, spec, packed, layout) else 1)
+    return gradients * grouped * (RATIO if by_segments(B, T, spec, packed, layout) else 1)
 
 
-def _differentiable(pieces: "_Pieces", segments: Segments | None) -> Callable[..., Array]:
-    """Builds attention on one device, with its gradient: by segments if `segments` fits the batch, otherwise in pieces.
+def _differentiable(run: Callable, gradients: Callable, used: int = 0) -> Callable[..., Array]:
+    """Builds attention on one device from `run`, which returns the output and normaliser, and its `gradients`.
 
-    The built function takes q, k, v, the segment ids of queries and keys, and the index in the text of the first token
-    of each of the device's zigzag parts, [1, parts].
+    The built function takes q, k, v, the segment ids of queries and keys, the index in the text of the first token of
+    each of the device's zigzag parts, [1, parts], and `used` more arguments.
     """
 
-    def choose(by_segments: Callable, in_pieces: Callable, *given: Array) -> tuple[Array, ...]:
-        classes = classes_of(given[3])
+    def saving(*given: Any) -> tuple[Array, tuple[Any, ...]]:
+        out, normaliser = (checkpoint_name(x, CONTEXT) for x in run(*given))
+        return out, (*given, out, normaliser)
 
-        def listed(
-            q: Array, k: Array, v: Array, q_ids: Array, k_ids: Array, starts_1p: Array, *of_out: Array
-        ) -> tuple[Array, ...]:
+    def differentiated(kept: tuple[Any, ...], d_out: Array) -> tuple[Array | None, ...]:
+        return *gradients(*kept, d_out), *[None] * (3 + used)
+
+    return with_gradient(saving, differentiated)
+
+
+def _listed(pieces: "_Pieces", segments: Segments) -> Callable[..., Array]:
+    """Builds attention on one device, with its gradient: by segments if the lists have room, otherwise in pieces.
+
+    The built function takes `SegmentLists` after `_differentiable`'s arguments.
+    """
+
+    def choose(by_segments: Callable, in_pieces: Callable, *given: Any) -> tuple[Array, ...]:
+        (*arrays, lists), of_out = given[:7], given[7:]
+
+        def attend(classes: Sequence[SegmentClass], *arrays: Array) -> tuple[Array, ...]:
+            q, k, v, _, _, _, *of_out = arrays
             return by_segments(q, k, v, classes, *of_out)
 
         # Without the barrier JAX would make the masks before the loop over layers, whether they are used or not.
-        fits, given = jax.lax.optimization_barrier((fit(classes), given))
-        return jax.lax.cond(fits, listed, in_pieces, *given)
+        lists, arrays = jax.lax.optimization_barrier((lists, (*arrays, *of_out)))
+        branches = [functools.partial(attend, classes) for classes in lists.divisions]
+        return jax.lax.switch(lists.choice_1[0], [*branches, in_pieces], *arrays)
 
-    def run(*given: Array) -> tuple[Array, tuple[Array, ...]]:
-        found = choose(segments.run, pieces.run, *given) if segments else pieces.run(*given)
-        out, normaliser = (checkpoint_name(x, CONTEXT) for x in found)
-        return out, (*given, out, normaliser)
-
-    def gradients(kept: tuple[Array, ...], d_out: Array) -> tuple[Array | None, ...]:
-        given = (*kept, d_out)
-        found = choose(segments.gradients, pieces.gradients, *given) if segments else pieces.gradients(*given)
-        return *found, None, None, None
-
-    return with_gradient(run, gradients)
+    return _differentiable(
+        functools.partial(choose, segments.run, pieces.run),
+        functools.partial(choose, segments.gradients, pieces.gradients),
+        used=1,
+    )
 
 
 class _Mask(NamedTuple):

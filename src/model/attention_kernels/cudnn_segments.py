@@ -4,12 +4,13 @@ A call takes the first token and the length of each segment in the batch, up to 
 backward pass, cuDNN uses memory for this number of segments of the greatest length, whatever their real lengths. The
 segments are therefore divided by length into classes, each four times shorter than the one before, with a call for
 each. A class lists four segments per greatest length of tokens: all that the batch can hold, except in the last class.
+If all of a batch's segments have room in the first class, a single call takes them, which is faster than one per class.
 A batch with more of the shortest segments, of a quarter of their class's length or less on average, is left to another
-kernel (see `fit`).
+kernel.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -49,11 +50,13 @@ def operands(
     return (*arrays, bias, *(lengths or (none, none)), *(offsets or (none, none)), none, none), settings
 
 
-class SegmentClass(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SegmentClass:
     """The segments of one range of lengths, in F tokens of a batch; S is the number of segments it has room for."""
 
-    longest: int  # L, their greatest length
-    count: Array  # of its segments
+    longest: int = field(metadata={"static": True})  # L, their greatest length
+    count_1: Array  # of its segments
     starts_S: Array  # first token of each; F if there are fewer segments
     lengths_S: Array  # 0 if there are fewer
     member_F: Array  # whether a token's segment is of this class
@@ -117,11 +120,15 @@ class Segments:
         return operands((q, k, v), self.scale, kind, window=self.window, lengths=(lengths, lengths), offsets=offsets)
 
 
-def can_list(tokens: int, T: int, spec: ScoreSpec, heads: int) -> bool:
-    """Whether `Segments` can compute sequences of T tokens, a device's `tokens` and query `heads` in all."""
+def can_divide(T: int) -> bool:
+    """Whether `list_segments` can divide sequences of T tokens."""
+    return all(T % L == 0 and L % MULTIPLE == 0 for L in _longest(T))
+
+
+def can_compute(tokens: int, spec: ScoreSpec, heads: int) -> bool:
+    """Whether `Segments` can compute a device's `tokens` and query `heads`."""
     # cuDNN uses the keys' offsets, which are 32-bit numbers, for the values too. Larger heads were not tried on a GPU.
-    suitable = spec.head_dim == spec.value_dim <= 128 and tokens * heads * spec.head_dim < 2**31
-    return suitable and all(T % L == 0 and L % MULTIPLE == 0 for L in _longest(T))
+    return spec.head_dim == spec.value_dim <= 128 and tokens * heads * spec.head_dim < 2**31
 
 
 def _of_own_class(results: list[tuple[SegmentClass, tuple[Array, ...]]], rows: tuple[int, ...]) -> tuple[Array, ...]:
@@ -152,16 +159,27 @@ def _bounds(ids_BT: Array) -> tuple[Array, Array]:
     return starts_F, jax.lax.cummin(jnp.where(ends_F, index_F + 1, B * T), reverse=True)
 
 
-def fit(classes: Sequence[SegmentClass]) -> Array:
-    """Whether the last class has room for all of the batch's short segments: a bool."""
-    return classes[-1].count <= classes[-1].starts_S.size
+class SegmentLists(NamedTuple):
+    """A batch's segments, divided in several ways, and which of these to use."""
+
+    choice_1: Array  # the first in which all segments fit; the number of ways if none does
+    divisions: list[list[SegmentClass]]  # the fastest first
 
 
-def classes_of(ids_BT: Array) -> list[SegmentClass]:
-    """Divides a batch's segments, runs of equal ids, into classes by length."""
+def list_segments(ids_BT: Array) -> SegmentLists:
+    """Divides a batch's segments, runs of equal ids: into one class, where a call is enough, and by length."""
+    longest = _longest(ids_BT.shape[1])
+    divisions = [classes_of(ids_BT, longest[:count]) for count in sorted({1, len(longest)})]
+    # Only the last class may lack room.
+    fits = [classes[-1].count_1 <= classes[-1].starts_S.size for classes in divisions]
+    return SegmentLists(jnp.argmax(jnp.stack([*fits, jnp.ones(1, bool)]), axis=0).astype(jnp.int32), divisions)
+
+
+def classes_of(ids_BT: Array, longest: Sequence[int]) -> list[SegmentClass]:
+    """Divides a batch's segments into classes by length; `longest`: the greatest of each, in falling order."""
     starts_F, ends_F = _bounds(ids_BT)
     (B, T), lengths_F = ids_BT.shape, ends_F - starts_F
-    longest, found, index_F = _longest(T), [], jnp.arange(B * T, dtype=jnp.int32)
+    found, index_F = [], jnp.arange(B * T, dtype=jnp.int32)
     for L, below in zip(longest, [*longest[1:], 0], strict=True):
         slots = B * T // L * RATIO
         member_F = (lengths_F > below) & (lengths_F <= L)
@@ -169,6 +187,6 @@ def classes_of(ids_BT: Array) -> list[SegmentClass]:
         (starts_S,) = jnp.nonzero(first_F, size=slots, fill_value=B * T)
         lengths_S = jnp.where(starts_S < B * T, lengths_F[jnp.minimum(starts_S, B * T - 1)], 0)
         slot_F = jnp.cumsum(first_F, dtype=jnp.int32) - 1
-        listed = jnp.sum(first_F), starts_S.astype(jnp.int32), lengths_S
+        listed = jnp.sum(first_F)[None], starts_S.astype(jnp.int32), lengths_S
         found.append(SegmentClass(L, *listed, member_F, slot_F, index_F - starts_F))
     return found

@@ -1,0 +1,96 @@
+"""Check a: gradients, losses and token counts on meshes of virtual devices equal those of one device."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from src.config.schema import MESH_AXES, Config, Mesh
+from src.extras.verify.subject import LENGTH, NOT_APPLICABLE, PLAIN_DESCENT, ROWS, Row, Subject, compared, mesh_keys
+from src.model.spec import model_spec
+from src.system.errors import UserError
+
+DEVICES = 8  # virtual ones
+# The same sums in another order: clean figures are 1e-6 to 5e-6, and a term that is missing or counted twice gives 0.1.
+BOUND = 2e-5
+
+Sizes = Mapping[str, int]  # devices along each axis of more than one
+
+
+def rows(subject: Subject, meshes: Sequence[Sizes]) -> Iterator[Row]:
+    """Compares a step on each mesh with the step of one device."""
+    for sizes in meshes:
+        name = "mesh " + " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        if why := obstacle(subject.config, sizes):
+            yield Row("a", name, NOT_APPLICABLE, note=why)
+            continue
+        try:
+            plan = subject.plan(math.prod(sizes.values()), **PLAIN_DESCENT, **mesh_keys(sizes))
+            found = subject.result(plan)
+        except UserError as error:
+            yield Row("a", name, NOT_APPLICABLE, note=str(error).partition("\n")[0])
+            continue
+        yield compared("a", name, found, subject.reference, BOUND)
+
+
+def obstacle(config: Config, sizes: Sizes) -> str:
+    """Says what the config lacks for this mesh; "" if nothing."""
+    spec = model_spec(config.model, config.step, config.batch.max_target_length)
+    if sizes.get("expert", 1) > 1 and not spec.has_experts:
+        return "the model has no experts"
+    most = max(group.repeats for group in spec.layer_groups)
+    if sizes.get("stage", 1) > 1 and most % sizes["stage"]:
+        return f"no group of layers repeats a multiple of {sizes['stage']} times"
+    return ""
+
+
+def chosen(text: str, config: Config, configured: Mesh) -> list[dict[str, int]]:
+    """Reads `mesh=`: all (every pair of axes, in threes), as_configured, "" (that, and single axes), or axis=size,...
+
+    `configured` is the mesh of the whole config; its axes of more than one device become 2. Raises UserError for an
+    unknown axis, a size below 2, or more devices than there are.
+    """
+    if text and text not in ("all", "as_configured"):
+        return [_parsed(text)]
+    axes = [axis for axis in MESH_AXES if not obstacle(config, {axis: 2})]
+    wide = [axis for axis in MESH_AXES if _devices(configured, axis) != 1 and axis in axes]
+    both = [dict.fromkeys(wide[start : start + 3], 2) for start in range(0, len(wide), 3)]
+    if text == "as_configured":
+        return both
+    if text == "all":
+        return [*({axis: 2} for axis in axes), *_covering(axes)]
+    singles = [{axis: 2} for axis in axes]
+    return singles + [sizes for sizes in both if sizes not in singles]
+
+
+def _covering(axes: Sequence[str]) -> list[dict[str, int]]:
+    """Meshes of three axes that have every pair of axes together at least once."""
+    pairs, found = set(itertools.combinations(axes, 2)), []
+    while pairs:
+        three = max(
+            itertools.combinations(axes, min(3, len(axes))),
+            key=lambda each: len(pairs.intersection(itertools.combinations(each, 2))),
+        )
+        pairs.difference_update(itertools.combinations(three, 2))
+        found.append(dict.fromkeys(three, 2))
+    return found
+
+
+def _devices(mesh: Mesh, axis: str) -> int:
+    """Devices along an axis in the config, -1 (the rest) where any number may be."""
+    sizes = [getattr(mesh, f"{kind}_{MESH_AXES[axis]}_parallelism") for kind in ("ici", "dcn")]
+    return -1 if -1 in sizes and axis == "fsdp" else math.prod(max(size, 1) for size in sizes)
+
+
+def _parsed(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, number = part.partition("=")
+        if axis not in MESH_AXES:
+            raise UserError(f"mesh={text}: {axis} is no mesh axis; expected one of {', '.join(MESH_AXES)}")
+        if not number.isdigit() or int(number) < 2:
+            raise UserError(f"mesh={text}: expected {axis}=2 or more devices, not {number or 'nothing'}")
+        sizes[axis] = int(number)
+    if math.prod(sizes.values()) > DEVICES:
+        raise UserError(f"mesh={text} has {math.prod(sizes.values())} devices, and verify makes {DEVICES}")
+    assert ROWS % DEVICES == LENGTH % DEVICES == 0
+    return sizes

@@ -1,0 +1,176 @@
+"""What the checks look at: a config in small, random weights and packed texts, and what a step makes of them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from src.config.schema import MESH_AXES, Config
+from src.model.params import Weights, by_path, dotted
+from src.parallel.mesh import make_layout
+from src.step.loss import LossFunction, next_token_loss
+from src.step.optimizer import hparams_at
+from src.step.plan import Batch, StepPlan
+from src.step.state import abstract_state, batch_sharding
+from src.step.trace import plan_step
+from src.step.train_step import compile_steps
+
+ROWS, LENGTH = 8, 48  # of a batch: rows for every mesh of eight devices
+PASS, FAIL, NOT_APPLICABLE = "PASS", "FAIL", "NOT APPLICABLE"
+# Larger than any gradient of the small model is small: the weights' float32 then holds a gradient's digits.
+SGD_RATE = 1024.0
+
+
+class Row(NamedTuple):
+    """The outcome of one comparison."""
+
+    check: str  # letter
+    name: str  # what was compared
+    status: str
+    figure: float | None = None
+    bound: float | None = None
+    note: str = ""  # why it does not apply, or where and how it differs
+
+
+class Result(NamedTuple):
+    """What a step computes."""
+
+    gradients: dict[str, np.ndarray]  # by the weights' dotted paths, in float64
+    metrics: dict[str, float]
+    stats: dict[str, np.ndarray]  # what else a step changes: the biases of routers
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subject:
+    """A small config, and what is the same in all of its variants."""
+
+    config: Config
+    seed: int = 0
+
+    def plan(self, devices: int = 1, **keys: Any) -> StepPlan:
+        """Plans the config with other keys; raises UserError if it cannot run so."""
+        config = self.config.replace(**keys)
+        return plan_step(config, make_layout(config.mesh, jax.devices()[:devices]))
+
+    @functools.cached_property
+    def reference_plan(self) -> StepPlan:
+        """The plan on one device."""
+        return self.plan()
+
+    @functools.cached_property
+    def weights(self) -> Any:
+        """Random weights in which no bias is zero and no scale one, nested as all weights are."""
+        rng = np.random.default_rng(self.seed)
+
+        def draw(path: Any, weight: Any) -> np.ndarray:
+            center = 1.0 if "scale" in jax.tree_util.keystr(path) else 0.0
+            return (center + rng.normal(scale=0.2, size=weight.shape)).astype(weight.dtype)
+
+        return jax.tree.map_with_path(draw, self.reference_plan.shapes)
+
+    @functools.cached_property
+    def batch(self) -> Batch:
+        """Rows of two or three documents and padding, each of another length."""
+        rng, vocab = np.random.default_rng(self.seed), self.config.model.vocab_size
+        tokens = rng.integers(0, vocab, (ROWS, LENGTH + 1), dtype=np.int32)
+        segment_ids, positions = np.zeros((2, ROWS, LENGTH), np.int32)
+        for row in range(ROWS):
+            cuts = np.sort(rng.choice(np.arange(1, LENGTH), size=rng.integers(2, 4), replace=False))
+            for index, (start, end) in enumerate(zip([0, *cuts], cuts, strict=False), start=1):
+                segment_ids[row, start:end] = index
+                positions[row, start:end] = np.arange(end - start)
+        mask = (segment_ids > 0).astype(np.float32)
+        texts = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": mask}
+        return {**texts, "segment_ids": segment_ids, "positions": positions}
+
+    @functools.cached_property
+    def loss(self) -> LossFunction:
+        """The loss that the config names."""
+        if not self.config.step.loss:
+            return next_token_loss
+        from src.step.user_loss import loss_function
+
+        return loss_function(self.config.step.loss)
+
+    def result(self, plan: StepPlan, batch: Batch | None = None) -> Result:
+        """Runs a step on the batch, and reads the gradients from the update that plain gradient descent makes.
+
+        This is the training step itself, as src.train compiles it, with all that reduces gradients over devices and
+        micro-batches.
+        """
+        abstract = abstract_state(plan)
+        train_step, _ = compile_steps(plan, abstract, loss=self.loss)
+        before = plan.split(self.weights)
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
+        state = jax.device_put(dataclasses.replace(zeros, weights=before), jax.tree.map(_sharding, abstract))
+        placed = jax.device_put(batch or self.batch, batch_sharding(plan.layout, plan.fields))
+        hparams = hparams_at(plan.step, self.config.run.steps, 0) | {"learning_rate": np.float32(SGD_RATE)}
+        state, metrics = train_step(state, placed, hparams)
+        old, new = by_path(before.trainable), by_path(jax.device_get(state.weights.trainable))
+        gradients = {dotted(path): (np.float64(old[path]) - np.float64(new[path])) / SGD_RATE for path in old}
+        numbers = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
+        stats = {dotted(path): np.asarray(leaf) for path, leaf in by_path(jax.device_get(state.weights.stats)).items()}
+        return Result(gradients, numbers, stats)
+
+    @functools.cached_property
+    def reference(self) -> Result:
+        """A step on one device."""
+        return self.result(self.plan(**PLAIN_DESCENT))
+
+    def forward(self, plan: StepPlan, function: Callable[..., Any]) -> Any:
+        """Compiles and runs `function(decoder)` with the weights."""
+        placed = jax.device_put(plan.split(self.weights), plan.split(plan.shardings))
+        return jax.device_get(jax.jit(lambda weights: function(plan.decoder(weights)))(placed))
+
+
+# Plain gradient descent on all trained weights: the update is the gradient times the rate.
+PLAIN_DESCENT: dict[str, Any] = {
+    "opt_type": "sgd",
+    "optimizer_rules": (),
+    "adam_weight_decay": 0.0,
+    "gradient_clipping_threshold": 0.0,
+    "mup_base_emb_dim": 0,
+    "skip_step_on_spikes": False,
+    "ema_decay": 0.0,
+}
+
+
+def _sharding(leaf: jax.ShapeDtypeStruct) -> Any:
+    return leaf.sharding
+
+
+def mesh_keys(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The config's keys for a mesh of these axes, such as {"tensor": 2}; all others have one device."""
+    return {f"ici_{word}_parallelism": sizes.get(axis, 1) for axis, word in MESH_AXES.items()}
+
+
+def differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> Iterator[tuple[str, float]]:
+    """Yields each array's largest difference, relative to its largest value or a thousandth of the largest of all.
+
+    Some gradients are zero but for rounding: a bias of all keys moves no softmax.
+    """
+    largest = max(float(np.max(np.abs(each))) for each in expected.values())
+    for path, wanted in expected.items():
+        scale = max(float(np.max(np.abs(wanted))), 1e-3 * largest)
+        yield path, float(np.max(np.abs(np.float64(found[path]) - np.float64(wanted)))) / scale
+
+
+def compared(check: str, name: str, found: Result, expected: Result, bound: float) -> Row:
+    """Compares two steps: token counts exactly, then losses, gradients and routers' biases; names the worst weight."""
+    counts = [result.metrics["tokens"] for result in (found, expected)]
+    if counts[0] != counts[1]:
+        return Row(check, name, FAIL, abs(counts[0] - counts[1]), 0, f"{counts[0]:.0f} tokens, not {counts[1]:.0f}")
+    losses = [metric for metric in expected.metrics if metric.endswith("loss")]
+    sizes = {metric: abs(found.metrics[metric] / expected.metrics[metric] - 1) for metric in losses}
+    sizes |= {f"gradient of {path}": size for path, size in differences(found.gradients, expected.gradients)}
+    if expected.stats:
+        sizes |= {f"new value of {path}": size for path, size in differences(found.stats, expected.stats)}
+    worst = max(sizes, key=lambda quantity: np.nan_to_num(sizes[quantity], nan=np.inf))
+    wrong = [quantity for quantity, size in sizes.items() if not size <= bound]
+    if not wrong:
+        return Row(check, name, PASS, sizes[worst], bound)
+    note = f"{worst}; {len(wrong)} of {len(sizes)} quantities differ, the first: {wrong[0]}"
+    return Row(check, name, FAIL, sizes[worst], bound, note)

@@ -82,8 +82,8 @@ def here(generator: Generator, prompts: np.ndarray, new: int) -> Callable[[int],
     generator.compile(*tokens_BT.shape)
 
     def generate(count: int = new) -> np.ndarray:
-        sampled = generator.tokens(tokens_BT, lengths_B, np.arange(len(prompts), dtype=np.int32))
-        return np.stack([next(sampled) for _ in range(count)], axis=1)
+        sampled = generator.tokens(tokens_BT, lengths_B, np.arange(len(tokens_BT), dtype=np.int32))
+        return np.stack([next(sampled)[: len(prompts)] for _ in range(count)], axis=1)
 
     return generate
 

@@ -12,6 +12,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from src.config.command_keys import Decoding
 from src.extras.generation.generate import Generator, Sampling, filter_logits, sample_tokens, sampling
 from src.extras.generation.inference_weights import in_activation_dtype, unrolled
+from src.parallel.mesh import MeshLayout
 from tests import tiny
 
 V = 50
@@ -123,6 +124,20 @@ def test_weights_cast_once_generate_what_weights_cast_for_each_token_do(kind):
     np.testing.assert_array_equal(cast, uncast)
     bytes_of = [sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) for weights in (narrow, wide)]
     assert bytes_of[0] < 0.6 * bytes_of[1], "little but norms is still in float32"
+
+
+@pytest.mark.parametrize(("length", "rows"), [(1024, 8), (2048, 4)])
+def test_on_gpus_each_device_has_two_rows_of_short_prompts(monkeypatch, length, rows):
+    _, plan = tiny.make(4, max_target_length=2048)
+    monkeypatch.setattr(MeshLayout, "platform", "gpu")
+    generator = Generator(plan, {}, Sampling(0.0, 0, 1.0), 0, 2048, prefill_length=length)
+    assert generator.padded([np.arange(3)], 1)[0].shape == (rows, length)
+
+
+def test_weights_narrower_than_activations_stay_so():
+    _, plan = tiny.make(weight_dtype="bfloat16")
+    of_plan, weights = unrolled(plan, plan.split(jax.device_put(tiny.random_weights(plan), plan.shardings)))
+    assert {leaf.dtype for leaf in jax.tree.leaves(in_activation_dtype(of_plan, weights))} == {jnp.dtype("bfloat16")}
 
 
 def test_a_text_does_not_depend_on_a_longer_prompt_beside_it_where_experts_have_a_capacity():

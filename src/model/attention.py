@@ -171,7 +171,7 @@ def with_segment_lists(context: ForwardContext) -> ForwardContext:
         return context
     from src.model.attention_kernels.cudnn import segment_lists
 
-    return dataclasses.replace(context, segment_lists=(context.segment_ids_BT, segment_lists(context)))
+    return dataclasses.replace(context, segment_lists=segment_lists(context))
 
 
 def repeat_kv(x_BTKH: Array, num_query_heads: int, layout: MeshLayout) -> Array:

@@ -28,6 +28,7 @@ class Execution:
     schedule: "Schedule | None" = None  # of pipeline stages
     has_experts: bool = False  # no policy saves the gathered weights of experts
     grad_barriers: bool = False  # on TPUs: for `ForwardContext.grad_barrier` and `cast_matrices`
+    for_gpu: bool = False  # factors and stacked gradients as separate arrays, which XLA on GPUs computes faster
     update_in_branch: bool = False  # run in a branch once all gradients exist and it is known whether to update
 
     @property
@@ -110,4 +111,7 @@ def make_execution(step: Step, spec: ModelSpec, layout: MeshLayout, schedule: "S
     # hold it throughout the step. On a CPU, where each new array is made in a separate loop, XLA would otherwise copy
     # the old moments before it writes the new ones.
     branch = step.optimizer_memory_host_offload or layout.platform == "cpu"
-    return Execution(scans, step.remat_policy, dict(step.remat_custom), schedule, spec.has_experts, early, branch)
+    on_gpu = layout.platform == "gpu"
+    return Execution(
+        scans, step.remat_policy, dict(step.remat_custom), schedule, spec.has_experts, early, on_gpu, branch
+    )

@@ -88,13 +88,12 @@ class FeedForward(nnx.Module):
         is_half: bool = False,
     ) -> Array:
         indices = range(len(self.spec.mlp_activations))
-        on_gpu = context.layout.platform == "gpu" and not context.decoding
-        if on_gpu or (context.grad_barriers and isinstance(wi, Array)):
+        if context.separate_factors or (context.grad_barriers and isinstance(wi, Array)):
             kernels = [wi[..., index, :] for index in indices]
             if is_half:  # else the factors would be held through attention's backward pass, for the weights' gradients
                 x_BTD, *kernels = context.grad_barrier(x_BTD, *kernels)
             # Factors are separate arrays, so that on TPUs their gradients need no recomputed matmul, and on GPUs they
-            # are not interleaved first (docs/log.md). For a single token, slicing the kernels would take longer.
+            # are not interleaved first (docs/log.md).
             factors = context.grad_barrier(*(matmul(x_BTD, kernel, "BTD,DF->BTF") for kernel in kernels))
         else:
             hidden_BTAF = matmul(x_BTD, wi, "BTD,DAF->BTAF")

@@ -25,8 +25,9 @@ class ForwardContext:
     decoding: bool = False  # each sequence is one token, and earlier tokens are in the cache
     log_internals: bool = False  # blocks report the size of their outputs
     layer: Array | int = 0  # index in the model of the block that runs
-    segment_lists: tuple[Array, Any] | None = None  # segment ids, and what the attention kernel computed from them
+    segment_lists: Any = None  # what the attention kernel computed from the segments (cudnn_segments.py SegmentLists)
     grad_barriers: bool = False  # `Execution.grad_barriers`
+    separate_factors: bool = False  # `Execution.for_gpu`: a feed-forward layer's factors are separate arrays
     mlp_in_halves: bool = False  # `Execution.mlp_in_halves`
 
     # Between blocks, T may also be sharded over the mesh axes that shard heads and hidden units within blocks (sequence

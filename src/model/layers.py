@@ -50,8 +50,8 @@ def run_layer_group(
             return jax.lax.scan(lambda x, repeat: run_pattern(x, repeat, context), x, repeats)
         outputs = []
         # The gradients of a split array are concatenated; XLA on GPUs would add each layer's to an array of zeros. And
-        # without the barrier it would concatenate them anew in each of the optimizer's kernels.
-        if context.layout.platform == "gpu":
+        # without the barrier it would concatenate them in each of the optimizer's kernels.
+        if execution.for_gpu:
             repeats = *grad_barrier(weights), caches, layers
         split = jax.tree.map(lambda leaf: jax.lax.split(leaf, [1] * len(layers)), repeats)
         for repeat in jax.tree.transpose(jax.tree.structure(repeats), None, split):

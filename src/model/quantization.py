@@ -39,7 +39,8 @@ class Quantized:
         """Supports `...`, and an ellipsis followed by slices or numbers, which index the last dims."""
         if index is Ellipsis:
             return self
-        _, *parts = index
+        first, *parts = index
+        assert first is Ellipsis
         kept, last = self.axes[: -len(parts)], self.axes[-len(parts) :]
         kept += tuple(axis for axis, part in zip(last, parts, strict=True) if isinstance(part, slice))
         bound = self.bound

@@ -20,7 +20,8 @@ from src.step.plan import Batch, StepPlan
 from src.step.state import batch_sharding
 
 # Compiler options of every step, including evaluation, in addition to `compile_xla_flags`. XLA's own matmul kernels
-# (Triton) are tuned by running them on a device: a program compiled without a device would use them untuned.
+# (Triton) are tuned by running them on a device: a program compiled without a device would use them untuned. With
+# fusions of slices, a matmul whose output is also saved in a loop's array is computed twice (docs/log.md).
 ALWAYS: dict[str, dict[str, str]] = {
     "gpu": {"xla_gpu_enable_triton_gemm": "False", "xla_gpu_enable_dynamic_slice_fusion": "False"}
 }

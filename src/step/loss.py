@@ -102,14 +102,16 @@ def count_tokens(batch: Batch, plan: StepPlan) -> TokenCounts:
 
 def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Array, ForwardContext, Tree]:
     """Computes the hidden states [B, T, D] of a batch that is `in_zigzag`, their context, and the layers' reports."""
-    context = ForwardContext(
+    bare = ForwardContext(
         *(inputs["positions"], inputs["segment_ids"], plan.layout, plan.kernel, plan.packed),
         dropout_keys_BTW=inputs.get("dropout_keys"),
         log_internals=plan.step.log_internals > 0,
         grad_barriers=plan.execution.grad_barriers,
+        separate_factors=plan.execution.for_gpu,
         mlp_in_halves=plan.execution.mlp_in_halves,
     )
-    hidden_BTD, _, reports = model(inputs["tokens"], with_segment_lists(context), plan.execution)
+    context = with_segment_lists(bare)
+    hidden_BTD, _, reports = model(inputs["tokens"], context, plan.execution)
     return hidden_BTD, context, reports
 
 

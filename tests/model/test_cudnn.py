@@ -300,7 +300,7 @@ def test_each_device_lists_its_own_segments(for_all_layers):
     context = context_of(layout, jnp.asarray(segments))
     if for_all_layers:
         context = with_segment_lists(dataclasses.replace(context, kernel="cudnn_flash"))
-        assert context.segment_lists[1].choice_1.tolist() == [1, 0]
+        assert context.segment_lists.choice_1.tolist() == [1, 0]
     found = computed("cudnn_flash", *placed, direction, None, context)
     assert_close(found, written_out(*arrays, None, segments), 1e-5)
 

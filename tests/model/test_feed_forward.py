@@ -1,6 +1,7 @@
 """A wide feed-forward layer in halves, as on TPUs, against the whole layer, which parity tests hold to transformers."""
 
 import dataclasses
+import functools
 
 import jax
 import pytest
@@ -59,3 +60,26 @@ def test_halves_have_the_whole_layers_loss_and_gradients(keys):
 def test_a_layer_stays_whole_if_its_hidden_units_are_saved_sharded_or_few(keys):
     in_halves, _ = plan_on_tpus(keys.get("ici_tensor_parallelism", 1), **keys)
     assert WIDE in widths(in_halves)
+
+
+FOR_GPU = {
+    "biases": {**GPT3, "mlp_activations": "[gelu, linear]"},
+    "adapters": {"lora_rank": 3, "lora_alpha": 0.5, "lora_parameters": "['*']", "load_parameters_path": "elsewhere"},
+    "fp8": {"quantization": "fp8"},
+    "int8, unrolled": {"quantization": "int8", "scan_layers": "false"},
+    "unrolled": {"scan_layers": "false"},
+}
+
+
+@pytest.mark.parametrize("kind", FOR_GPU)
+def test_what_gpus_compute_faster_is_the_same(kind):
+    """Factors and stacked gradients as separate arrays; in 8 bits, a gradient's scale is then each factor's own."""
+    _, plan = make(**FOR_GPU[kind])
+    for_gpu = dataclasses.replace(plan, execution=dataclasses.replace(plan.execution, for_gpu=True))
+    batch, weights = packed_rows(0), random_weights(plan)
+    found, expected = (loss_and_gradients(each, weights, batch) for each in (for_gpu, plan))
+    texts = [
+        str(jax.make_jaxpr(functools.partial(loss_and_gradients, each))(weights, batch)) for each in (for_gpu, plan)
+    ]
+    assert texts[0] != texts[1]
+    assert_close(found, expected, 0.05 if "8" in kind else 1e-5)

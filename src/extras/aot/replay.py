@@ -70,9 +70,10 @@ class _Clock(NamedTuple):
                 now = max(now, arrives.get(instruction.operands[0], now))
             elif instruction.opcode in ("while", "call", "conditional", "async-start"):
                 callees = hlo.callees(instruction)
-                # If attention lists segments, the other branch is for unusual batches. Other conditionals skip work.
-                listing = [name for name in callees if any(map(_lists_segments, self.computations[name].values()))]
-                inner = [self.run(callee) for callee in listing or callees]
+                # Attention lists a batch's segments in one call if they are few; the other branches are for batches of
+                # many. Other conditionals skip work.
+                calls = {name: count for name in callees if (count := _list_calls(self.computations[name]))}
+                inner = [self.run(callee) for callee in ([min(calls, key=calls.__getitem__)] if calls else callees)]
                 times = hlo.loop_rounds(instruction, computation, self.computations) or 0
                 taken = max(inner, key=lambda each: each.step_seconds)
                 now += times * taken.step_seconds
@@ -102,7 +103,8 @@ class _Clock(NamedTuple):
             S = first_array(computation[instruction.operands[1]].type)[1][1]
             matmuls = _ATTENTION_MATMULS["Backward" if "Backward" in target[1] else "fmha"]
             share = 0.5 if re.search(r'"mask_type": ?"\w*CAUSAL"', instruction.attributes) else 1.0
-            if _lists_segments(instruction):  # the calls of all classes together: as if each sequence was one segment
+            # As if each sequence was one segment: in one call all of it, in several the calls of all classes together.
+            if _lists_segments(instruction) and _list_calls(computation) > 1:
                 share *= 1 - 1 / RATIO
             return 2 * matmuls * B * N * T * S * H * share / self.peak
         return 0.0
@@ -119,6 +121,10 @@ class _Clock(NamedTuple):
                 if update.opcode == "dynamic-update-slice":
                     writes += type_bytes(inner[update.operands[1]].type) - type_bytes(update.type)
         return (sum(reads) + max(writes, 0)) / (MEMORY_REACHED * self.chip.memory_bandwidth)
+
+
+def _list_calls(computation: Computation) -> int:
+    return sum(map(_lists_segments, computation.values()))
 
 
 def _lists_segments(instruction: Instruction) -> bool:

@@ -75,9 +75,9 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     lowered = traced.jax_traced.lower()
     if program_path and CUDNN_CALL in lowered.as_text():
         raise UserError(
-            f"compiled_trainstep_file: this step calls cuDNN (attention={traced.plan.kernel}), whose kernels XLA compiles "
-            "only with the GPU at hand: the saved step would fail there. Compile and run with attention=blocked, or "
-            "leave compiled_trainstep_file empty: jax_cache_dir keeps what the first run compiles."
+            f"compiled_trainstep_file: this step calls cuDNN (attention={traced.plan.kernel}), whose kernels XLA "
+            "compiles only with the GPU at hand: the saved step would fail there. Compile and run with "
+            "attention=blocked. Or leave compiled_trainstep_file empty: jax_cache_dir keeps what a first run compiles."
         )
     header = program.header(traced, config.model, config.step, config.batch, config.mesh)
     profile = pgle.options(config.aot.pgle_profile, header) if config.aot.pgle_profile else {}

@@ -67,11 +67,12 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     say(length_note(decoding, length, max((len(completion.prompt) for completion in completions), default=0)))
     loaded, weights = load_model(config, tokenizer)
     plan, weights = unrolled(loaded, weights)
+    before = _bytes(weights)
     if decoding.quantize_weights:
-        before = _bytes(weights)
         plan, weights = quantize_at_rest(plan, weights, loaded)
-        say([f"weights: {_bytes(weights) / 1e6:,.1f} MB in memory, {before / 1e6:,.1f} before quantize_weights=int8"])
     weights = in_activation_dtype(plan, weights)
+    if decoding.quantize_weights:
+        say([f"weights: {_bytes(weights) / 1e6:,.1f} MB in memory, {before / 1e6:,.1f} before quantize_weights=int8"])
     generator = make_generator(decoding, length, plan, weights)
     rows = math.ceil(config.batch.per_device_batch_size * plan.layout.mesh.size)
     if config.decoding.interactive:

@@ -21,6 +21,7 @@ from src.parallel.mesh import MeshLayout
 from src.step.plan import StepPlan
 
 _Next = tuple[Any, jax.Array, jax.Array, jax.Array]  # caches; tokens [B], their positions and log-probabilities
+MAX_DOUBLED = 1024  # tokens of a prompt that gets a second row on a GPU
 MIN_PREFILL = 16  # minimum length that prompts are padded to, so that short ones share one program
 
 
@@ -164,17 +165,21 @@ class Generator:
     _compiled: dict[tuple[int, ...], jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
     def padded(self, prompts: Sequence[np.ndarray], rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Pads prompts on the right to [B, T], with B at least `rows`; also returns their lengths [B]."""
+        """Pads prompts on the right to [B, T], with B at least `rows`; also returns their lengths [B].
+
+        Rows past the prompts are texts of one token; their results are of no use.
+        """
         shards = self.plan.layout.shards("batch")
-        # XLA on GPUs turns a matmul with one row into products and a sum, which takes longer than one with two rows.
-        least = 2 if self.plan.layout.platform == "gpu" else 1
-        B = -(-max(rows, len(prompts), least) // shards) * shards
         longest = max(map(len, prompts))
         T = self.prefill_length
         if T == -1 and self.plan.spec.has_capacity:
             T = self.length  # experts' capacity depends on this length, so it must not depend on the longest prompt
         elif T == -1:
             T = min(max(1 << (longest - 1).bit_length(), MIN_PREFILL), self.length)
+        # XLA on GPUs turns a matmul with one row into products and a sum, which takes longer than one with two rows.
+        # But a second row doubles the time of the prefill and the memory of the caches.
+        least = 2 if self.plan.layout.platform == "gpu" and T <= MAX_DOUBLED else 1
+        B = -(-max(rows, len(prompts), least * shards) // shards) * shards
         tokens_BT, lengths_B = np.zeros((B, T), np.int32), np.ones(B, np.int32)
         for row, prompt in enumerate(prompts):
             tokens_BT[row, : len(prompt)] = prompt

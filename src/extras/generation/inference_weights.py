@@ -52,7 +52,7 @@ def quantize_at_rest(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tupl
 
 
 def in_activation_dtype(plan: StepPlan, weights: Weights) -> Weights:
-    """Casts what matmuls and lookups cast for every token to `dtype` once, and deletes the old arrays.
+    """Casts what matmuls and lookups would cast to a narrower `dtype` for every token, once; deletes the old arrays.
 
     Takes `unrolled`'s plan and weights. Matmuls in 8 bits quantize the weights as they are.
     """
@@ -63,7 +63,8 @@ def in_activation_dtype(plan: StepPlan, weights: Weights) -> Weights:
     flat, dtype = params.by_path(weights.merged()), jnp.dtype(plan.spec.dtype)
     for path, leaf in flat.items():
         # A router's weight is multiplied in float32.
-        if isinstance(leaf, jax.Array) and dims[path].reduction and path[-1] != "router" and leaf.dtype != dtype:
+        cast = isinstance(leaf, jax.Array) and dims[path].reduction and path[-1] != "router"
+        if cast and leaf.dtype.itemsize > dtype.itemsize:
             flat[path] = leaf.astype(dtype)
             leaf.delete()
     return Weights(params.nested(flat))

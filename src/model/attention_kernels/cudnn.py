@@ -64,8 +64,10 @@ def cudnn(
     given = (q_BTNH, k_BSKH, v_BSKH, *ids, jnp.asarray(starts_np, jnp.int32))
     if not by_segments(q_BTNH.shape[0], T, spec, context.packed, layout):
         return layout.shard_map(_differentiable(pieces.run, pieces.gradients), specs, sharded)(*given)
-    ids_BT, lists = context.segment_lists or (None, None)
-    if ids_BT is not context.segment_ids_BT:  # chunks of attention or rows of a pipeline's stage replaced the segments
+    lists = context.segment_lists
+    if (
+        lists is None or lists.ids_BT is not context.segment_ids_BT
+    ):  # replaced by chunks, or by a pipeline's micro-batch
         lists = segment_lists(context)
     mapped = layout.shard_map(_listed(pieces, Segments(spec.scale, window)), (*specs, layout.spec(("batch",))), sharded)
     return mapped(*given, lists)
@@ -76,7 +78,8 @@ def segment_lists(context: ForwardContext) -> SegmentLists | None:
     if not _lists(context.segment_ids_BT.shape[1], context.packed, context.layout):
         return None
     rows, by_device = context.layout.spec(("batch", None)), context.layout.spec(("batch",))
-    return context.layout.shard_map(list_segments, (rows,), by_device)(context.segment_ids_BT)
+    lists = context.layout.shard_map(list_segments, (rows,), by_device)(context.segment_ids_BT)
+    return lists._replace(ids_BT=context.segment_ids_BT)
 
 
 def _lists(T: int, packed: bool, layout: MeshLayout) -> bool:
@@ -104,19 +107,20 @@ def workspace_bytes(B: int, T: int, spec: ScoreSpec, kv_heads: int, packed: bool
     return gradients * grouped * (RATIO if by_segments(B, T, spec, packed, layout) else 1)
 
 
-def _differentiable(run: Callable, gradients: Callable, used: int = 0) -> Callable[..., Array]:
+def _differentiable(run: Callable, gradients: Callable) -> Callable[..., Array]:
     """Builds attention on one device from `run`, which returns the output and normaliser, and its `gradients`.
 
     The built function takes q, k, v, the segment ids of queries and keys, the index in the text of the first token of
-    each of the device's zigzag parts, [1, parts], and `used` more arguments.
+    each of the device's zigzag parts, [1, parts], and what else `run` takes.
     """
 
     def saving(*given: Any) -> tuple[Array, tuple[Any, ...]]:
         out, normaliser = (checkpoint_name(x, CONTEXT) for x in run(*given))
         return out, (*given, out, normaliser)
 
-    def differentiated(kept: tuple[Any, ...], d_out: Array) -> tuple[Array | None, ...]:
-        return *gradients(*kept, d_out), *[None] * (3 + used)
+    def differentiated(saved: tuple[Any, ...], d_out: Array) -> tuple[Array | None, ...]:
+        *given, _, _ = saved
+        return *gradients(*saved, d_out), *[None] * (len(given) - len("qkv"))
 
     return with_gradient(saving, differentiated)
 
@@ -127,22 +131,30 @@ def _listed(pieces: "_Pieces", segments: Segments) -> Callable[..., Array]:
     The built function takes `SegmentLists` after `_differentiable`'s arguments.
     """
 
-    def choose(by_segments: Callable, in_pieces: Callable, *given: Any) -> tuple[Array, ...]:
-        (*arrays, lists), of_out = given[:7], given[7:]
-
-        def attend(classes: Sequence[SegmentClass], *arrays: Array) -> tuple[Array, ...]:
-            q, k, v, _, _, _, *of_out = arrays
-            return by_segments(q, k, v, classes, *of_out)
+    def choose(
+        by_segments: Callable,
+        in_pieces: Callable,
+        q: Array,
+        k: Array,
+        v: Array,
+        q_ids: Array,
+        k_ids: Array,
+        starts_1p: Array,
+        lists: SegmentLists,
+        *of_out: Array,
+    ) -> tuple[Array, ...]:
+        def attend(classes: Sequence[SegmentClass], q: Array, k: Array, v: Array, *others: Array) -> tuple[Array, ...]:
+            return by_segments(q, k, v, classes, *others[3:])
 
         # Without the barrier JAX would make the masks before the loop over layers, whether they are used or not.
-        lists, arrays = jax.lax.optimization_barrier((lists, (*arrays, *of_out)))
+        arrays = (q, k, v, q_ids, k_ids, starts_1p, *of_out)
+        lists, arrays = jax.lax.optimization_barrier((lists, arrays))
         branches = [functools.partial(attend, classes) for classes in lists.divisions]
         return jax.lax.switch(lists.choice_1[0], [*branches, in_pieces], *arrays)
 
     return _differentiable(
         functools.partial(choose, segments.run, pieces.run),
         functools.partial(choose, segments.gradients, pieces.gradients),
-        used=1,
     )
 
 

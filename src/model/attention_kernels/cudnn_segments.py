@@ -162,6 +162,7 @@ def _bounds(ids_BT: Array) -> tuple[Array, Array]:
 class SegmentLists(NamedTuple):
     """A batch's segments, divided in several ways, and which of these to use."""
 
+    ids_BT: Array  # the segment ids that they were made from
     choice_1: Array  # the first in which all segments fit; the number of ways if none does
     divisions: list[list[SegmentClass]]  # the fastest first
 
@@ -172,7 +173,8 @@ def list_segments(ids_BT: Array) -> SegmentLists:
     divisions = [classes_of(ids_BT, longest[:count]) for count in sorted({1, len(longest)})]
     # Only the last class may lack room.
     fits = [classes[-1].count_1 <= classes[-1].starts_S.size for classes in divisions]
-    return SegmentLists(jnp.argmax(jnp.stack([*fits, jnp.ones(1, bool)]), axis=0).astype(jnp.int32), divisions)
+    choice_1 = jnp.argmax(jnp.stack([*fits, jnp.ones(1, bool)]), axis=0).astype(jnp.int32)
+    return SegmentLists(ids_BT, choice_1, divisions)
 
 
 def classes_of(ids_BT: Array, longest: Sequence[int]) -> list[SegmentClass]:

@@ -1,0 +1,204 @@
+"""Makes a configuration small enough to check on a laptop: the same kinds of layers, with small sizes."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any, NamedTuple
+
+from src.config.attention_types import ATTENTION_TYPES, keys_of_type
+from src.config.model_keys import Model
+from src.config.requirements import LAYER_REQUIREMENTS
+from src.config.schema import KEYS, MESH_AXES, Config, keys_of, size_key
+from src.config.segments import check_model
+from src.config.yaml import dump
+from src.model.attention_kernels.delta_rule import CHUNK
+from src.model.patterns import shortest_patterns
+from src.model.spec import ModelSpec, layer_models, model_spec
+from src.system.errors import UserError
+
+# What the result has of the configuration beside the sections `model` and `step`; the rest has its default.
+FURTHER = ("steps", "packing", "long_documents", "batch_transform", "mesh_axes", "logical_axis_rules")
+LOST = ("quantization", "attention", "optimizer_memory_host_offload", "num_vocab_tiling", "mu_dtype")
+LOST += ("load_parameters_path", "use_sft", "enable_rampup_batch_size", "eval_metrics", "compile_xla_flags")
+NEUTRAL: dict[str, Any] = {key: KEYS[key].default for key in LOST} | {
+    **dict.fromkeys(("dtype", "weight_dtype", "mu_dtype"), "float32"),
+    **{"matmul_precision": "highest", "scan_layers": "true", "remat_policy": "none", "per_device_batch_size": 1.0},
+    **{"global_parameter_scale": 1, "dataset_type": "synthetic", "enable_checkpointing": False},
+    **{size_key("dcn", axis): 1 for axis in MESH_AXES},
+}
+AT_MOST = {"vocab_size": 97, "mtp_num_layers": 1, "gradient_accumulation_steps": 2, "lora_rank": 2, "shared_experts": 2}
+# The sizes of layers, in families: the sizes of a family keep their order, and equal ones stay equal.
+FAMILY = dict.fromkeys(("base_emb_dim", "base_mlp_dim", "base_moe_mlp_dim"), "widths")
+FAMILY |= {"num_experts": "experts", "n_routing_groups": "experts"}
+FAMILY |= {"attn_temperature_floor": "windows", "original_max_position_embeddings": "lengths"}
+for _type in ATTENTION_TYPES.values():
+    for _key in (name for name in KEYS if name in keys_of_type(_type) and type(KEYS[name].default) is int):
+        FAMILY[_key] = "heads" if _key in _type.heads else "windows" if "window" in _key else "dims"
+DERIVED = ("num_experts_per_tok", "topk_routing_group", "shared_experts", "query_pre_attn_scalar", "max_length")
+DERIVED += ("rope_short_factor", "rope_long_factor", "shared_weights")
+Sizes = dict[str, Any]
+
+
+class Shrunk(NamedTuple):
+    """A small configuration, and lines for a report."""
+
+    config: Config
+    kept: list[str]  # layers and sizes
+    hidden: list[str]  # what the small configuration cannot show
+
+
+def shrink(config: Config, length: int = 48) -> Shrunk:
+    """Shrinks a configuration to sequences of `length` tokens; raises UserError naming the rule that failed."""
+    model, step, spec = config.model, config.step, _spec(config)
+    layers = [layer for layer, _ in layer_models(model)]
+    base, *small_layers = _small_layers([model, *layers], length)
+    keys = {key: config[key] for key in (*keys_of("step"), *FURTHER)} | base | NEUTRAL | {"max_target_length": length}
+    keys |= {key: min(config[key], most) for key, most in AT_MOST.items()}
+    keys["lora_alpha"] = step.lora_alpha * (keys["lora_rank"] / step.lora_rank if step.lora_rank else 1)
+    if (rows := model.trainable_position_size) != -1:  # a table of positions may be longer than a sequence
+        keys["trainable_position_size"] = length + 16 * (rows > config.batch.max_target_length)
+    if step.mup_base_emb_dim:
+        keys["mup_base_emb_dim"] = max(1, round(step.mup_base_emb_dim * base["base_emb_dim"] / model.emb_dim))
+    facts = [{key: value for key, value in layer.items() if value != base[key]} for layer in small_layers]
+    patterns = (step.trainable_parameters, step.lora_parameters, step.quantization_exclude, step.optimizer_rules)
+    segments = list(_segments(spec, facts, whole="segments" in str(patterns)))
+    keys["base_num_decoder_layers"] = sum(entry["repeats"] * len(entry["pattern"]) for entry in segments)
+    keys["decoder_segments"] = segments if model.decoder_segments else ()
+    small = Config.of(keys)
+    problems = check_model(small.model)
+    if not problems and _kinds(_spec(small)) != _kinds(spec):
+        problems = ["its small layers would be of other kinds, or in another order"]
+    if problems:
+        raise UserError(f"this configuration cannot be made small: {'; '.join(problems)}")
+    return Shrunk(small, _kept(config, small, zip(layers, small_layers, strict=True)), _hidden(config, length))
+
+
+def _spec(config: Config) -> ModelSpec:
+    return model_spec(config.model, config.step, config.batch.max_target_length)
+
+
+def _kinds(spec: ModelSpec) -> list[dict[str, Any]]:
+    """Describes each kind of layer in order of appearance; of a size, only whether it is above 1."""
+    sizes = {key.removeprefix("base_") for key in (*FAMILY, *DERIVED)}
+    kinds = [dict(vars(layer)) for layer in dict.fromkeys(spec.layers)]
+    for kind in kinds:
+        kind |= {name: kind[name] > 1 if type(kind[name]) is int else bool(kind[name]) for name in sizes}
+    return kinds
+
+
+def _segments(spec: ModelSpec, facts: Sequence[Sizes], whole: bool) -> Iterator[dict[str, Any]]:
+    """Writes the groups of layers with few repeats; unless `whole`, their patterns have each kind of layer once."""
+    starts = itertools.accumulate((len(group.pattern) * group.repeats for group in spec.layer_groups), initial=0)
+    patterns = [[*range(at, at + len(group.pattern))] for at, group in zip(starts, spec.layer_groups, strict=False)]
+    shorter = [sorted({spec.layers[at]: at for at in reversed(pattern)}.values()) for pattern in patterns]
+    tried = (
+        [(pattern, min(group.repeats, most)) for pattern, group in zip(chosen, spec.layer_groups, strict=True)]
+        for chosen in ((patterns,) if whole else (shorter, patterns))
+        for most in (2, 3, 4, len(facts))
+    )
+    same_groups = (  # with few repeats, other groups may describe the layers in a shorter way
+        groups
+        for groups in tried
+        if shortest_patterns([spec.layers[at] for pattern, repeats in groups for at in pattern * repeats])
+        == tuple((len(pattern), repeats) for pattern, repeats in groups)
+    )
+    for pattern, repeats in next(same_groups):
+        for shared, run in itertools.groupby(pattern, lambda at: bool(spec.layers[at].shared_weights)):
+            yield {"repeats": repeats, "shared": shared, "pattern": [facts[at] for at in run]}
+
+
+def _small_layers(layers: Sequence[Model], length: int) -> list[Sizes]:
+    """Chooses the keys of the section `model` for each layer; the first of `layers` is the section itself."""
+    values: dict[str, set[int]] = {family: set() for family in FAMILY.values()}
+    for layer in layers:
+        for key in _used(layer):
+            values[FAMILY[key]].add(_size(layer, key))
+    shares = {layer.partial_rotary_factor for layer in layers if layer.position_type == "rope"}
+    small = {
+        "heads": _least(values["heads"], 2, divides=True),
+        "experts": _least(values["experts"], 4, divides=True, grow=3),
+        "widths": _least(values["widths"], 24, grow=1.5),
+        # Heads rotate a whole number of pairs, at least two.
+        "dims": _least(values["dims"], 12, lambda new: all(new * share / 2 in range(2, new) for share in shares)),
+        "windows": _least(values["windows"], length // 7, lambda new: length % new > 0, multiple=1),
+        "lengths": _least(values["lengths"], length // 3, multiple=1),
+    }
+    if any(new >= length for family in ("windows", "lengths") for new in small[family].values()):
+        raise UserError(f"this configuration cannot be made small: too many windows for {length} tokens")
+    return [_small_layer(layer, small) for layer in layers]
+
+
+def _small_layer(layer: Model, small: dict[str, dict[int, int]]) -> Sizes:
+    """Looks up a layer's sizes, and derives what follows from them."""
+    keys: Sizes = {key: getattr(layer, key) for key in keys_of("model")}
+    keys |= {key: small[family].get(_size(layer, key), keys[key]) for key, family in FAMILY.items()}
+    groups, top_groups, top = layer.n_routing_groups, layer.topk_routing_group, layer.num_experts_per_tok
+    keys["topk_routing_group"] = min(top_groups, 2) if top_groups < groups else keys["n_routing_groups"]
+    candidates = keys["num_experts"] // keys["n_routing_groups"] * keys["topk_routing_group"]
+    takes_all = top == layer.num_experts // groups * top_groups
+    keys["num_experts_per_tok"] = candidates if takes_all else min(top, 2)
+    if head := ATTENTION_TYPES[layer.attention_type].head_dim:
+        parts = (head, "qk_nope_head_dim") if layer.attention_type == "mla" else (head,)
+        if layer.query_pre_attn_scalar not in (0.0, 1.0):  # 1: scores are not scaled
+            ratio = sum(keys[part] for part in parts) / sum(getattr(layer, part) for part in parts)
+            keys["query_pre_attn_scalar"] = layer.query_pre_attn_scalar * ratio
+        pairs = int(keys[head] * layer.partial_rotary_factor) // 2
+        for key in ("rope_short_factor", "rope_long_factor") if layer.rope_type == "longrope" else ():
+            keys[key] = tuple(keys[key][at * len(keys[key]) // pairs] for at in range(pairs))
+    return keys
+
+
+def _least(
+    values: Set[int], start: int, fits: Callable = bool, multiple: int = 4, divides: bool = False, grow: float = 1.0
+) -> dict[int, int]:
+    """Maps sizes to the least from `start` on in the same order, each at least `grow` times the one before.
+
+    They keep the common divisor with `multiple` and, with `divides`, divide each other as before. A size with none
+    below it stays.
+    """
+    small: dict[int, int] = {}
+    for old in sorted(values):
+        at = max(start, *(max(new + 1, math.ceil(new * grow)) for new in small.values()), 1)
+        factors = [small[each] for each in small if divides and each and old % each == 0]
+        choices = (new for new in range(at, old) if math.gcd(new, multiple) == math.gcd(old, multiple) and fits(new))
+        small[old] = next((new for new in choices if not any(new % each for each in factors)), old)
+    return small
+
+
+def _used(layer: Model) -> list[str]:
+    """Lists the sizes with an effect on a layer."""
+    idle = {key for need in LAYER_REQUIREMENTS if not need.satisfied(vars(layer)) for key in need.keys}
+    return [key for key in FAMILY if key not in idle]
+
+
+def _size(layer: Model, key: str) -> int:
+    """Reads a size at the model's scale; 0 stays 0."""
+    return getattr(layer, key) and getattr(layer, key.removeprefix("base_"))
+
+
+def _kept(config: Config, small: Config, layers: Iterator[tuple[Model, Sizes]]) -> list[str]:
+    spec, small_spec = _spec(config), _spec(small)
+    kinds = Counter(it.attention_type + ", experts" * (it.num_experts > 1) for it in dict.fromkeys(spec.layers))
+    listed = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    lines = [f"{len(small_spec.layers)} of {len(spec.layers)} layers, of all {kinds.total()} kinds: {listed}"]
+    changed = {(key, keys[key], _size(layer, key)) for layer, keys in layers for key in _used(layer)}
+    for family in dict.fromkeys(FAMILY.values()):
+        sizes = [f"{key} {new} of {old}" for key, new, old in sorted(changed) if FAMILY[key] == family and new != old]
+        lines += [f"{family}: {', '.join(sizes)}"] * bool(sizes)
+    also = [key for key in ("max_target_length", *AT_MOST) if small[key] != config[key]]
+    listed = ", ".join(f"{key} {small[key]} of {config[key]}" for key in also)
+    return [*lines, f"{listed}; the vocabulary is padded to {small_spec.padded_vocab_size}"]
+
+
+def _hidden(config: Config, length: int) -> list[str]:
+    layers, step = _spec(config).layers, config.step
+    lost = [key for key in LOST if config[key] not in (KEYS[key].default, NEUTRAL[key])]
+    hidden = [f"{key}={dump(config[key])}: {dump(NEUTRAL[key]) if NEUTRAL[key] else 'off'} here" for key in lost]
+    if "bfloat16" in (step.dtype, step.weight_dtype):
+        hidden.append("rounding of bfloat16: float32 here")
+    if length <= CHUNK and any(layer.attention_type == "gated_delta" for layer in layers):
+        hidden.append(f"attention_type=gated_delta past its first {CHUNK} tokens: sequences are shorter here")
+    if by_length := sorted({layer.rope_type for layer in layers if layer.max_length}):
+        hidden.append(f"rope_type={by_length[0]} within the original length: sequences are longer here")
+    return [*hidden, "kernels of TPUs and GPUs, and what depends on large sizes and meshes"]

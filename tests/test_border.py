@@ -87,6 +87,7 @@ COMMANDS = {
     "preferences": ["train_dpo", "configs/base.yml"],
     "pages": ["report", "runs/a"],
     "datasets": ["inspect_data", "configs/base.yml"],
+    "verify": ["verify", "configs/base.yml"],
     "trackers": ["train", "configs/quickstart.yml", "report_to=[wandb]"],
     "readers": ["train", "configs/base.yml", "dataset_type=parquet", "dataset_path=a.parquet"],
     "stack_traces": ["train", "configs/quickstart.yml", "collect_stack_trace=true"],

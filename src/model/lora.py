@@ -27,7 +27,7 @@ class Adapted:
     up: Any  # the rank, then the other dims; includes alpha / rank
 
     def __getitem__(self, index: Any) -> "Adapted":
-        """Supports `...`, and an ellipsis followed by indices of the last dims, which are also the last dims of `up`."""
+        """Supports `...`, and an ellipsis followed by indices of the last dims, which `up` has too."""
         return self if index is Ellipsis else Adapted(self.base[index], self.down, self.up[index])
 
     def grouped(self, x: Array, product: Callable[[Array, Array], Array]) -> Array:

@@ -102,7 +102,7 @@ def count_tokens(batch: Batch, plan: StepPlan) -> TokenCounts:
 
 def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Array, ForwardContext, Tree]:
     """Computes the hidden states [B, T, D] of a batch that is `in_zigzag`, their context, and the layers' reports."""
-    bare = ForwardContext(
+    context = ForwardContext(
         *(inputs["positions"], inputs["segment_ids"], plan.layout, plan.kernel, plan.packed),
         dropout_keys_BTW=inputs.get("dropout_keys"),
         log_internals=plan.step.log_internals > 0,
@@ -110,7 +110,7 @@ def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Ar
         separate_factors=plan.execution.for_gpu,
         mlp_in_halves=plan.execution.mlp_in_halves,
     )
-    context = with_segment_lists(bare)
+    context = with_segment_lists(context)
     hidden_BTD, _, reports = model(inputs["tokens"], context, plan.execution)
     return hidden_BTD, context, reports
 

@@ -1,8 +1,12 @@
-"""`python -m src.verify`: shrinks a config, runs checks, prints and writes what they found."""
+"""Shrinks a config, runs checks on it, and prints and writes what they found."""
 
 import json
+import sys
+import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,62 +14,135 @@ import jax
 from src.config.schema import Config
 from src.config.usage import Usage
 from src.extras.command_files import check_outputs, write_output
-from src.extras.verify import meshes
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject
+from src.extras.verify import golden, meshes
+from src.extras.verify.shrink import shrink
+from src.extras.verify.subject import FAIL, LENGTH, LONGER, NOT_APPLICABLE, PASS, Row, Subject
+from src.model.spec import layer_models
 from src.run.run_setup import configured
 from src.system.errors import UserError, show
 from src.system.imports import named
 
+CHECKS = {  # each in the module of its name beside this one
+    "a": ("meshes", "a mesh computes what one device does"),
+    "b": ("derivatives", "gradients are the loss's derivatives"),
+    "c": ("rewrites", "micro-batches, remat, tiles, unrolled layers and stages change nothing"),
+    "d": ("documents", "documents and later tokens do not leak"),
+    "e": ("movement", "trained weights move, frozen ones stay"),
+    "f": ("resume", "a resumed run has the bits of one that was not stopped"),
+    "g": ("decoding", "cached decoding equals the whole forward pass"),
+    "h": ("counts", "parameters and FLOPs are as counted"),
+    "i": ("conversion", "to Hugging Face and back keeps all bits"),
+    "j": ("program", "the compiled program shards, donates and computes as configured"),
+}
+DEFAULT = "abde"
 USAGE = Usage(
-    """Checks a config, and the code that it runs, in small and on virtual devices: before chips are rented.
+    f"""Checks a config and the code it runs, shrunk and on virtual devices, before accelerators are rented.
 
-python -m src.verify CONFIG [key=value ...] [mesh=all|as_configured|AXIS=N,...] [checks=all|LETTERS] [report=FILE]
-    a meshes   b derivatives   c rewrites   d documents   e movement   f resume   g decoding   h counts   i conversion
-    j compiled program. Without checks=: a, b, d, e."""
+python -m src.verify CONFIG [key=value ...] [checks=abc|all] [mesh=all|as_configured|AXIS=N,...] [report=FILE]
+                     [golden=FILE]
+{"".join(f"    {letter}  {title}{chr(10)}" for letter, (_, title) in CHECKS.items())}Without checks=: {DEFAULT}."""
 )
 FAILED = 3  # exit code
 
 
-class Check(NamedTuple):
-    """A check: its rows, and what it says of itself."""
-
-    rows: str  # module:function of the subject; a's also takes meshes
-    title: str
-
-
-CHECKS = {"a": Check("src.extras.verify.meshes:rows", "every mesh computes what one device does")}
-DEFAULT = "abde"
-
-
 class Report(NamedTuple):
-    """All rows; the exit code is 3 if any failed."""
+    """What was found."""
 
     rows: list[Row]
 
     @property
     def exit_code(self) -> int:
-        """0, or 3 if a row failed."""
+        """Exit code of the command: 3 if a check failed."""
         return FAILED * any(row.status == FAIL for row in self.rows)
 
 
 def main(argv: Sequence[str]) -> Report | None:
-    """Runs the command line `argv`; returns what was found, None for --help; raises UserError."""
+    """Runs the command line `argv`; returns its report, None for --help.
+
+    Raises UserError if the config or an argument is wrong, or the config cannot be shrunk.
+    """
     own, words = _own(argv)
+    letters = _letters(own["checks"])
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", meshes.DEVICES)
     config = configured(words, USAGE, joins=False)
     if config is None:
         return None
-    letters = _letters(own["checks"])
     if own["report"]:
         check_outputs({"report": own["report"]})
-    raise NotImplementedError
+    has_chunks = any(layer.attention_type == "gated_delta" for layer, _ in layer_models(config.model))
+    small = shrink(config, LONGER if has_chunks else LENGTH)
+    where = meshes.chosen(own["mesh"], small.config, config.mesh)
+    for line in small.kept:
+        show(f"shrunk      {line}")
+    for line in small.hidden:
+        show(f"not shown   {line}")
+    subject, rows, begun = Subject(small.config), list[Row](), time.monotonic()
+    try:
+        for row in _found(subject, letters, _arguments(config, where), own["golden"]):
+            rows.append(row)
+            show(_line(row))
+    except KeyboardInterrupt:
+        show("interrupted: the checks above were completed")
+        raise
+    finally:
+        if own["report"]:
+            write_output("report", own["report"], _json(config, small, rows).encode())
+    counts = {status: sum(row.status == status for row in rows) for status in (PASS, FAIL, NOT_APPLICABLE)}
+    listed = ", ".join(f"{count} {status}" for status, count in counts.items())
+    show(f"{listed}; {time.monotonic() - begun:.0f} s")
+    return Report(rows)
+
+
+def _found(subject: Subject, letters: str, arguments: Mapping[str, dict[str, Any]], golden_path: str) -> Iterator[Row]:
+    """Runs the checks of these letters."""
+    for letter in letters:
+        module, title = CHECKS[letter]
+        show(f"{letter}  {title}")
+        # Compiling takes most of the time. Optimizations change no result beyond rounding, only the program of j.
+        jax.config.update("jax_disable_most_optimizations", letter != "j")
+        try:
+            yield from named(f"src.extras.verify.{module}:rows")(subject, **arguments.get(letter, {}))
+        except UserError as error:
+            yield Row(letter, module, FAIL, note=str(error))
+        except Exception as error:
+            yield Row(letter, module, FAIL, note=f"{type(error).__name__}: {_first_line(error)}, {_edited_line(error)}")
+    if golden_path:
+        show("golden  the bits of a few steps")
+        yield from golden.rows(subject, Path(golden_path))
+
+
+def _arguments(config: Config, where: Sequence[meshes.Sizes]) -> dict[str, dict[str, Any]]:
+    """What some checks need of the whole config."""
+    return {"a": {"where": where}, "e": {"weight_dtype": config.step.weight_dtype}, "j": {"dtype": config.step.dtype}}
+
+
+def _line(row: Row) -> str:
+    figures = "" if row.figure is None else f"{row.figure:.1e}" + ("" if row.bound is None else f" of {row.bound:.0e}")
+    return f"   {row.status:14} {row.name:40} {figures:18} {row.note}".rstrip()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _edited_line(error: BaseException) -> str:
+    """The innermost line of the project or of a user's module that the error went through."""
+    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sys.prefix)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(installed)]
+    edited = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
+    frame = (edited or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}: {frame.line}"
+
+
+def _json(config: Config, small: Any, rows: Sequence[Row]) -> str:
+    found = {"kept": small.kept, "hidden": small.hidden, "rows": [row._asdict() for row in rows]}
+    return json.dumps({"model_name": config["model_name"], **found}, indent=2) + "\n"
 
 
 def _own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Separates verify's own arguments, which are no keys of the config."""
-    own = dict.fromkeys(("mesh", "checks", "report", "golden"), "")
-    words = []
+    """Separates this command's own arguments from the config's."""
+    own, words = dict.fromkeys(("mesh", "checks", "report", "golden"), ""), []
     for word in argv:
         name, equals, value = word.partition("=")
         if equals and name in own:
@@ -73,3 +150,13 @@ def _own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         else:
             words.append(word)
     return own, words
+
+
+def _letters(text: str) -> str:
+    """Reads `checks=`; raises UserError for an unknown check."""
+    if text in ("", "all"):
+        return DEFAULT if not text else "".join(CHECKS)
+    letters = text.replace(",", "")
+    if unknown := [letter for letter in letters if letter not in CHECKS]:
+        raise UserError(f"checks={text}: {unknown[0]} is no check; expected all, or letters of {''.join(CHECKS)}")
+    return letters

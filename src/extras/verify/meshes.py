@@ -5,20 +5,21 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from src.config.schema import MESH_AXES, Config, Mesh
-from src.extras.verify.subject import LENGTH, NOT_APPLICABLE, PLAIN_DESCENT, ROWS, Row, Subject, compared, mesh_keys
+from src.extras.verify.subject import NOT_APPLICABLE, PLAIN_DESCENT, Row, Subject, compared, mesh_keys
 from src.model.spec import model_spec
 from src.system.errors import UserError
 
 DEVICES = 8  # virtual ones
-# The same sums in another order: clean figures are 1e-6 to 5e-6, and a term that is missing or counted twice gives 0.1.
-BOUND = 2e-5
+# The same sums in another order: clean figures are 1e-6 to 3e-5 (Gemma 2, whose logits are capped), and a term that is
+# missing or counted twice gives 0.04 or more.
+BOUND = 3e-4
 
 Sizes = Mapping[str, int]  # devices along each axis of more than one
 
 
-def rows(subject: Subject, meshes: Sequence[Sizes]) -> Iterator[Row]:
+def rows(subject: Subject, where: Sequence[Sizes]) -> Iterator[Row]:
     """Compares a step on each mesh with the step of one device."""
-    for sizes in meshes:
+    for sizes in where:
         name = "mesh " + " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         if why := obstacle(subject.config, sizes):
             yield Row("a", name, NOT_APPLICABLE, note=why)
@@ -92,5 +93,4 @@ def _parsed(text: str) -> dict[str, int]:
         sizes[axis] = int(number)
     if math.prod(sizes.values()) > DEVICES:
         raise UserError(f"mesh={text} has {math.prod(sizes.values())} devices, and verify makes {DEVICES}")
-    assert ROWS % DEVICES == LENGTH % DEVICES == 0
     return sizes

@@ -9,16 +9,18 @@ import jax
 import numpy as np
 
 from src.config.schema import MESH_AXES, Config
-from src.model.params import Weights, by_path, dotted
+from src.model.params import by_path, dotted
 from src.parallel.mesh import make_layout
 from src.step.loss import LossFunction, next_token_loss
 from src.step.optimizer import hparams_at
-from src.step.plan import Batch, StepPlan
+from src.step.plan import StepPlan
 from src.step.state import abstract_state, batch_sharding
 from src.step.trace import plan_step
 from src.step.train_step import compile_steps
+from src.system.errors import UserError
 
-ROWS, LENGTH = 8, 48  # of a batch: rows for every mesh of eight devices
+ROWS = 8  # of a batch, for every mesh of eight devices
+LENGTH, LONGER = 48, 80  # tokens of a row; longer than a chunk of the gated delta rule for models that have it
 PASS, FAIL, NOT_APPLICABLE = "PASS", "FAIL", "NOT APPLICABLE"
 # Larger than any gradient of the small model is small: the weights' float32 then holds a gradient's digits.
 SGD_RATE = 1024.0
@@ -55,6 +57,11 @@ class Subject:
         config = self.config.replace(**keys)
         return plan_step(config, make_layout(config.mesh, jax.devices()[:devices]))
 
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.config.batch.max_target_length
+
     @functools.cached_property
     def reference_plan(self) -> StepPlan:
         """The plan on one device."""
@@ -72,13 +79,14 @@ class Subject:
         return jax.tree.map_with_path(draw, self.reference_plan.shapes)
 
     @functools.cached_property
-    def batch(self) -> Batch:
-        """Rows of two or three documents and padding, each of another length."""
-        rng, vocab = np.random.default_rng(self.seed), self.config.model.vocab_size
-        tokens = rng.integers(0, vocab, (ROWS, LENGTH + 1), dtype=np.int32)
-        segment_ids, positions = np.zeros((2, ROWS, LENGTH), np.int32)
+    def batch(self) -> dict[str, Any]:
+        """Rows of two or three documents and padding, each of another length; of one document without packing."""
+        rng, vocab, length = np.random.default_rng(self.seed), self.config.model.vocab_size, self.length
+        tokens = rng.integers(0, vocab, (ROWS, length + 1), dtype=np.int32)
+        segment_ids, positions = np.zeros((2, ROWS, length), np.int32)
         for row in range(ROWS):
-            cuts = np.sort(rng.choice(np.arange(1, LENGTH), size=rng.integers(2, 4), replace=False))
+            cuts = np.sort(rng.choice(np.arange(1, length), size=rng.integers(2, 4), replace=False))
+            cuts = cuts if self.config.batch.packing else cuts[-1:]
             for index, (start, end) in enumerate(zip([0, *cuts], cuts, strict=False), start=1):
                 segment_ids[row, start:end] = index
                 positions[row, start:end] = np.arange(end - start)
@@ -95,7 +103,7 @@ class Subject:
 
         return loss_function(self.config.step.loss)
 
-    def result(self, plan: StepPlan, batch: Batch | None = None) -> Result:
+    def result(self, plan: StepPlan, batch: dict[str, Any] | None = None) -> Result:
         """Runs a step on the batch, and reads the gradients from the update that plain gradient descent makes.
 
         This is the training step itself, as src.train compiles it, with all that reduces gradients over devices and
@@ -103,15 +111,21 @@ class Subject:
         """
         abstract = abstract_state(plan)
         train_step, _ = compile_steps(plan, abstract, loss=self.loss)
+        if plan.fields:
+            raise UserError(
+                f"batch_transform={self.config.batch.batch_transform} adds fields, which these batches lack"
+            )
         before = plan.split(self.weights)
-        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
+        zeros: Any = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
         state = jax.device_put(dataclasses.replace(zeros, weights=before), jax.tree.map(_sharding, abstract))
         placed = jax.device_put(batch or self.batch, batch_sharding(plan.layout, plan.fields))
         hparams = hparams_at(plan.step, self.config.run.steps, 0) | {"learning_rate": np.float32(SGD_RATE)}
         state, metrics = train_step(state, placed, hparams)
         old, new = by_path(before.trainable), by_path(jax.device_get(state.weights.trainable))
-        gradients = {dotted(path): (np.float64(old[path]) - np.float64(new[path])) / SGD_RATE for path in old}
-        numbers = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
+        gradients: dict[str, Any] = {
+            dotted(path): (np.float64(old[path]) - np.float64(new[path])) / SGD_RATE for path in old
+        }
+        numbers: dict[str, float] = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
         stats = {dotted(path): np.asarray(leaf) for path, leaf in by_path(jax.device_get(state.weights.stats)).items()}
         return Result(gradients, numbers, stats)
 
@@ -158,8 +172,18 @@ def differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarr
         yield path, float(np.max(np.abs(np.float64(found[path]) - np.float64(wanted)))) / scale
 
 
+# Parts of the weights' paths in the order in which a forward pass uses them; other weights are a mixer's.
+ORDER = ("embedding", "attention_norm", "attention.", "attention.out", "feed_forward_norm", "router", "wi", "wo")
+ORDER += ("final_norm", "mtp", "output")
+MOST_REPEATS = 8  # of a shrunk group of layers: a longer first dim is not the layers'
+
+
 def compared(check: str, name: str, found: Result, expected: Result, bound: float) -> Row:
-    """Compares two steps: token counts exactly, then losses, gradients and routers' biases; names the worst weight."""
+    """Compares two steps: token counts exactly, then losses, gradients and routers' biases.
+
+    Names the quantity that differs most, and if only gradients differ, the weight nearest to the loss, where the
+    backward pass goes wrong first.
+    """
     counts = [result.metrics["tokens"] for result in (found, expected)]
     if counts[0] != counts[1]:
         return Row(check, name, FAIL, abs(counts[0] - counts[1]), 0, f"{counts[0]:.0f} tokens, not {counts[1]:.0f}")
@@ -172,5 +196,25 @@ def compared(check: str, name: str, found: Result, expected: Result, bound: floa
     wrong = [quantity for quantity, size in sizes.items() if not size <= bound]
     if not wrong:
         return Row(check, name, PASS, sizes[worst], bound)
-    note = f"{worst}; {len(wrong)} of {len(sizes)} quantities differ, the first: {wrong[0]}"
+
+    forward = [metric for metric in losses if metric in wrong]
+    nearest = f"{', '.join(forward)} too" if forward else f"nearest to the loss: {_nearest(found, expected, bound)}"
+    note = f"{worst}; {len(wrong)} of {len(sizes)} quantities differ, {nearest}"
     return Row(check, name, FAIL, sizes[worst], bound, note)
+
+
+def _nearest(found: Result, expected: Result, bound: float) -> str:
+    """Names the wrong gradient, of a layer if the weight is stacked, that the backward pass computes first."""
+    places = {}
+    for path, wanted in expected.gradients.items():
+        layers = len(wanted) if path.startswith("segments.") and wanted.ndim > 1 else 1
+        pairs = [(found.gradients[path], wanted)]
+        if layers <= MOST_REPEATS and layers > 1:
+            pairs = list(zip(found.gradients[path], wanted, strict=True))
+        for layer, (one, other) in enumerate(pairs):
+            (_, size) = next(differences({path: one}, {path: other}))
+            rank = max((index for index, part in enumerate(ORDER) if part in path), default=2)
+            group = int(path.split(".")[1]) if path.startswith("segments.") else (rank > ORDER.index("wo")) * 99 - 1
+            if not size <= bound:
+                places[f"{path}[{layer}]" if len(pairs) > 1 else path] = (group, layer, rank, size)
+    return max(places, key=places.__getitem__, default="none by itself")

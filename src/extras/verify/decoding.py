@@ -1,0 +1,77 @@
+"""Check g: generation with caches gives each token the log-probability that the forward pass without them does."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from src.extras.verify.logits import NO_PATTERNS, evaluated, unlimited
+from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject
+from src.model.params import Weights
+from src.step.plan import StepPlan
+from src.system.errors import UserError
+
+# Relative to the largest logit: 1e-6 over three seeds, 1.1e-5 in Gemma 4, whose scores are large. A cache
+# one slot late gives 0.7, prompts' padding in a state 0.4.
+BOUND = 1e-4
+Prepare = Callable[[StepPlan, Weights], tuple[StepPlan, Weights]]
+Text = tuple[np.ndarray, np.ndarray]  # prompt and new tokens, [t]; the new tokens' log-probabilities
+
+
+def rows(subject: Subject) -> Iterator[Row]:
+    """Continues prompts of unequal lengths in one batch, and one by itself; scores the texts without caches."""
+    try:
+        from src.extras.generation.generate import in_training
+        from src.extras.generation.inference_weights import unrolled
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("src.extras.generation"):
+            raise
+        yield Row("g", "decoding", NOT_APPLICABLE, note="src/extras/generation/ is not there")
+        return
+    subject, limited = unlimited("g", Subject(subject.config.replace(**NO_PATTERNS), subject.seed))
+    yield from limited
+    # Sampled, because greedy texts repeat themselves: a wrong slot of the cache could hold the right values.
+    for name, prepare, temperature in (("src.decode", unrolled, 1.0), ("a run's sample", in_training, 0.0)):
+        try:
+            yield _compared(f"decoding of {name}", subject, prepare, temperature)
+        except UserError as error:
+            yield Row("g", f"decoding of {name}", NOT_APPLICABLE, note=str(error).partition("\n")[0])
+
+
+def _compared(name: str, subject: Subject, prepare: Prepare, temperature: float) -> Row:
+    from src.extras.generation.generate import Generator, Sampling
+
+    plan, T = subject.reference_plan, np.arange(subject.length)
+    weights = jax.device_put(plan.split(subject.weights), plan.split(plan.shardings))
+    generator = Generator(*prepare(plan, weights), Sampling(temperature, 0, 1.0), seed=0, length=len(T))
+    # Shorter and longer than windows, chunks, and the length from which RoPE is stretched.
+    prompts = [subject.batch["tokens"][row, :length] for row, length in enumerate((3, len(T) - 10, 11, 17))]
+    texts: list[Text] = [*_continued(generator, prompts), *_continued(generator, prompts[:1])]
+    tokens = np.stack([np.pad(text, (0, len(T) - len(text))) for text, _ in texts])
+    real = np.array([[len(text)] for text, _ in texts]) > T
+    batch = {"tokens": tokens, "targets": tokens, "segment_ids": np.int32(real), "loss_mask": np.float32(real)}
+    logits, _ = evaluated(subject, plan, [{**batch, "positions": np.int32(T * real)}])
+    figure, note = 0.0, ""
+    for row, (text, found) in enumerate(texts):
+        start = len(text) - len(found)
+        log_probs = np.float64(jax.nn.log_softmax(logits[0, 0, row, start - 1 : len(text) - 1]))
+        expected = np.take_along_axis(log_probs, text[start:, None], axis=-1)[:, 0]
+        likeliest = expected if temperature else np.max(log_probs, axis=-1)
+        sizes = np.maximum(np.abs(found - expected), likeliest - expected) / np.max(np.abs(logits))
+        figure = max(figure, float(np.nan_to_num(np.max(sizes), nan=np.inf)))
+        for at in np.flatnonzero(~(sizes <= BOUND))[: 1 - bool(note)]:
+            beside = "alone" if row == len(prompts) else "beside others"
+            note = f"prompt of {start} tokens, {beside}: {found[at]:.5f} nats at {start + at}, not {expected[at]:.5f}"
+    return Row("g", name, FAIL if note else PASS, figure, BOUND, note)
+
+
+def _continued(generator: Any, prompts: list[np.ndarray]) -> list[Text]:
+    """Continues prompts until the longest text has all tokens that the caches are for."""
+    tokens_BT, lengths_B = generator.padded(prompts, 4)
+    steps = generator.tokens(tokens_BT, lengths_B, np.arange(len(lengths_B), dtype=np.int32))
+    count = generator.length - max(map(len, prompts))
+    new = [(token_B, np.asarray(generator.log_probs_B)) for token_B in itertools.islice(steps, count)]
+    tokens, log_probs = (np.stack(each, axis=1) for each in zip(*new, strict=True))
+    return [(np.concatenate([prompt, tokens[row]]), log_probs[row]) for row, prompt in enumerate(prompts)]

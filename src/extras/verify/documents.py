@@ -1,0 +1,155 @@
+"""Check d: logits depend on a token's own document up to the token, and the loss is a mean over the right tokens."""
+
+from collections.abc import Generator, Iterator, Mapping
+
+import numpy as np
+
+from src.config.schema import keys_of
+from src.data.packing import empty_batch, fill_row
+from src.data.types import Document
+from src.extras.verify.logits import NO_PATTERNS, Arrays, evaluated, unlimited
+from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, PLAIN_DESCENT, ROWS, Row, Subject, mesh_keys
+from src.model.parts import mixer
+from src.model.spec import layer_models
+from src.step.plan import StepPlan
+from src.system.errors import UserError
+
+# Sums in another order: 6e-8 to 1.3e-6 over three seeds of six kinds of models, at most 2e-7 for the loss. Positions
+# that do not restart give 0.9, a loss with the vocabulary's padding 0.03, and predictions across documents 0.003.
+BOUND = 1e-5
+ONE_LAYER = {**NO_PATTERNS, "decoder_segments": (), "base_num_decoder_layers": 1, "mtp_num_layers": 0}
+OFTEN = 4  # pairs of tokens: of that many scores one is large enough to change a logit
+
+
+def rows(subject: Subject) -> Iterator[Row]:
+    """Changes one token at a time and compares logits bit by bit; compares packed rows and the loss by value."""
+    subject, limited = unlimited("d", subject)
+    yield from limited
+    yield _of_packer(subject.batch)
+    name = "documents"
+    try:
+        logits = yield from _of_model(subject, subject.reference_plan, "")
+        seen = set()
+        for number, (model, _) in enumerate(layer_models(subject.config.model)):
+            keys = {key: getattr(model, key) for key in keys_of("model")} | ONE_LAYER
+            alone = Subject(subject.config.replace(**keys), subject.seed)
+            if (layer := alone.reference_plan.spec.layers[0]) not in seen:
+                seen.add(layer)
+                yield _of_layer(alone, number)
+        yield from _of_steps(subject, logits)
+        name = "documents, context 2"
+        yield from _of_model(subject, subject.plan(2, **mesh_keys({"context": 2})), ", context 2")
+    except UserError as error:
+        yield Row("d", name, NOT_APPLICABLE, note=str(error).partition("\n")[0])
+
+
+def _of_packer(batch: Arrays) -> Row:
+    """Packs the documents of a batch again, as training does."""
+    found = empty_batch(len(batch["tokens"]), len(batch["tokens"][0]))
+    for row, segments in enumerate(batch["segment_ids"]):
+        places = [np.flatnonzero(segments == number) for number in range(1, segments.max() + 1)]
+        ids = [np.append(batch["tokens"][row, at], batch["targets"][row, at[-1]]) for at in places]
+        fill_row(found, row, [(Document(each), 0, len(each) - 1) for each in ids])
+    real = batch["segment_ids"] > 0
+    wrong = [name for name in batch if np.any((found[name] != batch[name]) & real) or np.any(found["loss_mask"] > real)]
+    note = f"{', '.join(wrong)} are not those of the documents" * bool(wrong)
+    return Row("d", "the packer's rows", FAIL if wrong else PASS, float(len(wrong)), 0, note)
+
+
+def _of_model(subject: Subject, plan: StepPlan, where: str) -> Generator[Row, None, np.ndarray]:
+    base, segments = subject.batch, subject.batch["segment_ids"]
+    odd, T = np.arange(ROWS)[:, None] % 2 == 1, np.arange(subject.length)
+    alone, columns = zip(*(_first(base, segment) for segment in range(1, segments.max() + 1)), strict=True)
+    changes = [_changed(base, at) for at in (*(at == T for at in T), segments == 0, ~odd)]
+    logits, sums = evaluated(subject, plan, [base, *changes, *alone])
+    effects = np.any(logits[1 : len(changes) + 1, 0] != logits[0, 0], axis=-1) & (segments > 0)  # [changes, B, T]
+    effects[-1] &= odd
+    # The document of each change, [changes, B, 1]: 0 for padding and -1 for another row; how far each token is after it
+    key = np.concatenate([segments.T, [[0] * ROWS, [-1] * ROWS]])[..., None]
+    ahead = T - np.append(T, [0, 0])[:, None, None]
+    yield _exact(f"documents and rows do not see each other{where}", effects & (key != segments) & (key != 0))
+    blind = ~effects & (segments > 0) & (ahead == 0)
+    yield _exact(f"no token sees a later one{where}", (effects & (ahead < 0) | blind) & (key == segments))
+    yield _exact(f"padding has no effect{where}", effects & (key == 0))
+    packed = np.stack([np.take_along_axis(logits[0], at[None, ..., None], axis=2) for at in columns])
+    apart, real = logits[len(changes) + 1 :], np.stack([batch["segment_ids"] for batch in alone])[:, None]
+    sizes = real * np.max(np.abs(packed - apart), axis=-1) / np.max(np.abs(packed))
+    total = np.max(np.abs(np.sum(sums[len(changes) + 1 :], axis=0) - sums[0]) / np.maximum(np.abs(sums[0]), 1))
+    note = "" if total <= BOUND else "the sums of the loss differ"
+    for document, further, row, token in np.argwhere(~(sizes <= BOUND))[:1]:
+        of = f" of the token {further + 1} ahead" if further else ""
+        note = f"document {document + 1} of row {row}: logits{of} differ from its token {token} on"
+    figure = float(max(np.max(sizes), total))
+    yield Row("d", f"packed rows as one document a row{where}", FAIL if note else PASS, figure, BOUND, note)
+    return logits[0]
+
+
+def _of_layer(subject: Subject, number: int) -> Row:
+    layer, base = subject.reference_plan.spec.layers[0], {name: array.copy() for name, array in subject.batch.items()}
+    # A row with a document that is longer than any window, and one whose last document begins near the end.
+    T, last = np.arange(subject.length), subject.length - 10
+    base["segment_ids"][-2:], base["positions"][-2:] = 1, T
+    base["segment_ids"][-2, last:], base["positions"][-2, last:] = 2, T[:10]
+    logits, _ = evaluated(subject, subject.reference_plan, [base, *(_changed(base, at == T) for at in T)])
+    effects, ahead = np.any(logits[1:, 0] != logits[0, 0], axis=-1), T - T[:, None, None]
+    segments, window, chunk = base["segment_ids"], layer.sliding_window_size, layer.chunk_attn_window_size
+    blocks = segments * len(T) + (base["positions"] // chunk if chunk else 0)
+    visible = (segments > 0) & (blocks.T[..., None] == blocks) & (ahead >= 0) & (ahead < (window or len(T)))
+    within = f" of window {window}" * (window > 0) + f" of chunk {chunk}" * (chunk > 0)
+    row = _exact(f"layer {number}: {layer.attention_type}{within}", effects & (segments > 0) & ~visible)
+    if row.status == PASS and mixer(layer).costs(layer).scores:  # attention: all visible tokens have a weight
+        far = [at for at in T if np.sum(visible & (ahead == at)) >= OFTEN and not np.any(effects & (ahead == at))]
+        if far:
+            return row._replace(status=FAIL, figure=float(len(far)), note=f"no token sees the one {far[0]} before it")
+    return row
+
+
+def _of_steps(subject: Subject, logits: np.ndarray) -> Iterator[Row]:
+    """Compares a step's losses with means over these logits, also if one of two devices has only padding."""
+    title, batch = "the step's loss from these logits", subject.batch
+    if subject.config.step.loss or subject.config.model.dropout_rate:
+        yield Row("d", title, NOT_APPLICABLE, note="loss= is another objective, or dropout is random")
+        return
+    yield _of_loss(title, batch, logits, subject.reference.metrics)
+    first = np.arange(ROWS)[:, None] < ROWS // 2
+    half = batch | {name: batch[name] * first for name in ("segment_ids", "loss_mask")}
+    plan = subject.plan(2, **PLAIN_DESCENT, **mesh_keys({"fsdp": 2}))
+    yield _of_loss(f"{title}, fsdp 2, a device of padding", half, logits, subject.result(plan, half).metrics)
+
+
+def _of_loss(name: str, batch: Arrays, logits: np.ndarray, metrics: Mapping[str, float]) -> Row:
+    """Takes means over logits [1 + P, B, T, V] without the vocabulary's padding, in float64."""
+    means = []
+    for ahead, logits_BTV in enumerate(logits.astype(np.float64)):
+        targets, mask, segments = (np.roll(batch[it], -ahead, axis=1) for it in ("targets", "loss_mask", "segment_ids"))
+        mask = mask * (segments == batch["segment_ids"])
+        mask[:, mask.shape[1] - ahead :] = 0
+        log_probs = logits_BTV - np.log(np.sum(np.exp(logits_BTV), axis=-1, keepdims=True))
+        means.append(-np.sum(np.take_along_axis(log_probs, targets[..., None], -1)[..., 0] * mask) / np.sum(mask))
+    expected = {"loss": means[0]} | ({"mtp_loss": np.mean(means[1:])} if means[1:] else {})
+    sizes = {metric: abs(metrics[metric] / value - 1) for metric, value in expected.items()}
+    wrong = [f"{it} is {metrics[it]:.7f}, not {expected[it]:.7f}" for it in sizes if not sizes[it] <= BOUND]
+    return Row("d", name, FAIL if wrong else PASS, float(max(sizes.values())), BOUND, "; ".join(wrong))
+
+
+def _exact(name: str, wrong: np.ndarray) -> Row:
+    """A row that fails if anything is true of [changes, B, T]; after a change of each token, all padding and rows."""
+    note = ""
+    for change, row, token in np.argwhere(wrong)[:1]:
+        what = [f"the token at {change}", "all padding", "all other rows"][max(change - wrong.shape[-1] + 1, 0)]
+        note = f"row {row}: changing {what} {'does not change' if change == token else 'changes'} the logits at {token}"
+    return Row("d", name, FAIL if note else PASS, float(np.sum(wrong)), 0, note)
+
+
+def _changed(batch: Arrays, where: np.ndarray) -> Arrays:
+    """The batch with other tokens at some positions."""
+    return {**batch, "tokens": np.where(where, np.abs(batch["tokens"] - 1), batch["tokens"])}
+
+
+def _first(batch: Arrays, segment: int) -> tuple[Arrays, np.ndarray]:
+    """Each row's document of this number, alone and in first place, and the columns [B, T] of it in the batch."""
+    T = np.arange(batch["tokens"].shape[1])
+    at = (np.argmax(batch["segment_ids"] == segment, axis=1)[:, None] + T) % len(T)
+    moved = {name: np.take_along_axis(array, at, axis=1) for name, array in batch.items()}
+    own = np.int32(moved["segment_ids"] == segment)
+    return moved | {"segment_ids": own, "positions": np.int32(T * own), "loss_mask": np.float32(own)}, at

@@ -1,0 +1,142 @@
+"""Check e: a step with the config's own optimizer moves every trained weight downhill, and nothing else."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from src.extras.verify.derivatives import LEFT_OUT, Loss, flat, worst
+from src.extras.verify.subject import NOT_APPLICABLE, PASS, Row, Subject
+from src.model.params import by_path, dotted, nested
+from src.step.optimizer import hparams_at
+from src.step.plan import StepPlan
+from src.step.state import TrainState, abstract_state, batch_sharding, init_state
+from src.step.train_step import compile_steps
+
+# Relative to the largest gradient's norm: rounding alone gave at most 5e-5, a gradient that is missing 0.3 to 1.4.
+BOUND = 3e-3
+NONE = 1e-6  # of the largest entry of all gradients: a smaller one is zero but for rounding
+STRONG = 0.01  # of the largest entry of a weight's gradient: the update of such an entry is not lost in rounding
+# A decay near 1 would hide in rounding which weights were averaged. Relative to the update: rounding gives 1e-5, stale
+# weights 0.25.
+EMA_DECAY, EMA_BOUND = 0.75, 0.05
+FAR = 64.0  # more than any score of a router, and little enough for its bias to show a step of 0.001
+
+Arrays = dict[str, np.ndarray]  # by the weights' dotted paths
+
+
+def rows(subject: Subject, weight_dtype: str) -> Iterator[Row]:
+    """Checks gradients that are zero, and what a step changes at the largest learning rate of the schedule.
+
+    `weight_dtype` is the one of the whole config.
+    """
+    yield from without_gradient(Loss(subject))
+    plan = subject.plan(ema_decay=EMA_DECAY if subject.config.step.ema_decay else 0.0)
+    before, after = step(subject, plan)
+    old, new = flat(before.weights.trainable), flat(after.weights.trainable)
+    updates = {path: new[path].astype(np.float64) - old[path] for path in old}
+    rules, stay, gradients = flat(plan.rules), {}, subject.reference.gradients
+    least = NONE * max(float(np.max(np.abs(gradient))) for gradient in gradients.values())
+    for path, gradient in gradients.items():
+        strong = np.abs(gradient) > max(STRONG * float(np.max(np.abs(gradient))), least)
+        uphill = np.sum(updates[path] * gradient) >= 0
+        still = float(np.sum(strong & ((updates[path] == 0) | uphill)))
+        stay[path] = still if rules[path].learning_rate_scale else 0.0
+    yield worst("e", "trained weights move downhill: entries that do not", stay, 0.0)
+    frozen, left = flat(before.weights.frozen), flat(after.weights.frozen)
+    changes = {path: float(np.sum(frozen[path] != left[path])) for path in frozen}
+    yield worst("e", "frozen weights: entries that change", changes, 0.0, otherwise="every weight is trained")
+    mean, wanted = flat(after.ema), flat(before.ema)
+    sizes = {}
+    for path in mean:
+        error = mean[path] - EMA_DECAY * np.float64(wanted[path]) - (1 - EMA_DECAY) * np.float64(new[path])
+        sizes[path] = float(np.max(np.abs(error)) / np.max(np.abs(updates[path])))
+    yield worst("e", "average of the new weights", sizes, EMA_BOUND, otherwise="ema_decay is 0")
+    yield router_biases(subject)
+    yield stuck(old, updates, weight_dtype)
+
+
+def without_gradient(loss: Loss) -> Iterator[Row]:
+    """Finds entries whose gradient is zero although the loss depends on them, and weights that it does not depend on.
+
+    Experts that no token chose, tokens that are not in the batch and a bias of all keys have no gradient: changing all
+    such entries of a weight at once leaves the loss as it is, but for rounding. It keeps even its bits for a weight
+    that nothing uses.
+    """
+    norm = max(float(np.linalg.norm(gradient)) for gradient in loss.gradients.values())
+    least = NONE * max(float(np.max(np.abs(gradient))) for gradient in loss.gradients.values())
+    unused, sizes, unknown, whole = dict.fromkeys(loss.gradients, 0.0), {}, [], []
+    for path, gradient in loss.gradients.items():
+        if not np.any(none := np.abs(gradient) <= least):
+            continue
+        tried = itertools.islice(loss.slopes(path, norm * BOUND / 4, none), 4)
+        if slopes := [abs(slope) for slope, _ in tried if slope is not None]:
+            sizes[path], unused[path] = max(slopes) / norm, float(np.all(none) and not any(slopes))
+            whole += [path] * bool(np.all(none))
+        else:
+            unknown.append(path)
+    yield worst("e", "trained weights that nothing uses", unused, 0.0)
+    name, note = "entries without a gradient move no loss", f"none of {', '.join(whole)} does" if whole else ""
+    yield worst("e", name, sizes, BOUND, note, otherwise="every entry has a gradient")
+    if unknown:
+        yield Row("e", name, NOT_APPLICABLE, note=f"{LEFT_OUT}: all of {', '.join(unknown)}")
+
+
+def step(subject: Subject, plan: StepPlan) -> tuple[TrainState, TrainState]:
+    """The states before and after a step at the peak of the learning rate; the average begins far from the weights."""
+    state = init_state(plan, jax.tree.map(jnp.asarray, plan.split(subject.weights)))
+    before = jax.device_get(dataclasses.replace(state, ema=jax.tree.map(lambda x: x[::-1], state.ema)))
+    abstract = abstract_state(plan)
+    train_step, _ = compile_steps(plan, abstract, loss=subject.loss)
+    hparams = hparams_at(plan.step, subject.config.run.steps, 0)
+    hparams["learning_rate"] = np.float32(plan.step.learning_rate)
+    placed = jax.device_put(before, jax.tree.map(lambda leaf: leaf.sharding, abstract))
+    after, _ = train_step(placed, jax.device_put(subject.batch, batch_sharding(plan.layout, plan.fields)), hparams)
+    return before, jax.device_get(after)
+
+
+def router_biases(subject: Subject) -> Row:
+    """Checks that each router's bias moves by its own layer's loads.
+
+    In every layer all tokens choose one expert of one half of them, and in the next layer one of the other half: its
+    bias must fall, and the bias of the next layer's expert, which no token chooses here, must rise.
+    """
+    name, weights, popular = "routers' biases: layers whose loads do not move their bias", by_path(subject.weights), {}
+    stats = [path for path in weights if dotted(path) in subject.reference.stats]
+    most = max(layer.num_experts_per_tok for layer in subject.reference_plan.spec.layers)
+    if not stats or not subject.config.step.routed_bias_update_rate:
+        return Row("e", name, NOT_APPLICABLE, note="no router has a bias that the loads move")
+    if any(2 * most > weights[path].shape[-1] for path in stats):
+        return Row("e", name, NOT_APPLICABLE, note="a token chooses more than half of the experts")
+    for path in stats:
+        weights[path] = np.zeros_like(weights[path])
+        for bias in weights[path].reshape(-1, weights[path].shape[-1]):
+            layer, half = sum(map(len, popular.values())), len(bias) // 2
+            each, after = (half * (number % 2) + number // 2 % half for number in (layer, layer + 1))
+            bias[half * (1 - layer % 2) :][:half], bias[each] = -FAR, FAR
+            popular.setdefault(dotted(path), []).append((each, after))
+    other = dataclasses.replace(subject)
+    vars(other)["weights"] = nested(weights)  # instead of the cached property
+    wrong = {}
+    for path, experts in popular.items():
+        old, new = (x.reshape(len(experts), -1) for x in (flat(other.weights)[path], other.reference.stats[path]))
+        rises = np.take_along_axis(new - old, np.array(experts), axis=1)
+        wrong[path] = float(np.sum((rises[:, 0] >= 0) | (rises[:, 1] <= 0)))
+    return worst("e", name, wrong, 0.0)
+
+
+def stuck(old: Arrays, updates: Arrays, dtype: str) -> Row:
+    """Tells the share of entries that keep their value in a dtype of low precision: their update is too small."""
+    name = f"updates that {dtype} rounds away"
+    if dtype == "float32":
+        return Row("e", name, NOT_APPLICABLE, note="weight_dtype is float32")
+    stay, size = {}, {}
+    for path, update in updates.items():
+        kept, asked = old[path].astype(dtype), update != 0
+        stay[path], size[path] = int(np.sum(asked & ((np.float32(kept) + update).astype(dtype) == kept))), np.sum(asked)
+    share, most = sum(stay.values()) / sum(size.values()), max(stay, key=lambda path: stay[path] / max(size[path], 1))
+    note = f"{share:.0%} of the entries stay at this learning rate if their deviation is 0.2, most of {most}"
+    return Row("e", name, PASS, share, note=note)

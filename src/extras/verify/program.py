@@ -1,0 +1,106 @@
+"""Check j: the step compiled for a mesh of virtual devices: copies, donation, dtypes, what devices exchange."""
+
+import math
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+
+from src.extras.verify.counts import matmuls
+from src.extras.verify.meshes import obstacle
+from src.extras.verify.subject import FAIL, LENGTH, NOT_APPLICABLE, PASS, ROWS, Row, Subject, mesh_keys
+from src.model.params import by_path, dotted
+from src.step.optimizer import hparams_at
+from src.step.plan import StepPlan
+from src.step.state import TrainState, abstract_batch, abstract_state
+from src.step.train_step import compile_steps
+from src.system.errors import UserError
+from src.system.imports import optional
+
+MESH = {"fsdp": 2, "tensor": 2}
+
+
+def rows(subject: Subject, meshes: Sequence[Mapping[str, int]] = (MESH,), dtype: str = "float32") -> Iterator[Row]:
+    """Compiles the step for each mesh without running it; `dtype` is the key's value in the whole config."""
+    for sizes in meshes if optional("aot") else ():
+        mesh = "mesh " + " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        try:
+            if why := obstacle(subject.config, sizes):
+                raise UserError(why)
+            plan = subject.plan(math.prod(sizes.values()), **mesh_keys(sizes))
+        except UserError as error:
+            yield Row("j", mesh, NOT_APPLICABLE, note=str(error).partition("\n")[0])
+            continue
+        state = abstract_state(plan)
+        text, warnings = _compiled(_traced(plan, state).lower())
+        # XLA copies an array to every device if it cannot change its sharding otherwise, and says so only here.
+        warned = re.findall(r'Involuntary full rematerialization.*?(?:op_name="(.*?)"|$)', warnings, re.MULTILINE)
+        wrong = [name or "an operation without a name" for name in warned]
+        dims, axes = by_path(plan.matrices), by_path(plan.axes)
+        wrong += [
+            dotted(path) for path in axes if dims[path].hidden and not any(axes[path][n] for n in dims[path].dims)
+        ]
+        yield _none(f"{mesh}: arrays whole on every device", wrong)
+        header = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
+        aliased = {int(number) for number in re.findall(r"\{(\d+)\}: \(", header[1] if header else "")}
+        leaves = jax.tree_util.tree_leaves_with_path(state)  # also the first outputs
+        lost = [jax.tree_util.keystr(path) for number, (path, _) in enumerate(leaves) if number not in aliased]
+        yield _none(f"{mesh}: arrays of the state that are not donated", lost)
+        yield _exchanged(f"{mesh}: gradients summed over devices", plan, state, text)
+    if dtype == "float32" or not optional("aot"):
+        why = "dtype=float32" if optional("aot") else "src/extras/aot is missing"
+        yield Row("j", "dtypes of matmuls", NOT_APPLICABLE, note=why)
+        return
+    plan, wide = subject.plan(dtype=dtype, matmul_precision="default"), []
+    for eqn, is_batched, _ in matmuls(_traced(plan, abstract_state(plan)).jaxpr.jaxpr):
+        place = f"/{eqn.source_info.name_stack}"
+        # Routers compute in float32; so may scores and recurrences, whose matmuls have a batch dim.
+        if not (is_batched or "/router" in place) and max(each.aval.dtype.itemsize for each in eqn.invars[:2]) > 2:
+            wide.append(f"{place} {eqn.invars[0].aval.str_short()} x {eqn.invars[1].aval.str_short()}")
+    yield _none(f"matmuls with weights that are not in {dtype}", wide)
+
+
+def _traced(plan: StepPlan, state: TrainState) -> jax.stages.Traced:
+    return compile_steps(plan, state)[0].trace(state, abstract_batch(plan, ROWS, LENGTH), hparams_at(plan.step, 1, 0))
+
+
+def _none(name: str, found: Sequence[str]) -> Row:
+    return Row("j", name, FAIL if found else PASS, len(found), 0, f"the first: {found[0]}" if found else "")
+
+
+def _exchanged(name: str, plan: StepPlan, state: TrainState, text: str) -> Row:
+    """Lists the collectives; fails if they sum fewer bytes than the gradients have.
+
+    R of N devices share the rows of a batch, and each has a part, at least R / N, of every gradient to sum with them.
+    An expert's tokens travel to it along the axis expert, which therefore does not count.
+    """
+    from src.extras.aot.hlo import collectives
+
+    row_axes, sizes, summed = {*plan.layout.axes("batch")} - {"expert"}, Counter[str](), 0
+    for each in collectives(text, plan.layout.mesh):
+        size = each.times * each.whole_bytes
+        sizes[f"{each.kind} over {' x '.join(each.axes)}"] += size
+        summed += size * (each.kind in ("all-reduce", "reduce-scatter") and bool(row_axes.intersection(each.axes)))
+    trained = jax.tree.leaves(state.weights.trainable)
+    gradients = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in trained)
+    least = round(gradients * plan.layout.size([*row_axes]) / plan.layout.mesh.size) * bool(row_axes)
+    note = f"{summed:,} of at least {least:,} bytes; " + ", ".join(f"{kind} {n:,}" for kind, n in sizes.most_common())
+    return Row("j", name, PASS if summed >= least else FAIL, max(0, least - summed), 0, note)
+
+
+def _compiled(lowered: jax.stages.Lowered) -> tuple[str, str]:
+    """Compiles; returns the program's text, and what XLA's C++ code wrote to the process's stderr."""
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            # It is not run, and collectives do not depend on how code is optimized.
+            text = lowered.compile({"xla_backend_optimization_level": 0}).as_text() or ""
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+        file.seek(0)
+        return text, file.read().decode(errors="replace")

@@ -1,0 +1,181 @@
+"""verify's checks b, c and e: what they say of clean code, and that they find faults and name the weight."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from src.extras.verify import derivatives, movement, rewrites
+from src.extras.verify.subject import FAIL, LENGTH, NOT_APPLICABLE, Subject
+from src.model import feed_forward
+from src.model.moe import router
+from src.model.params import Weights, by_path, nested
+from src.parallel import accumulate
+from src.step import loss, train_step
+from tests.parallel.axes import MODELS
+from tests.tiny import load
+
+WINDOW = "{attention_type: local_sliding, sliding_window_size: 7}"
+GDN = {"gdn_num_key_heads": 2, "gdn_num_value_heads": 4, "gdn_key_head_dim": 6, "gdn_value_head_dim": 5}
+KINDS = {
+    **MODELS,
+    "averaged": {"trainable_parameters": "[attention.*]", "ema_decay": 0.999, "opt_type": "muon"},
+    "hybrid": {
+        **GDN,
+        "base_num_decoder_layers": 4,
+        "decoder_segments": "[{repeats: -1, pattern: [{attention_type: gated_delta}, {attention_gate: true}]}]",
+    },
+    "tied": {
+        "base_num_decoder_layers": 4,
+        "decoder_segments": f"[{{repeats: 2, pattern: [{WINDOW}, {{}}]}}]",
+        "attn_logits_soft_cap": 5,
+        "final_logits_soft_cap": 3,
+        "normalization_placement": "both",
+        "scale_embedding": "true",
+        "logits_via_embedding": "true",
+        "z_loss_multiplier": 0.001,
+    },
+    "adapted": {"load_parameters_path": "base", "lora_rank": 2, "lora_parameters": "['attention.*', 'feed_forward.*']"},
+    "experts": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "base_moe_mlp_dim": 16,
+        "capacity_factor": 1.0,
+        "load_balance_loss_weight": 0.02,
+        "router_z_loss_weight": 0.01,
+    },
+}
+
+
+def subject(kind, seed=0, **keys):
+    return Subject(load(max_target_length=LENGTH, **{**KINDS[kind], **keys}), seed)
+
+
+def failed(rows):
+    return [row for row in rows if row.status == FAIL]
+
+
+def assert_clean(rows):
+    """No row fails, and each figure is at most a third of its bound."""
+    rows = list(rows)
+    assert not failed(rows)
+    measured = [row for row in rows if row.bound]
+    assert measured
+    for row in measured:
+        assert row.figure <= row.bound / 3, row
+
+
+@pytest.mark.parametrize("kind", ["dense", pytest.param("averaged", marks=pytest.mark.long)])
+def test_clean_code_passes(kind):
+    model = subject(kind)
+    assert_clean(derivatives.rows(model))
+    assert_clean(movement.rows(model, "float32"))
+
+
+def test_clean_rewrites_pass():
+    assert_clean(itertools.islice(rewrites.rows(subject("dense")), 3))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_clean_code_passes_on_every_kind(kind, seed):
+    model = subject(kind, seed)
+    assert_clean(derivatives.rows(model))
+    assert_clean(movement.rows(model, "bfloat16"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_rewrites_of_every_kind_are_equal(kind):
+    assert_clean(rewrites.rows(subject(kind)))
+
+
+def test_a_doubled_gradient_is_found(monkeypatch):
+    activated = feed_forward.activated
+
+    def doubled(*arguments):
+        out = activated(*arguments)
+        return 2 * out - jax.lax.stop_gradient(out)
+
+    monkeypatch.setattr(feed_forward, "activated", doubled)
+    (row,) = failed(derivatives.rows(subject("dense")))
+    assert row.figure >= 3 * row.bound
+    assert "feed_forward.wi" in row.note
+
+
+@pytest.mark.long
+def test_a_missing_gradient_of_a_tied_embedding_is_found(monkeypatch):
+    detached = without_gradient_of(loss.objective, "embedding")
+    monkeypatch.setattr(train_step, "objective", detached)
+    (row,) = failed(derivatives.rows(subject("tied")))
+    assert row.figure >= 3 * row.bound
+    assert "embedding" in row.note
+
+
+def test_a_dropped_micro_batch_is_found(monkeypatch):
+    over_micro_batches = accumulate._over_micro_batches
+
+    def dropping(gradient, inputs, rows, how):
+        if how.micro_batches > 1:
+            rows = {name: x.at[how.micro_batches - 1 :: how.micro_batches].set(0) for name, x in rows.items()}
+        return over_micro_batches(gradient, inputs, rows, how)
+
+    monkeypatch.setattr(accumulate, "_over_micro_batches", dropping)
+    (row,) = failed(itertools.islice(rewrites.rows(subject("dense")), 1))
+    assert row.name == "gradient_accumulation_steps=2"
+    assert row.figure >= 3 * row.bound
+
+
+def test_a_weight_that_gets_no_gradient_is_found(monkeypatch):
+    monkeypatch.setattr(train_step, "objective", without_gradient_of(loss.objective, "wo"))
+    rows = failed(movement.without_gradient(derivatives.Loss(subject("dense"))))
+    (row,) = rows
+    assert row.figure >= 3 * row.bound
+    assert "feed_forward.wo" in row.note
+
+
+def test_stale_averages_and_frozen_weights_that_move_are_found(monkeypatch):
+    def thawed(trainable, frozen, stats):
+        return Weights(trainable, jax.tree.map(lambda x: x * 1.001, frozen), stats)
+
+    incremental_update = optax.incremental_update
+    monkeypatch.setattr(train_step, "Weights", thawed)
+    monkeypatch.setattr(optax, "incremental_update", lambda new, old, size: incremental_update(old, old, size))
+    rows = {row.name: row for row in failed(movement.rows(subject("averaged"), "float32"))}
+    assert rows.keys() == {"frozen weights: entries that change", "average of the new weights"}
+    assert "feed_forward.wi" in rows["frozen weights: entries that change"].note
+    assert rows["average of the new weights"].figure >= 3 * rows["average of the new weights"].bound
+
+
+def test_a_bias_moved_on_the_wrong_layer_is_found(monkeypatch):
+    update = router.update_router_bias
+
+    def of_the_layer_above(stats, reports, tokens, rate):
+        return update(stats, jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), reports), tokens, rate)
+
+    monkeypatch.setattr(router, "update_router_bias", of_the_layer_above)
+    row = movement.router_biases(subject("experts", routed_bias="true"))
+    assert (row.status, row.figure) == (FAIL, 2)
+    assert "segments.0.0.feed_forward.correction_bias" in row.note
+
+
+def test_what_low_precision_cannot_move_is_counted():
+    old, updates = {"w": np.full(4, 0.25, np.float32)}, {"w": np.array([1e-2, 1e-2, 1e-6, 0.0])}
+    row = movement.stuck(old, updates, "bfloat16")
+    assert row.figure == pytest.approx(1 / 3)
+    assert movement.stuck(old, updates, "float32").status == NOT_APPLICABLE
+
+
+def without_gradient_of(objective, name):
+    """The objective without the gradient of the weights of a name."""
+
+    def detached(trainable, *arguments, **keys):
+        flat = by_path(trainable)
+        stopped = {path: jax.lax.stop_gradient(x) if path[-1] == name else x for path, x in flat.items()}
+        return objective(nested(stopped), *arguments, **keys)
+
+    return detached

@@ -1,0 +1,187 @@
+"""Resumed runs, counts, conversion and the compiled program: clean configs pass, and planted faults are named."""
+
+import jax
+import pytest
+
+from src import train
+from src.checkpoint.checkpointer import Checkpointer
+from src.extras.hf import load as hf_load
+from src.extras.hf import save as hf_save
+from src.extras.verify import conversion, counts, program, resume
+from src.extras.verify.subject import FAIL, LENGTH, NOT_APPLICABLE, PASS, Subject
+from src.model import feed_forward, flops
+from src.step import train_step
+from tests import runs, tiny
+from tests.parallel.axes import MODELS
+
+HYBRID = {
+    **{"gdn_num_key_heads": 2, "gdn_num_value_heads": 4, "gdn_key_head_dim": 6, "gdn_value_head_dim": 5},
+    "decoder_segments": "[{repeats: -1, pattern: [{attention_type: gated_delta}, {attention_gate: true}]}]",
+}
+BIASED_EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 12, "mlp_bias": "true", "router_bias": "true"},
+    **{"capacity_factor": 1.25, "norm_topk_prob": "true"},
+}
+KINDS = {**MODELS, "hybrid": HYBRID, "biased experts": BIASED_EXPERTS}
+STATE = {"ema_decay": 0.9, "skip_step_on_spikes": "true"}
+
+
+def subject(kind="dense", **keys):
+    return Subject(tiny.load(**{"max_target_length": LENGTH, "learning_rate": 3e-3, **KINDS[kind], **keys}))
+
+
+def failures(rows):
+    return {row.name: row.note for row in rows if row.status == FAIL}
+
+
+def outcomes(rows):
+    return {row.name: row.status for row in rows}
+
+
+only_dense = pytest.mark.parametrize(
+    "kind", ["dense", *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind != "dense")]
+)
+
+
+# ---- f
+
+
+@pytest.mark.long
+@only_dense
+def test_a_resumed_run_is_the_same_and_weights_only_are_not(kind):
+    with runs.built_once():
+        rows = list(resume.rows(subject(kind, **STATE)))
+    assert {*outcomes(rows).values()} == {PASS}
+    assert len(rows) == 4
+    assert rows[-1].figure <= resume.BOUND / 3
+
+
+def first_failure(rows):
+    """Ends the generator there: each row of a resume is a run."""
+    return next(row for row in rows if row.status == FAIL)
+
+
+def test_an_optimizer_state_that_is_not_restored_is_found(monkeypatch):
+    restore = Checkpointer.restore_latest
+
+    def without_moments(self, wanted):
+        if restored := restore(self, wanted):
+            restored.state["opt"] = jax.tree.map(lambda leaf: 0 * leaf, restored.state["opt"])
+        return restored
+
+    monkeypatch.setattr(Checkpointer, "restore_latest", without_moments)
+    with runs.built_once():
+        row = first_failure(resume.rows(subject(**STATE)))
+    assert (row.name, row.note) == ("resume", "the first: the loss of step 5")
+
+
+def test_a_schedule_that_resumes_a_step_late_is_found(monkeypatch):
+    hparams_at, seen = train.hparams_at, []
+
+    def late(keys, steps, step):
+        seen.append(step)
+        return hparams_at(keys, steps, step - (len(seen) > resume.STEPS))  # after the run in one go
+
+    monkeypatch.setattr(train, "hparams_at", late)
+    with runs.built_once():
+        row = first_failure(resume.rows(subject(**STATE)))
+    assert (row.name, row.note) == ("resume", "the first: the loss of step 5")
+
+
+# ---- h
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_counts_are_those_of_arrays_and_matmuls(kind):
+    found = outcomes(counts.rows(subject(kind)))
+    other = found.pop("FLOPs of other matmuls", None)
+    assert {*found.values()} == {PASS}
+    assert other == (NOT_APPLICABLE if kind == "hybrid" else None)
+
+
+def test_a_weight_that_the_flops_forget_is_named(monkeypatch):
+    whole = flops.block_weights
+
+    def without_output(layer, spec):
+        for each in whole(layer, spec):
+            yield each._replace(input=()) if each.path == ("feed_forward", "wo") else each
+
+    monkeypatch.setattr(flops, "block_weights", without_output)
+    notes = failures(counts.rows(subject()))
+    assert notes.keys() == {"FLOPs of all matmuls"}
+    assert "the difference is that of feed_forward.wo" in notes["FLOPs of all matmuls"]
+
+
+def test_padded_vocabulary_counted_as_parameters_is_found(monkeypatch):
+    monkeypatch.setattr(counts, "count_params", lambda spec: flops.count_params(spec) + 31 * 32)
+    assert [*failures(counts.rows(subject()))] == ["parameters"]
+
+
+# ---- i
+
+
+@pytest.mark.parametrize("kind", ["dense", pytest.param("gpt3", marks=pytest.mark.long)])
+def test_an_exported_folder_is_the_same_model(kind):
+    rows = list(conversion.rows(subject(kind)))
+    assert [row.status for row in rows] == [PASS, PASS]
+    assert rows[1].figure <= rows[1].bound / 3
+
+
+def test_a_model_that_no_family_has_does_not_apply():
+    (row,) = conversion.rows(subject("windowed"))
+    assert row.status == NOT_APPLICABLE
+    assert "attn_logits_soft_cap=20.0" in row.note
+
+
+def swapped(lay_out):
+    """Lays out keys as values and values as keys."""
+
+    def lay_out_swapped(table, *rest):
+        names = {"k_proj.weight": "v_proj.weight", "v_proj.weight": "k_proj.weight"}
+        return lay_out([row._replace(file=swap(row.file, names)) for row in table], *rest)
+
+    def swap(file, names):
+        end = ".".join(file.split(".")[-2:])
+        return file.removesuffix(end) + names.get(end, end)
+
+    return lay_out_swapped
+
+
+def test_a_tensor_written_in_place_of_another_is_named(monkeypatch):
+    monkeypatch.setattr(hf_save, "lay_out", swapped(hf_save.lay_out))
+    notes = failures(conversion.rows(subject()))
+    assert notes["written and read back"] == "the first: segments.0.0.attention.key"
+    assert "logits of transformers" in notes
+
+
+def test_a_table_that_is_wrong_in_both_directions_is_found_by_transformers(monkeypatch):
+    monkeypatch.setattr(hf_save, "lay_out", swapped(hf_save.lay_out))
+    monkeypatch.setattr(hf_load, "lay_out", swapped(hf_load.lay_out))
+    assert [*failures(conversion.rows(subject()))] == ["logits of transformers"]
+
+
+# ---- j
+
+MESH = "mesh fsdp 2 x tensor 2"
+
+
+@only_dense
+def test_the_program_of_a_mesh_is_clean(kind):
+    rows = list(program.rows(subject(kind, **STATE), dtype="bfloat16"))
+    assert {*outcomes(rows).values()} == {PASS}
+    assert len(rows) == 4
+    assert "all-gather over fsdp" in rows[2].note
+
+
+def test_arrays_that_are_not_donated_are_named(monkeypatch):
+    monkeypatch.setattr(train_step.jax, "jit", lambda f, jit=jax.jit, **how: jit(f, **how | {"donate_argnums": ()}))
+    notes = failures(program.rows(subject(), meshes=({"fsdp": 2},)))
+    assert notes == {"mesh fsdp 2: arrays of the state that are not donated": "the first: .step"}
+
+
+def test_a_matmul_in_float32_is_named(monkeypatch):
+    matmul = feed_forward.matmul
+    monkeypatch.setattr(feed_forward, "matmul", lambda x, *rest: matmul(x.astype("float32"), *rest).astype(x.dtype))
+    ((name, note),) = failures(program.rows(subject(), meshes=(), dtype="bfloat16")).items()
+    assert name == "matmuls with weights that are not in bfloat16"
+    assert "feed_forward" in note

@@ -1,0 +1,87 @@
+"""`python -m src.verify` as a user meets it: its lines, report, exit codes and mistakes."""
+
+import itertools
+import json
+
+import jax
+import pytest
+
+from src.extras.verify import command, meshes
+from src.extras.verify.subject import FAIL, PASS, Row
+from src.run import resolve_config
+from src.system.errors import UserError
+from tests.runs import BASE
+
+TINY = (BASE, "base_emb_dim=32", "base_mlp_dim=64", "base_num_decoder_layers=2", "base_num_query_heads=4")
+TINY += ("base_num_kv_heads=2", "head_dim=8")
+
+
+@pytest.fixture(autouse=True)
+def devices():
+    """There are eight here already, and JAX has started."""
+    assert jax.config.jax_num_cpu_devices == meshes.DEVICES
+
+
+def test_a_mesh_is_compared_and_reported(tmp_path, capsys):
+    path, golden = tmp_path / "report.json", tmp_path / "golden.json"
+    words = [*TINY, "checks=a", "mesh=fsdp=2", f"report={path}", f"golden={golden}"]
+    report = command.main(words)
+    assert report.exit_code == 0
+    said = capsys.readouterr().out
+    assert "a  a mesh computes what one device does\n   PASS           mesh fsdp 2" in said
+    assert "2 PASS, 0 FAIL, 0 NOT APPLICABLE" in said
+    found = json.loads(path.read_text())
+    assert [row["status"] for row in found["rows"]] == [PASS, PASS]
+    assert found["rows"][0]["figure"] <= found["rows"][0]["bound"]
+    again = command.main([*TINY, "checks=h", f"golden={golden}"])
+    assert {row.note for row in again.rows if row.check == "golden"} == {"same bits"}
+    with pytest.raises(UserError, match="of another config"):
+        command.main([*TINY, "checks=h", f"golden={golden}", "adam_b1=0.8"])
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("checks=ax", "checks=ax: x is no check; expected all, or letters of abcdefghij"),
+        ("mesh=rows=2", "rows is no mesh axis; expected one of data, stage, fsdp, context, expert, tensor"),
+        ("mesh=tensor=1", "expected tensor=2 or more devices, not 1"),
+        ("mesh=tensor=16", "has 16 devices, and verify makes 8"),
+        ("report=/proc/report.json", "report"),
+        ("base_emb_dim=", "base_emb_dim"),
+    ],
+)
+def test_a_mistake_is_answered_before_anything_is_computed(word, answer):
+    with pytest.raises(UserError, match=answer.replace("(", r"\(")):
+        command.main([*TINY, word])
+
+
+def test_an_edit_that_fails_is_shown_by_its_line(monkeypatch, capsys):
+    monkeypatch.setattr("src.model.norm.Norm.__call__", lambda self, x: x @ 3)
+    report = command.main([*TINY, "checks=a", "mesh=fsdp=2"])
+    assert (report.exit_code, [row.status for row in report.rows]) == (3, [FAIL])
+    assert "test_command.py" in report.rows[0].note
+    assert "lambda self, x: x @ 3" in report.rows[0].note
+
+
+def test_what_was_found_is_reported_after_an_interrupt(monkeypatch, tmp_path):
+    def rows(subject, **arguments):
+        yield Row("a", "first", PASS)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(meshes, "rows", rows)
+    with pytest.raises(KeyboardInterrupt):
+        command.main([*TINY, "checks=a", f"report={tmp_path / 'report.json'}"])
+    assert [row["name"] for row in json.loads((tmp_path / "report.json").read_text())["rows"]] == ["first"]
+
+
+def test_meshes_are_chosen_by_the_config():
+    dense = resolve_config.load([BASE])
+    experts = resolve_config.load([BASE, "num_experts=4", "num_experts_per_tok=2", "ici_tensor_parallelism=2"])
+    axes = ["data", "stage", "fsdp", "context", "tensor"]
+    assert meshes.chosen("", dense, dense.mesh) == [{axis: 2} for axis in axes]
+    assert meshes.chosen("as_configured", experts, experts.mesh) == [{"fsdp": 2, "tensor": 2}]
+    assert {"fsdp": 2, "tensor": 2} in meshes.chosen("", experts, experts.mesh)
+    all_of_them = meshes.chosen("all", experts, experts.mesh)
+    pairs = {frozenset(pair) for sizes in all_of_them for pair in itertools.combinations(sizes, 2)}
+    assert len(pairs) == 15, "every pair of six axes"
+    assert all(len(sizes) <= 3 for sizes in all_of_them)

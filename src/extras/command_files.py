@@ -23,6 +23,7 @@ _BEGINNINGS = {
     "compiled_trainstep_file": rb"MinText compiled training step, ",
     "pgle_profile": rb"MinText PGLE profile, ",
     "report": rb"<!doctype html>.*\n  --page: #",
+    "report of src.verify": rb'\{\n  "model_name": ',
 }
 
 

@@ -4,11 +4,13 @@ import itertools
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from src.extras.verify import command, meshes
+from src.extras.verify import command, meshes, subject
 from src.extras.verify.subject import FAIL, PASS, Row
 from src.run import resolve_config
+from src.step.loss import next_token_loss
 from src.system.errors import UserError
 from tests.runs import BASE
 
@@ -33,20 +35,54 @@ def test_a_mesh_is_compared_and_reported(tmp_path, capsys):
     found = json.loads(path.read_text())
     assert [row["status"] for row in found["rows"]] == [PASS, PASS]
     assert found["rows"][0]["figure"] <= found["rows"][0]["bound"]
-    again = command.main([*TINY, "checks=h", f"golden={golden}"])
+    again = command.main([*TINY, "checks=h", f"golden={golden}", f"report={path}"])
     assert {row.note for row in again.rows if row.check == "golden"} == {"same bits"}
-    with pytest.raises(UserError, match="of another config"):
+    with pytest.raises(UserError, match="for another config"):
         command.main([*TINY, "checks=h", f"golden={golden}", "adam_b1=0.8"])
+
+
+def test_a_step_that_is_not_finite_fails_each_check(monkeypatch, tmp_path):
+    """A training step then makes no update, from which a gradient would be read as zero."""
+
+    def not_finite(model, batch, plan):
+        sums = next_token_loss(model, batch, plan)
+        return sums._replace(loss=sums.loss * jnp.nan)
+
+    monkeypatch.setattr(subject, "next_token_loss", not_finite)
+    report = command.main([*TINY, "checks=abe", "mesh=fsdp=2", f"golden={tmp_path / 'golden.json'}"])
+    assert [(row.check, row.status) for row in report.rows] == [(check, FAIL) for check in ("a", "b", "e", "golden")]
+    assert all("is not finite" in row.note for row in report.rows)
+
+
+def test_a_loss_that_reports_more_is_verified(monkeypatch):
+    def reporting(model, batch, plan):
+        sums = next_token_loss(model, batch, plan)
+        return sums._replace(metrics={"more": (sums.loss, jnp.ones(()))})
+
+    monkeypatch.setattr(subject, "next_token_loss", reporting)
+    report = command.main([*TINY, "checks=a", "mesh=fsdp=2", "log_internals=1"])
+    assert [row.status for row in report.rows] == [PASS]
+
+
+@pytest.mark.long
+def test_each_row_of_resumed_runs_is_printed(capsys):
+    report = command.main([*TINY, "checks=f"])
+    said = capsys.readouterr().out
+    assert len(report.rows) == 4
+    assert all(row.name in said for row in report.rows)
 
 
 @pytest.mark.parametrize(
     ("word", "answer"),
     [
-        ("checks=ax", "checks=ax: x is no check; expected all, or letters of abcdefghij"),
-        ("mesh=rows=2", "rows is no mesh axis; expected one of data, stage, fsdp, context, expert, tensor"),
+        ("checks=ax", "checks=ax: unknown check x; expected all, or letters of abcdefghij"),
+        ("mesh=rows=2", "unknown mesh axis rows; expected one of data, stage, fsdp, context, expert, tensor"),
         ("mesh=tensor=1", "expected tensor=2 or more devices, not 1"),
         ("mesh=tensor=16", "has 16 devices, and verify makes 8"),
         ("report=/proc/report.json", "report"),
+        ("golden=", "expected one golden=, with a value"),
+        ("golden=/proc/none/golden.json", "there is no folder /proc/none"),
+        ("checks=,", "unknown check ; expected all"),
         ("base_emb_dim=", "base_emb_dim"),
     ],
 )

@@ -39,7 +39,9 @@ def test_a_planted_fault_is_found_and_named(name, tmp_path):
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     patch = ROOT / "tests" / "verify" / "faults" / f"{name}.diff"
-    subprocess.run(["git", "apply", str(patch)], cwd=tmp_path, check=True, env=os.environ | {"GIT_DIR": "/nowhere"})
+    subprocess.run(
+        ["git", "apply", str(patch)], cwd=tmp_path, check=True, env=os.environ | {"GIT_DIR": str(tmp_path / "none")}
+    )
     rows, code = verify(tmp_path, fault, tmp_path / "report.json")
     failed = [row for row in rows if row["status"] == "FAIL"]
     if "missed" in fault:

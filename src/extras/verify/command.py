@@ -1,6 +1,7 @@
 """Shrinks a config, runs checks on it, and prints and writes what they found."""
 
 import json
+import re
 import sys
 import sysconfig
 import time
@@ -16,7 +17,7 @@ from src.config.usage import Usage
 from src.extras.command_files import check_outputs, write_output
 from src.extras.verify import golden, meshes
 from src.extras.verify.shrink import shrink
-from src.extras.verify.subject import FAIL, LENGTH, LONGER, NOT_APPLICABLE, PASS, Row, Subject
+from src.extras.verify.subject import FAIL, LENGTH, LONGER, NOT_APPLICABLE, PASS, NotApplicable, Row, Subject
 from src.model.spec import layer_models
 from src.run.run_setup import configured
 from src.system.errors import UserError, show
@@ -43,6 +44,7 @@ python -m src.verify CONFIG [key=value ...] [checks=abc|all] [mesh=all|as_config
 {"".join(f"    {letter}  {title}{chr(10)}" for letter, (_, title) in CHECKS.items())}Without checks=: {DEFAULT}."""
 )
 FAILED = 3  # exit code
+REPORT = "report of src.verify"  # in messages
 
 
 class Report(NamedTuple):
@@ -69,10 +71,12 @@ def main(argv: Sequence[str]) -> Report | None:
     if config is None:
         return None
     if own["report"]:
-        check_outputs({"report": own["report"]})
+        check_outputs({REPORT: own["report"]})
     has_chunks = any(layer.attention_type == "gated_delta" for layer, _ in layer_models(config.model))
     small = shrink(config, LONGER if has_chunks else LENGTH)
     where = meshes.chosen(own["mesh"], small.config, config.mesh)
+    if own["golden"]:
+        golden.check_file(Path(own["golden"]), small.config)
     for line in small.kept:
         show(f"shrunk      {line}")
     for line in small.hidden:
@@ -87,7 +91,7 @@ def main(argv: Sequence[str]) -> Report | None:
         raise
     finally:
         if own["report"]:
-            write_output("report", own["report"], _json(config, small, rows).encode())
+            write_output(REPORT, own["report"], _json(config, small, rows).encode())
     counts = {status: sum(row.status == status for row in rows) for status in (PASS, FAIL, NOT_APPLICABLE)}
     listed = ", ".join(f"{count} {status}" for status, count in counts.items())
     show(f"{listed}; {time.monotonic() - begun:.0f} s")
@@ -95,21 +99,25 @@ def main(argv: Sequence[str]) -> Report | None:
 
 
 def _found(subject: Subject, letters: str, arguments: Mapping[str, dict[str, Any]], golden_path: str) -> Iterator[Row]:
-    """Runs the checks of these letters."""
-    for letter in letters:
-        module, title = CHECKS[letter]
+    """Runs the checks of these letters, and last the comparison with an earlier version."""
+    checks = [(letter, *CHECKS[letter], arguments.get(letter, {})) for letter in letters]
+    if golden_path:
+        checks.append(("golden", "golden", "the bits of a few steps", {"path": Path(golden_path)}))
+    before = jax.config.values["jax_disable_most_optimizations"]
+    for letter, module, title, given in checks:
         show(f"{letter}  {title}")
         # Compiling takes most of the time. Optimizations change no result beyond rounding, only the program of j.
         jax.config.update("jax_disable_most_optimizations", letter != "j")
         try:
-            yield from named(f"src.extras.verify.{module}:rows")(subject, **arguments.get(letter, {}))
+            yield from named(f"src.extras.verify.{module}:rows")(subject, **given)
+        except NotApplicable as error:
+            yield Row(letter, module, NOT_APPLICABLE, note=str(error))
         except UserError as error:
             yield Row(letter, module, FAIL, note=str(error))
         except Exception as error:
             yield Row(letter, module, FAIL, note=f"{type(error).__name__}: {_first_line(error)}, {_edited_line(error)}")
-    if golden_path:
-        show("golden  the bits of a few steps")
-        yield from golden.rows(subject, Path(golden_path))
+        finally:
+            jax.config.update("jax_disable_most_optimizations", before)
 
 
 def _arguments(config: Config, where: Sequence[meshes.Sizes]) -> dict[str, dict[str, Any]]:
@@ -131,13 +139,15 @@ def _edited_line(error: BaseException) -> str:
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sys.prefix)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(installed)]
     edited = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
-    frame = (edited or frames)[-1]
+    frame = (edited or frames or traceback.extract_tb(error.__traceback__))[-1]
     return f"{frame.filename}:{frame.lineno}: {frame.line}"
 
 
 def _json(config: Config, small: Any, rows: Sequence[Row]) -> str:
     found = {"kept": small.kept, "hidden": small.hidden, "rows": [row._asdict() for row in rows]}
-    return json.dumps({"model_name": config["model_name"], **found}, indent=2) + "\n"
+    # JSON has no number that is not finite.
+    text = json.dumps({"model_name": config["model_name"], **found}, indent=2)
+    return re.sub(r": (NaN|-?Infinity)", r': "\1"', text) + "\n"
 
 
 def _own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -146,6 +156,8 @@ def _own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     for word in argv:
         name, equals, value = word.partition("=")
         if equals and name in own:
+            if not value or own[name]:
+                raise UserError(f"{word}: expected one {name}=, with a value")
             own[name] = value
         else:
             words.append(word)
@@ -156,7 +168,7 @@ def _letters(text: str) -> str:
     """Reads `checks=`; raises UserError for an unknown check."""
     if text in ("", "all"):
         return DEFAULT if not text else "".join(CHECKS)
-    letters = text.replace(",", "")
-    if unknown := [letter for letter in letters if letter not in CHECKS]:
-        raise UserError(f"checks={text}: {unknown[0]} is no check; expected all, or letters of {''.join(CHECKS)}")
+    letters = "".join(dict.fromkeys(text.replace(",", "")))
+    if unknown := [letter for letter in letters if letter not in CHECKS] or [""] * (not letters):
+        raise UserError(f"checks={text}: unknown check {unknown[0]}; expected all, or letters of {''.join(CHECKS)}")
     return letters

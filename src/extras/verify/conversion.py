@@ -18,6 +18,7 @@ from src.system.imports import optional
 # 3e-6 to 3e-5 of the logits' standard deviation, 1e-4 with the gated delta rule, 6e-3 in Gemma 4. Clean figures of five
 # families, three seeds each, are 0.3 to 1.3 times that; two tensors swapped give 1 and more standard deviations.
 BOUND = 10
+LARGEST_BOUND = 0.1  # of the standard deviation of logits
 
 
 def rows(subject: Subject) -> Iterator[Row]:
@@ -83,5 +84,8 @@ def _same_logits(plan: StepPlan, weights: Mapping, folder: str) -> Row:
     moved = compute_logits(plan, plan.split(nested(rounded)), tokens) - ours
     figure, bound = (float(np.max(np.abs(x)) / np.std(theirs)) for x in (ours - theirs, BOUND * moved))
     row, position, _ = np.unravel_index(np.argmax(np.abs(ours - theirs)), ours.shape)
+    if bound > LARGEST_BOUND:
+        why = "rounding alone moves these logits, as when a router's choice is close: a fault would not show"
+        return Row("i", name, NOT_APPLICABLE, figure, bound, why)
     note = f"{type(loaded).__name__}, {tokens.size} tokens; they differ most at token {position} of text {row}"
     return Row("i", name, PASS if figure <= bound else FAIL, figure, bound, note)

@@ -25,7 +25,8 @@ def rows(subject: Subject) -> Iterator[Row]:
     """Changes one token at a time and compares logits bit by bit; compares packed rows and the loss by value."""
     subject, limited = unlimited("d", subject)
     yield from limited
-    yield _of_packer(subject.batch)
+    if subject.config.batch.packing:
+        yield _of_packer(subject.batch)
     name = "documents"
     try:
         logits = yield from _of_model(subject, subject.reference_plan, "")

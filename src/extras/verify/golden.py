@@ -1,6 +1,5 @@
 """Compares the bits of a few training steps with an earlier version of the code's: `golden=FILE`, for refactoring."""
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
@@ -10,37 +9,51 @@ from typing import Any
 import jax
 import numpy as np
 
+from src.config.keys import frozen
+from src.config.schema import KEYS, Config
 from src.config.yaml import dump
-from src.extras.verify.subject import FAIL, PASS, Row, Subject
+from src.extras.verify.subject import FAIL, PASS, NotApplicable, Row, Subject, check_finite
 from src.model.params import by_path, dotted
 from src.step.optimizer import hparams_at
 from src.step.state import abstract_state, batch_sharding, init_state
 from src.step.train_step import compile_steps
-from src.system.errors import UserError
+from src.system.errors import UserError, first_few
 
 STEPS, PROJECTIONS = 3, 4
-LAST_BITS, ROUNDING = 1e-6, 1e-4  # relative differences up to which these words are used
+# Differences relative to how far a weight moved, up to which these words are used.
+LAST_BITS, ROUNDING = 1e-5, 1e-3
+
+
+def check_file(path: Path, config: Config) -> None:
+    """Raises UserError if the file cannot be written, or was written for another config."""
+    if not path.exists():
+        if not path.parent.is_dir():
+            raise UserError(f"golden={path}: there is no folder {path.parent}")
+        return
+    try:
+        before = json.loads(path.read_text())["config"]
+    except (ValueError, KeyError, TypeError, OSError):
+        raise UserError(f"golden={path} was not written by src.verify") from None
+    if before != _digest(config):
+        raise UserError(f"golden={path} was written for another config: give another file")
 
 
 def rows(subject: Subject, path: Path) -> Iterator[Row]:
     """Writes the file if there is none; otherwise says of losses, gradient norms and weights how far they changed.
 
-    Raises UserError if the file is another config's.
+    Raises UserError as `check_file`, or if the model has other weights.
     """
+    check_file(path, subject.config)
     found = _steps(subject)
     if not path.exists():
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json.dumps({"config": _digest(subject.config), "figures": found}, indent=1) + "\n")
         yield Row("golden", f"{STEPS} steps", PASS, note=f"written to {path}; run it again after an edit")
         return
-    try:
-        before = json.loads(path.read_text())
-        changed = before["config"] != found["config"] or before["figures"].keys() != found["figures"].keys()
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"golden={path} was not written by src.verify") from None
-    if changed:
-        raise UserError(f"golden={path} is of another config or other weights: give another file")
-    for name, (digest, *values) in found["figures"].items():
-        old_digest, *old = before["figures"][name]
+    before = json.loads(path.read_text())["figures"]
+    if before.keys() != found.keys():
+        raise UserError(f"golden={path} has other weights: {first_few(sorted(before.keys() ^ found.keys()))}")
+    for name, (digest, *values) in found.items():
+        old_digest, *old = before[name]
         figure = float(np.max(np.abs(np.subtract(values, old))) / max(np.max(np.abs(old)), 1e-30))
         if digest == old_digest:
             yield Row("golden", name, PASS, 0.0, 0.0, "same bits")
@@ -51,27 +64,42 @@ def rows(subject: Subject, path: Path) -> Iterator[Row]:
             yield Row("golden", name, FAIL, figure, ROUNDING, "changed in value")
 
 
-def _steps(subject: Subject) -> dict[str, Any]:
-    """Runs some steps with the config's optimizer; returns of each figure a digest, and numbers that measure changes.
+def _steps(subject: Subject) -> dict[str, list[Any]]:
+    """Runs some steps with the config's optimizer at the peak of the learning rate.
 
-    A weight's numbers are its projections on random directions.
+    Returns of each figure a digest, and numbers that measure changes: of a weight, projections on random directions of
+    how far it moved, because it moves little beside its size.
     """
     plan, rng = subject.reference_plan, np.random.default_rng(1)
+    if plan.fields:
+        raise NotApplicable("batch_transform adds fields, which these batches lack")
     abstract = abstract_state(plan)
     train_step, _ = compile_steps(plan, abstract, loss=subject.loss)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    weights = jax.device_put(plan.split(subject.weights), shardings.weights)
+    before = plan.split(subject.weights)
+    weights = jax.device_put(before, shardings.weights)
     state = jax.device_put(jax.jit(lambda weights: init_state(plan, weights))(weights), shardings)
     batch = jax.device_put(subject.batch, batch_sharding(plan.layout, plan.fields))
     figures = {}
     for step in range(STEPS):
-        state, metrics = train_step(state, batch, hparams_at(plan.step, STEPS, step))
+        hparams = hparams_at(plan.step, STEPS, step) | {"learning_rate": np.float32(plan.step.learning_rate)}
+        state, metrics = train_step(state, batch, hparams)
+        check_finite(metrics)
         for name in ("loss", "grad_norm"):
-            figures[f"{name} of step {step}"] = _figure(np.asarray(metrics[name]), np.ones((1, 1)))
-    for path, leaf in by_path(jax.device_get(dataclasses.asdict(state.weights)["trainable"])).items():
-        figures[dotted(path)] = _figure(np.asarray(leaf), rng.normal(size=(PROJECTIONS, leaf.size)))
-    return {"config": hashlib.sha256(dump(dict(subject.config)).encode()).hexdigest(), "figures": figures}
+            figures[f"{name} of step {step}"] = _figure(np.asarray(metrics[name]), np.zeros(()), np.ones((1, 1)))
+    start = by_path(before.trainable)
+    for path, leaf in by_path(jax.device_get(state.weights.trainable)).items():
+        directions = rng.normal(size=(PROJECTIONS, leaf.size))
+        figures[dotted(path)] = _figure(np.asarray(leaf), start[path], directions)
+    return figures
 
 
-def _figure(array: np.ndarray, directions: np.ndarray) -> list[Any]:
-    return [hashlib.sha256(array.tobytes()).hexdigest(), *(directions @ np.float64(array).ravel()).tolist()]
+def _digest(config: Config) -> str:
+    """Of the keys that are not at their default: an edit may add a key."""
+    keys = {key: value for key, value in config.items() if value != frozen(KEYS[key].default)}
+    return hashlib.sha256(dump(keys).encode()).hexdigest()
+
+
+def _figure(array: np.ndarray, start: np.ndarray, directions: np.ndarray) -> list[Any]:
+    moved = directions @ (np.float64(array) - start).ravel()
+    return [hashlib.sha256(array.tobytes()).hexdigest(), *moved.tolist()]

@@ -19,6 +19,8 @@ Sizes = Mapping[str, int]  # devices along each axis of more than one
 
 def rows(subject: Subject, where: Sequence[Sizes]) -> Iterator[Row]:
     """Compares a step on each mesh with the step of one device."""
+    if not where:
+        yield Row("a", "mesh", NOT_APPLICABLE, note="the config's mesh has one device")
     for sizes in where:
         name = "mesh " + " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         if why := obstacle(subject.config, sizes):
@@ -26,11 +28,10 @@ def rows(subject: Subject, where: Sequence[Sizes]) -> Iterator[Row]:
             continue
         try:
             plan = subject.plan(math.prod(sizes.values()), **PLAIN_DESCENT, **mesh_keys(sizes))
-            found = subject.result(plan)
         except UserError as error:
             yield Row("a", name, NOT_APPLICABLE, note=str(error).partition("\n")[0])
             continue
-        yield compared("a", name, found, subject.reference, BOUND)
+        yield compared("a", name, subject.result(plan), subject.reference, BOUND)
 
 
 def obstacle(config: Config, sizes: Sizes) -> str:
@@ -79,7 +80,10 @@ def _covering(axes: Sequence[str]) -> list[dict[str, int]]:
 def _devices(mesh: Mesh, axis: str) -> int:
     """Devices along an axis in the config, -1 (the rest) where any number may be."""
     sizes = [getattr(mesh, f"{kind}_{MESH_AXES[axis]}_parallelism") for kind in ("ici", "dcn")]
-    return -1 if -1 in sizes and axis == "fsdp" else math.prod(max(size, 1) for size in sizes)
+    ici, dcn = sizes
+    if ici == -1 or (dcn == -1 and axis != "data"):  # dcn_data_parallelism is -1 by default: one slice or host
+        return -1
+    return math.prod(max(size, 1) for size in sizes)
 
 
 def _parsed(text: str) -> dict[str, int]:
@@ -87,7 +91,7 @@ def _parsed(text: str) -> dict[str, int]:
     for part in text.split(","):
         axis, _, number = part.partition("=")
         if axis not in MESH_AXES:
-            raise UserError(f"mesh={text}: {axis} is no mesh axis; expected one of {', '.join(MESH_AXES)}")
+            raise UserError(f"mesh={text}: unknown mesh axis {axis}; expected one of {', '.join(MESH_AXES)}")
         if not number.isdigit() or int(number) < 2:
             raise UserError(f"mesh={text}: expected {axis}=2 or more devices, not {number or 'nothing'}")
         sizes[axis] = int(number)

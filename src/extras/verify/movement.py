@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from src.extras.verify.derivatives import LEFT_OUT, Loss, flat, worst
-from src.extras.verify.subject import NOT_APPLICABLE, PASS, Row, Subject
+from src.extras.verify.subject import NOT_APPLICABLE, PASS, Row, Subject, check_finite
 from src.model.params import by_path, dotted, nested
 from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan
@@ -51,7 +51,7 @@ def rows(subject: Subject, weight_dtype: str) -> Iterator[Row]:
     yield worst("e", "frozen weights: entries that change", changes, 0.0, otherwise="every weight is trained")
     mean, wanted = flat(after.ema), flat(before.ema)
     sizes = {}
-    for path in mean:
+    for path in (path for path in mean if np.any(updates[path])):
         error = mean[path] - EMA_DECAY * np.float64(wanted[path]) - (1 - EMA_DECAY) * np.float64(new[path])
         sizes[path] = float(np.max(np.abs(error)) / np.max(np.abs(updates[path])))
     yield worst("e", "average of the new weights", sizes, EMA_BOUND, otherwise="ema_decay is 0")
@@ -94,7 +94,10 @@ def step(subject: Subject, plan: StepPlan) -> tuple[TrainState, TrainState]:
     hparams = hparams_at(plan.step, subject.config.run.steps, 0)
     hparams["learning_rate"] = np.float32(plan.step.learning_rate)
     placed = jax.device_put(before, jax.tree.map(lambda leaf: leaf.sharding, abstract))
-    after, _ = train_step(placed, jax.device_put(subject.batch, batch_sharding(plan.layout, plan.fields)), hparams)
+    after, metrics = train_step(
+        placed, jax.device_put(subject.batch, batch_sharding(plan.layout, plan.fields)), hparams
+    )
+    check_finite(metrics)
     return before, jax.device_get(after)
 
 

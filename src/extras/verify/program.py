@@ -35,7 +35,7 @@ def rows(subject: Subject, meshes: Sequence[Mapping[str, int]] = (MESH,), dtype:
             yield Row("j", mesh, NOT_APPLICABLE, note=str(error).partition("\n")[0])
             continue
         state = abstract_state(plan)
-        text, warnings = _compiled(_traced(plan, state).lower())
+        text, warnings = _compiled(_traced(subject, plan, state).lower())
         # XLA copies an array to every device if it cannot change its sharding otherwise, and says so only here.
         warned = re.findall(r'Involuntary full rematerialization.*?(?:op_name="(.*?)"|$)', warnings, re.MULTILINE)
         wrong = [name or "an operation without a name" for name in warned]
@@ -55,7 +55,7 @@ def rows(subject: Subject, meshes: Sequence[Mapping[str, int]] = (MESH,), dtype:
         yield Row("j", "dtypes of matmuls", NOT_APPLICABLE, note=why)
         return
     plan, wide = subject.plan(dtype=dtype, matmul_precision="default"), []
-    for eqn, is_batched, _ in matmuls(_traced(plan, abstract_state(plan)).jaxpr.jaxpr):
+    for eqn, is_batched, _ in matmuls(_traced(subject, plan, abstract_state(plan)).jaxpr.jaxpr):
         place = f"/{eqn.source_info.name_stack}"
         # Routers compute in float32; so may scores and recurrences, whose matmuls have a batch dim.
         if not (is_batched or "/router" in place) and max(each.aval.dtype.itemsize for each in eqn.invars[:2]) > 2:
@@ -63,8 +63,9 @@ def rows(subject: Subject, meshes: Sequence[Mapping[str, int]] = (MESH,), dtype:
     yield _none(f"matmuls with weights that are not in {dtype}", wide)
 
 
-def _traced(plan: StepPlan, state: TrainState) -> jax.stages.Traced:
-    return compile_steps(plan, state)[0].trace(state, abstract_batch(plan, ROWS, LENGTH), hparams_at(plan.step, 1, 0))
+def _traced(subject: Subject, plan: StepPlan, state: TrainState) -> jax.stages.Traced:
+    train_step, _ = compile_steps(plan, state, loss=subject.loss)
+    return train_step.trace(state, abstract_batch(plan, ROWS, LENGTH), hparams_at(plan.step, 1, 0))
 
 
 def _none(name: str, found: Sequence[str]) -> Row:
@@ -94,12 +95,14 @@ def _exchanged(name: str, plan: StepPlan, state: TrainState, text: str) -> Row:
 def _compiled(lowered: jax.stages.Lowered) -> tuple[str, str]:
     """Compiles; returns the program's text, and what XLA's C++ code wrote to the process's stderr."""
     with tempfile.TemporaryFile() as file:
-        kept = os.dup(2)
+        kept, cached = os.dup(2), jax.config.jax_enable_compilation_cache
         os.dup2(file.fileno(), 2)
+        jax.config.update("jax_enable_compilation_cache", False)  # a cached program comes without warnings
         try:
             # It is not run, and collectives do not depend on how code is optimized.
             text = lowered.compile({"xla_backend_optimization_level": 0}).as_text() or ""
         finally:
+            jax.config.update("jax_enable_compilation_cache", cached)
             os.dup2(kept, 2)
             os.close(kept)
         file.seek(0)

@@ -46,10 +46,11 @@ def rows(subject: Subject) -> Iterator[Row]:
     def row(rewrite: Rewrite, masked: bool = False) -> Row:
         keys = {**PLAIN_DESCENT, **(one_batch() if rewrite.splits or masked else {}), **rewrite.keys}
         try:
-            with mock.patch.dict(blocked.TILE, cpu=TILE):
-                found = subject.result(subject.plan(rewrite.devices, **keys), masked_batch(subject) if masked else None)
+            plan = subject.plan(rewrite.devices, **keys)
         except UserError as error:
             return Row("c", rewrite.name, NOT_APPLICABLE, note=str(error).partition("\n")[0])
+        with mock.patch.dict(blocked.TILE, cpu=TILE):
+            found = subject.result(plan, masked_batch(subject) if masked else None)
         found = compared("c", rewrite.name, found, expected(rewrite.splits, masked), BOUND)
         by_design = BY_DESIGN * bool(rewrite.splits and subject.config.step.load_balance_loss_weight)
         return found._replace(note=(found.note + by_design).removeprefix("; "))
@@ -76,10 +77,10 @@ def repeated_stages(subject: Subject) -> Row:
         return Row("c", name, NOT_APPLICABLE, note="the model has several kinds of layers")
     deep = Subject(config.replace(base_num_decoder_layers=2 * config.model.base_num_decoder_layers), subject.seed)
     try:
-        found = deep.result(deep.plan(2, **PLAIN_DESCENT, **mesh_keys({"stage": 2}), num_pipeline_repeats=2))
+        plan = deep.plan(2, **PLAIN_DESCENT, **mesh_keys({"stage": 2}), num_pipeline_repeats=2)
     except UserError as error:
         return Row("c", name, NOT_APPLICABLE, note=str(error).partition("\n")[0])
-    return compared("c", name, found, deep.reference, BOUND)
+    return compared("c", name, deep.result(plan), deep.reference, BOUND)
 
 
 def rewrites(subject: Subject) -> Iterator[Rewrite]:

@@ -24,7 +24,7 @@ LOST += ("load_parameters_path", "use_sft", "enable_rampup_batch_size", "eval_me
 NEUTRAL: dict[str, Any] = {key: KEYS[key].default for key in LOST} | {
     **dict.fromkeys(("dtype", "weight_dtype", "mu_dtype"), "float32"),
     **{"matmul_precision": "highest", "scan_layers": "true", "remat_policy": "none", "per_device_batch_size": 1.0},
-    **{"global_parameter_scale": 1, "dataset_type": "synthetic", "enable_checkpointing": False},
+    **{"global_parameter_scale": 1, "dataset_type": "synthetic", "enable_checkpointing": False, "log_internals": 0},
     **{size_key("dcn", axis): 1 for axis in MESH_AXES},
 }
 AT_MOST = {"vocab_size": 97, "mtp_num_layers": 1, "gradient_accumulation_steps": 2, "lora_rank": 2, "shared_experts": 2}
@@ -181,7 +181,7 @@ def _kept(config: Config, small: Config, layers: Iterator[tuple[Model, Sizes]]) 
     spec, small_spec = _spec(config), _spec(small)
     kinds = Counter(it.attention_type + ", experts" * (it.num_experts > 1) for it in dict.fromkeys(spec.layers))
     listed = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    lines = [f"{len(small_spec.layers)} of {len(spec.layers)} layers, of all {kinds.total()} kinds: {listed}"]
+    lines = [f"{len(small_spec.layers)} of {len(spec.layers)} layers, of every kind: {listed}"]
     changed = {(key, keys[key], _size(layer, key)) for layer, keys in layers for key in _used(layer)}
     for family in dict.fromkeys(FAMILY.values()):
         sizes = [f"{key} {new} of {old}" for key, new, old in sorted(changed) if FAMILY[key] == family and new != old]

@@ -45,6 +45,16 @@ class Result(NamedTuple):
     stats: dict[str, np.ndarray]  # what else a step changes: the biases of routers
 
 
+class NotApplicable(UserError):
+    """What a check needs and these small batches, or the model, do not have."""
+
+
+def check_finite(metrics: Mapping[str, Any]) -> None:
+    """Raises FloatingPointError if a step made no update because its loss or gradient was not finite."""
+    if not bool(metrics["finite"]):
+        raise FloatingPointError(f"the loss ({float(metrics['loss'])}) or a gradient of the step is not finite")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
     """A small config, and what is the same in all of its variants."""
@@ -112,7 +122,7 @@ class Subject:
         abstract = abstract_state(plan)
         train_step, _ = compile_steps(plan, abstract, loss=self.loss)
         if plan.fields:
-            raise UserError(
+            raise NotApplicable(
                 f"batch_transform={self.config.batch.batch_transform} adds fields, which these batches lack"
             )
         before = plan.split(self.weights)
@@ -121,11 +131,14 @@ class Subject:
         placed = jax.device_put(batch or self.batch, batch_sharding(plan.layout, plan.fields))
         hparams = hparams_at(plan.step, self.config.run.steps, 0) | {"learning_rate": np.float32(SGD_RATE)}
         state, metrics = train_step(state, placed, hparams)
+        check_finite(metrics)
         old, new = by_path(before.trainable), by_path(jax.device_get(state.weights.trainable))
         gradients: dict[str, Any] = {
             dotted(path): (np.float64(old[path]) - np.float64(new[path])) / SGD_RATE for path in old
         }
-        numbers: dict[str, float] = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
+        numbers: dict[str, float] = {
+            name: float(x) for name, x in metrics.items() if not isinstance(x, dict) and np.ndim(x) == 0
+        }
         stats = {dotted(path): np.asarray(leaf) for path, leaf in by_path(jax.device_get(state.weights.stats)).items()}
         return Result(gradients, numbers, stats)
 

@@ -131,7 +131,12 @@ def test_a_step_that_calls_cudnn_is_not_saved(tmp_path, settings):
     ):
         main(arguments)
     assert not (tmp_path / "step").exists()
-    main([*arguments, "attention=blocked"])
+
+
+@pytest.mark.long
+@needs_cuda
+def test_a_step_for_gpus_without_cudnn_is_saved(tmp_path, settings):
+    main([BASE, "compile_topology=a3:1", *SMALL, f"compiled_trainstep_file={tmp_path / 'step'}", "attention=blocked"])
     assert (tmp_path / "step").exists()
 
 

@@ -142,6 +142,19 @@ class Subject:
         stats = {dotted(path): np.asarray(leaf) for path, leaf in by_path(jax.device_get(state.weights.stats)).items()}
         return Result(gradients, numbers, stats)
 
+    def attempt(self, devices: int, keys: Mapping[str, Any], batch: dict[str, Any] | None = None) -> Result | str:
+        """A step with other keys, or why the model refuses them; a user's loss that fails there raises UserError."""
+        try:
+            plan = self.plan(devices, **keys)
+        except UserError as error:
+            return str(error).partition("\n")[0]
+        try:
+            return self.result(plan, batch)
+        except UserError as error:
+            if self.config.step.loss or isinstance(error, NotApplicable):
+                raise
+            return str(error).partition("\n")[0]  # from a layer that cannot run on this mesh
+
     @functools.cached_property
     def reference(self) -> Result:
         """A step on one device."""

@@ -23,7 +23,9 @@ STRONG = 0.01  # of the largest entry of a weight's gradient: the update of such
 # A decay near 1 would hide in rounding which weights were averaged. Relative to the update: rounding gives 1e-5, stale
 # weights 0.25.
 EMA_DECAY, EMA_BOUND = 0.75, 0.05
-FAR = 64.0  # more than any score of a router, and little enough for its bias to show a step of 0.001
+# More than any score of a router, and little enough for its bias to show a step of 0.001. Changed by it, a weight that
+# is used at least makes the loss round otherwise.
+FAR = 64.0
 
 Arrays = dict[str, np.ndarray]  # by the weights' dotted paths
 
@@ -63,8 +65,8 @@ def without_gradient(loss: Loss) -> Iterator[Row]:
     """Finds entries whose gradient is zero although the loss depends on them, and weights that it does not depend on.
 
     Experts that no token chose, tokens that are not in the batch and a bias of all keys have no gradient: changing all
-    such entries of a weight at once leaves the loss as it is, but for rounding. It keeps even its bits for a weight
-    that nothing uses.
+    such entries of a weight at once leaves the loss as it is, but for rounding. If nothing uses a weight, even the bits
+    of the loss stay, however large the change is.
     """
     norm = max(float(np.linalg.norm(gradient)) for gradient in loss.gradients.values())
     least = NONE * max(float(np.max(np.abs(gradient))) for gradient in loss.gradients.values())
@@ -74,7 +76,10 @@ def without_gradient(loss: Loss) -> Iterator[Row]:
             continue
         tried = itertools.islice(loss.slopes(path, norm * BOUND / 4, none), 4)
         if slopes := [abs(slope) for slope, _ in tried if slope is not None]:
-            sizes[path], unused[path] = max(slopes) / norm, float(np.all(none) and not any(slopes))
+            sizes[path] = max(slopes) / norm
+            if np.all(none) and not any(slopes):
+                changes = (FAR * loss.rng.choice([-1.0, 1.0], gradient.shape), np.zeros(gradient.shape))
+                unused[path] = float(len({loss.after(path, change) for change in changes}) == 1)
             whole += [path] * bool(np.all(none))
         else:
             unknown.append(path)

@@ -11,8 +11,10 @@ from src.model.flops import all_layers, block_weights, count_params, flops_per_t
 from src.model.params import by_path, dotted
 from src.model.parts import layer_costs
 from src.model.spec import ModelSpec
+from src.step.loss import LossFunction, next_token_loss
 from src.step.optimizer import hparams_at
-from src.step.state import abstract_batch, abstract_state
+from src.step.plan import StepPlan
+from src.step.state import TrainState, abstract_batch, abstract_state
 from src.step.train_step import compile_steps
 
 # Each matmul is made once and for all keys, and each row by the experts that it is sent to.
@@ -34,8 +36,7 @@ def rows(subject: Subject) -> Iterator[Row]:
     yield _compared("parameters", elements, count_params(spec))
 
     state, made = abstract_state(plan), {False: -TOKENS * _useless(spec), True: 0}
-    step, _ = compile_steps(plan, state)  # with the loss that the MFU counts, even if the config has another
-    traced = step.trace(state, abstract_batch(plan, ROWS, LENGTH), hparams_at(plan.step, 1, 0))
+    traced = traced_step(plan, state, next_token_loss)  # which the MFU counts, even if the config has another loss
     for _, is_batched, size in matmuls(traced.jaxpr.jaxpr):
         made[is_batched] += size
     flops = flops_per_token(spec, LENGTH)
@@ -51,6 +52,12 @@ def rows(subject: Subject) -> Iterator[Row]:
     if special:
         why = f"{' and '.join(special)} counts operations token by token; the program computes them in chunks"
         yield Row("h", "FLOPs of other matmuls", NOT_APPLICABLE, note=why)
+
+
+def traced_step(plan: StepPlan, state: TrainState, loss: LossFunction) -> jax.stages.Traced:
+    """Traces a training step without arrays."""
+    train_step, _ = compile_steps(plan, state, loss=loss)
+    return train_step.trace(state, abstract_batch(plan, ROWS, LENGTH), hparams_at(plan.step, 1, 0))
 
 
 def _compared(name: str, found: int, counted: int, note: str = "") -> Row:

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, PLAIN_DESCENT, Row, Subject
-from src.model.params import Tree, by_path, dotted, nested
+from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, PLAIN_DESCENT, Row, Subject, flat
+from src.model.params import by_path, dotted, nested
 from src.step.loss import count_tokens, objective
 from src.step.plan import Batch
 from src.step.train_step import with_dropout_keys
@@ -62,11 +62,6 @@ def worst(check: str, name: str, figures: dict[str, float], bound: float, note: 
         return Row(check, name, PASS, figures[path], bound, note)
     failure = f"{path}; {len(wrong)} of {len(figures)} weights are wrong: {', '.join(wrong[:12])}"
     return Row(check, name, FAIL, figures[path], bound, failure)
-
-
-def flat(tree: Tree) -> dict[str, Any]:
-    """Names the entries of nested weights by their dotted paths."""
-    return {dotted(path): leaf for path, leaf in by_path(tree).items()}
 
 
 class Loss:

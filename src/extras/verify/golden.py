@@ -12,11 +12,7 @@ import numpy as np
 from src.config.keys import frozen
 from src.config.schema import KEYS, Config
 from src.config.yaml import dump
-from src.extras.verify.subject import FAIL, PASS, NotApplicable, Row, Subject, check_finite
-from src.model.params import by_path, dotted
-from src.step.optimizer import hparams_at
-from src.step.state import abstract_state, batch_sharding, init_state
-from src.step.train_step import compile_steps
+from src.extras.verify.subject import FAIL, PASS, Row, Subject, flat
 from src.system.errors import UserError, first_few
 
 STEPS, PROJECTIONS = 3, 4
@@ -73,26 +69,15 @@ def _steps(subject: Subject) -> dict[str, list[Any]]:
     how far it moved, because it moves little beside its size.
     """
     plan, rng = subject.reference_plan, np.random.default_rng(1)
-    if plan.fields:
-        raise NotApplicable("batch_transform adds fields, which these batches lack")
-    abstract = abstract_state(plan)
-    train_step, _ = compile_steps(plan, abstract, loss=subject.loss)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    before = plan.split(subject.weights)
-    weights = jax.device_put(before, shardings.weights)
-    state = jax.device_put(jax.jit(lambda weights: init_state(plan, weights))(weights), shardings)
-    batch = jax.device_put(subject.batch, batch_sharding(plan.layout, plan.fields))
-    figures = {}
+    start, state, figures = flat(plan.split(subject.weights).trainable), subject.first_state(plan), {}
+    steps = subject.steps(plan, state, plan.step.learning_rate, count=STEPS)
     for step in range(STEPS):
-        hparams = hparams_at(plan.step, STEPS, step) | {"learning_rate": np.float32(plan.step.learning_rate)}
-        state, metrics = train_step(state, batch, hparams)
-        check_finite(metrics)
+        state, metrics = next(steps)
         for name in ("loss", "grad_norm"):
             figures[f"{name} of step {step}"] = _figure(np.asarray(metrics[name]), np.zeros(()), np.ones((1, 1)))
-    start = by_path(before.trainable)
-    for path, leaf in by_path(jax.device_get(state.weights.trainable)).items():
+    for path, leaf in flat(jax.device_get(state.weights.trainable)).items():
         directions = rng.normal(size=(PROJECTIONS, leaf.size))
-        figures[dotted(path)] = _figure(np.asarray(leaf), start[path], directions)
+        figures[path] = _figure(np.asarray(leaf), start[path], directions)
     return figures
 
 

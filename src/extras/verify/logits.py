@@ -11,7 +11,6 @@ from src.extras.verify.subject import NOT_APPLICABLE, Row, Subject
 from src.parallel.sequence import to_zigzag, zigzag_order
 from src.step.loss import hidden_states, in_zigzag
 from src.step.plan import Batch, StepPlan
-from src.system.errors import UserError
 
 # For a model with other layers, which patterns of these keys may not name.
 NO_PATTERNS: dict[str, Any] = {"lora_rank": 0, "trainable_parameters": (), "optimizer_rules": ()}
@@ -22,11 +21,10 @@ Arrays = dict[str, Any]  # a batch, of NumPy's arrays
 def evaluated(subject: Subject, plan: StepPlan, batches: Sequence[Arrays]) -> tuple[np.ndarray, np.ndarray]:
     """Computes logits [n, 1 + P, B, T, V] of the model and its P multi-token prediction layers, and the losses' sums.
 
-    One program computes all n batches, so that equal inputs give equal bits. Raises UserError if batches have further
-    fields.
+    One program computes all n batches, so that equal inputs give equal bits. Raises NotApplicable if batches have
+    further fields.
     """
-    if plan.fields:
-        raise UserError(f"batch_transform={subject.config.batch.batch_transform} adds fields, which these batches lack")
+    subject.check_fields(plan)
     stacked = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
 
     def evaluate(decoder: Any) -> Any:

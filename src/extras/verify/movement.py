@@ -5,16 +5,13 @@ import itertools
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from src.extras.verify.derivatives import LEFT_OUT, Loss, flat, worst
-from src.extras.verify.subject import NOT_APPLICABLE, PASS, Row, Subject, check_finite
+from src.extras.verify.derivatives import LEFT_OUT, Loss, worst
+from src.extras.verify.subject import NOT_APPLICABLE, PASS, Row, Subject, flat
 from src.model.params import by_path, dotted, nested
-from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan
-from src.step.state import TrainState, abstract_state, batch_sharding, init_state
-from src.step.train_step import compile_steps
+from src.step.state import TrainState
 
 # Relative to the largest gradient's norm: rounding alone gave at most 5e-5, a gradient that is missing 0.3 to 1.4.
 BOUND = 3e-3
@@ -92,17 +89,9 @@ def without_gradient(loss: Loss) -> Iterator[Row]:
 
 def step(subject: Subject, plan: StepPlan) -> tuple[TrainState, TrainState]:
     """The states before and after a step at the peak of the learning rate; the average begins far from the weights."""
-    state = init_state(plan, jax.tree.map(jnp.asarray, plan.split(subject.weights)))
+    state = subject.first_state(plan)
     before = jax.device_get(dataclasses.replace(state, ema=jax.tree.map(lambda x: x[::-1], state.ema)))
-    abstract = abstract_state(plan)
-    train_step, _ = compile_steps(plan, abstract, loss=subject.loss)
-    hparams = hparams_at(plan.step, subject.config.run.steps, 0)
-    hparams["learning_rate"] = np.float32(plan.step.learning_rate)
-    placed = jax.device_put(before, jax.tree.map(lambda leaf: leaf.sharding, abstract))
-    after, metrics = train_step(
-        placed, jax.device_put(subject.batch, batch_sharding(plan.layout, plan.fields)), hparams
-    )
-    check_finite(metrics)
+    ((after, _),) = subject.steps(plan, before, plan.step.learning_rate)
     return before, jax.device_get(after)
 
 

@@ -9,14 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
-from src.extras.verify.counts import matmuls
+from src.extras.verify.counts import matmuls, traced_step
 from src.extras.verify.meshes import obstacle
-from src.extras.verify.subject import FAIL, LENGTH, NOT_APPLICABLE, PASS, ROWS, Row, Subject, mesh_keys
+from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject, mesh_keys
 from src.model.params import by_path, dotted
-from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan
-from src.step.state import TrainState, abstract_batch, abstract_state
-from src.step.train_step import compile_steps
+from src.step.state import TrainState, abstract_state
 from src.system.errors import UserError
 from src.system.imports import optional
 
@@ -35,7 +33,7 @@ def rows(subject: Subject, meshes: Sequence[Mapping[str, int]] = (MESH,), dtype:
             yield Row("j", mesh, NOT_APPLICABLE, note=str(error).partition("\n")[0])
             continue
         state = abstract_state(plan)
-        text, warnings = _compiled(_traced(subject, plan, state).lower())
+        text, warnings = _compiled(traced_step(plan, state, subject.loss).lower())
         # XLA copies an array to every device if it cannot change its sharding otherwise, and says so only here.
         warned = re.findall(r'Involuntary full rematerialization.*?(?:op_name="(.*?)"|$)', warnings, re.MULTILINE)
         wrong = [name or "an operation without a name" for name in warned]
@@ -55,17 +53,12 @@ def rows(subject: Subject, meshes: Sequence[Mapping[str, int]] = (MESH,), dtype:
         yield Row("j", "dtypes of matmuls", NOT_APPLICABLE, note=why)
         return
     plan, wide = subject.plan(dtype=dtype, matmul_precision="default"), []
-    for eqn, is_batched, _ in matmuls(_traced(subject, plan, abstract_state(plan)).jaxpr.jaxpr):
+    for eqn, is_batched, _ in matmuls(traced_step(plan, abstract_state(plan), subject.loss).jaxpr.jaxpr):
         place = f"/{eqn.source_info.name_stack}"
         # Routers compute in float32; so may scores and recurrences, whose matmuls have a batch dim.
         if not (is_batched or "/router" in place) and max(each.aval.dtype.itemsize for each in eqn.invars[:2]) > 2:
             wide.append(f"{place} {eqn.invars[0].aval.str_short()} x {eqn.invars[1].aval.str_short()}")
     yield _none(f"matmuls with weights that are not in {dtype}", wide)
-
-
-def _traced(subject: Subject, plan: StepPlan, state: TrainState) -> jax.stages.Traced:
-    train_step, _ = compile_steps(plan, state, loss=subject.loss)
-    return train_step.trace(state, abstract_batch(plan, ROWS, LENGTH), hparams_at(plan.step, 1, 0))
 
 
 def _none(name: str, found: Sequence[str]) -> Row:

@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from src.config.schema import MESH_AXES, Config
-from src.model.params import by_path, dotted
+from src.model.params import Tree, by_path, dotted
 from src.parallel.mesh import make_layout
 from src.step.loss import LossFunction, next_token_loss
 from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan
-from src.step.state import abstract_state, batch_sharding
+from src.step.state import TrainState, abstract_state, batch_sharding, init_state
 from src.step.trace import plan_step
 from src.step.train_step import compile_steps
 from src.system.errors import UserError
@@ -119,28 +120,43 @@ class Subject:
         This is the training step itself, as src.train compiles it, with all that reduces gradients over devices and
         micro-batches.
         """
-        abstract = abstract_state(plan)
-        train_step, _ = compile_steps(plan, abstract, loss=self.loss)
-        if plan.fields:
-            raise NotApplicable(
-                f"batch_transform={self.config.batch.batch_transform} adds fields, which these batches lack"
-            )
         before = plan.split(self.weights)
-        zeros: Any = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
-        state = jax.device_put(dataclasses.replace(zeros, weights=before), jax.tree.map(_sharding, abstract))
-        placed = jax.device_put(batch or self.batch, batch_sharding(plan.layout, plan.fields))
-        hparams = hparams_at(plan.step, self.config.run.steps, 0) | {"learning_rate": np.float32(SGD_RATE)}
-        state, metrics = train_step(state, placed, hparams)
-        check_finite(metrics)
-        old, new = by_path(before.trainable), by_path(jax.device_get(state.weights.trainable))
-        gradients: dict[str, Any] = {
-            dotted(path): (np.float64(old[path]) - np.float64(new[path])) / SGD_RATE for path in old
-        }
+        zeros: Any = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_state(plan))
+        ((state, metrics),) = self.steps(plan, dataclasses.replace(zeros, weights=before), SGD_RATE, batch)
+        old, new = flat(before.trainable), flat(jax.device_get(state.weights.trainable))
+        gradients: dict[str, Any] = {path: (np.float64(old[path]) - np.float64(new[path])) / SGD_RATE for path in old}
         numbers: dict[str, float] = {
             name: float(x) for name, x in metrics.items() if not isinstance(x, dict) and np.ndim(x) == 0
         }
-        stats = {dotted(path): np.asarray(leaf) for path, leaf in by_path(jax.device_get(state.weights.stats)).items()}
-        return Result(gradients, numbers, stats)
+        return Result(gradients, numbers, flat(jax.device_get(state.weights.stats)))
+
+    def steps(
+        self, plan: StepPlan, state: TrainState, rate: float, batch: dict[str, Any] | None = None, count: int = 1
+    ) -> Iterator[tuple[TrainState, Any]]:
+        """Yields the state and metrics after each of `count` training steps, at this learning rate.
+
+        A state is valid until the next one. Raises NotApplicable as `check_fields`, and as `check_finite`.
+        """
+        self.check_fields(plan)
+        abstract = abstract_state(plan)
+        train_step, _ = compile_steps(plan, abstract, loss=self.loss)
+        state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, abstract))
+        placed = jax.device_put(batch or self.batch, batch_sharding(plan.layout, plan.fields))
+        hparams = hparams_at(plan.step, self.config.run.steps, 0) | {"learning_rate": np.float32(rate)}
+        for _ in range(count):
+            state, metrics = train_step(state, placed, hparams)
+            check_finite(metrics)
+            yield state, metrics
+
+    def first_state(self, plan: StepPlan) -> TrainState:
+        """The state before the first step, with the config's own optimizer and these weights."""
+        return init_state(plan, jax.tree.map(jnp.asarray, plan.split(self.weights)))
+
+    def check_fields(self, plan: StepPlan) -> None:
+        """Raises NotApplicable if batches have further fields."""
+        if plan.fields:
+            transform = self.config.batch.batch_transform
+            raise NotApplicable(f"batch_transform={transform} adds fields, which these batches lack")
 
     def attempt(self, devices: int, keys: Mapping[str, Any], batch: dict[str, Any] | None = None) -> Result | str:
         """A step with other keys, or why the model refuses them; a user's loss that fails there raises UserError."""
@@ -178,8 +194,9 @@ PLAIN_DESCENT: dict[str, Any] = {
 }
 
 
-def _sharding(leaf: jax.ShapeDtypeStruct) -> Any:
-    return leaf.sharding
+def flat(tree: Tree) -> dict[str, Any]:
+    """Names the entries of nested weights by their dotted paths."""
+    return {dotted(path): leaf for path, leaf in by_path(tree).items()}
 
 
 def mesh_keys(sizes: Mapping[str, int]) -> dict[str, int]:

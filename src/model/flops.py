@@ -41,6 +41,7 @@ def count_active_params(spec: ModelSpec) -> int:
     return count_params(spec) - idle
 
 
+@functools.cache
 def all_layers(spec: ModelSpec) -> collections.Counter[LayerSpec]:
     """Counts how often each layer occurs, including multi-token prediction layers."""
     return collections.Counter([*spec.layers, *(spec.layers[-1:] * spec.mtp_num_layers)])
@@ -59,8 +60,13 @@ class BlockWeight(NamedTuple):
     saved_by: tuple[str, ...]  # arrays that, if saved, avoid recomputing its matmul; none: always recomputed
 
 
-def block_weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
-    """Yields the weights of a layer."""
+@functools.cache
+def block_weights(layer: LayerSpec, spec: ModelSpec) -> tuple[BlockWeight, ...]:
+    """Lists the weights of a layer."""
+    return tuple(_block_weights(layer, spec))
+
+
+def _block_weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
     _, declarations = abstract(functools.partial(Block, layer, spec))
     axes, fan_in = (by_path(field(declarations, name)) for name in ("out_sharding", "fan_in"))
     costs = layer_costs(layer)

@@ -118,7 +118,7 @@ def select(keys: Keys, declarations: params.Tree, layout: MeshLayout) -> Quantiz
     """
     if not keys.quantization:
         return Quantization()
-    _check_devices(keys.quantization, layout.mesh.devices.flat[0])
+    _check_devices(keys.quantization, layout.device)
     bounds = tuple(fixed_bound(getattr(keys, name)) for name in CALIBRATION_METHODS)
     words = f"quantization={keys.quantization}"
     return _chosen(keys.quantization, keys.quantization_exclude, declarations, words, bounds)

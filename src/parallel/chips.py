@@ -17,6 +17,7 @@ class Chip(NamedTuple):
     memory_bandwidth: float
     ici_bandwidth: float  # sending, over all the device's links to the rest of its slice or host
     dcn_bandwidth: float  # sending to other slices or hosts: the device's share of its host's network cards
+    capability: str = ""  # compute capability of an NVIDIA GPU
 
 
 # Operations per second of one JAX device in 10^12, by the name JAX gives it (`jax.Device.device_kind`), for dense
@@ -73,10 +74,10 @@ TPU_7X = Chip("TPU7x", 97_012 * _MIB, 3690e9, 300e9, 6.25e9)  # half a chip
 # machines (docs.cloud.google.com/compute/docs/gpus/gpu-network-bandwidth): a3-highgpu-8g 4 x 200 Gbit/s, a3-ultragpu-8g
 # and a4-highgpu-8g 8 x 400 Gbit/s; for the A100 NVIDIA's DGX A100, 8 x 200 Gbit/s.
 GPU_HOSTS = {
-    "a100": Chip("NVIDIA A100-SXM4-80GB", 85_100_068_864, 2039e9, 300e9, 25e9),
-    "a3": Chip("NVIDIA H100 80GB HBM3", 84_942_979_072, 3350e9, 450e9, 12.5e9),
-    "a3-ultra": Chip("NVIDIA H200", 151_397_597_184, 4800e9, 450e9, 50e9),
-    "a4": Chip("NVIDIA B200", 191_514_411_008, 8000e9, 900e9, 50e9),
+    "a100": Chip("NVIDIA A100-SXM4-80GB", 85_100_068_864, 2039e9, 300e9, 25e9, "8.0"),
+    "a3": Chip("NVIDIA H100 80GB HBM3", 84_942_979_072, 3350e9, 450e9, 12.5e9, "9.0"),
+    "a3-ultra": Chip("NVIDIA H200", 151_397_597_184, 4800e9, 450e9, 50e9, "9.0"),
+    "a4": Chip("NVIDIA B200", 191_514_411_008, 8000e9, 900e9, 50e9, "10.0"),
 }
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from src.config.schema import Mesh as MeshSection
 from src.config.schema import size_key
-from src.parallel.slices import any_of, count_slices, joined_by_process, mesh_sizes
+from src.parallel.slices import any_of, axes_within_slices, count_slices, joined_by_process, mesh_sizes
 from src.system.errors import UserError
 
 STAGE = "stage"  # the mesh axis of pipeline stages
@@ -69,9 +69,19 @@ class MeshLayout:
         return self.mesh if traced.empty else traced
 
     @property
+    def device(self) -> Any:
+        """The first device, which tells the platform and the generation of all of them."""
+        return self.mesh.devices.flat[0]
+
+    @property
     def platform(self) -> str:
         """The platform: tpu, gpu or cpu."""
-        return self.mesh.devices.flat[0].platform
+        return self.device.platform
+
+    @property
+    def axes_within_slices(self) -> tuple[str, ...]:
+        """Mesh axes along which all devices are in one TPU slice or host."""
+        return axes_within_slices(self.mesh)
 
     def constrain(self, x: Array, *axes: str | None) -> Array:
         """Constrains the sharding of `x` in jit by its dims' logical axes; raises UserError if one is not divisible."""

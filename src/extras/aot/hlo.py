@@ -295,6 +295,17 @@ def _between_slices(send: Instruction, computation: Computation, mesh_map: "_Mes
     return "collective-permute" if kind == "ONE_TO_ONE" else kind.lower().replace("_", "-"), groups, whole
 
 
+def network_shares(kind: str, n: int, near: int) -> tuple[float, float]:
+    """Returns the fractions of the bytes of a collective among n devices that stay in a slice or host, and leave it.
+
+    `near` of the devices are in one slice or host.
+    """
+    if kind.endswith("all-to-all"):  # equal amounts to every other device
+        return (near - 1) / max(n - 1, 1), (n - near) / max(n - 1, 1)
+    # Rings leave a slice or host once per `near` devices in it, and there are as many rings as ways out.
+    return (1 - 1 / near, 1 / near) if near < n else (float(n > 1), 0.0)
+
+
 class _MeshMap:
     """Maps a program's partitions to the mesh, to slices or hosts, and to a slice's torus."""
 
@@ -326,15 +337,11 @@ class _MeshMap:
 
     def _shares(self, kind: str, groups: np.ndarray) -> tuple[float, float]:
         """Returns the fractions of a device's sent bytes that stay in its slice or host, and that leave it."""
-        n, domains = groups.shape[1], self.domains[groups]
+        domains = self.domains[groups]
         near = (domains == domains[:, :1]).sum(1)  # per group, devices in the domain of its first device
         if kind == "collective-permute":  # a device sends everything one way: check if any goes that way
-            return float((near == n).any()), float((near < n).any())
-        g = near.max()
-        if kind.endswith("all-to-all"):  # equal amounts to every other device
-            return (g - 1) / max(n - 1, 1), (n - g) / max(n - 1, 1)
-        # Rings leave a slice or host once per g devices in it, and there are as many rings as ways out.
-        return (1 - 1 / g, 1 / g) if g < n else (float(n > 1), 0.0)
+            return float((near == groups.shape[1]).any()), float((near < groups.shape[1]).any())
+        return network_shares(kind, groups.shape[1], int(near.max()))
 
     def _links(self, kind: str, groups: np.ndarray) -> float:
         """Returns the fraction of a torus's dims that a group spans; a permute uses one dim at a time."""

@@ -112,17 +112,25 @@ def device_bytes(tree: Any, on_host: bool = False) -> int:
 
 
 def _saved_bytes(traced: TracedTrainStep) -> int:
-    # Loops stack what layers save, and the reversed loop reads it. Layers that are not scanned count as nothing.
+    # Layers that are not scanned count as nothing.
     schedule, total = traced.plan.execution.schedule, 0
-    for array in _saved(traced.jax_traced.jaxpr.jaxpr, set()):
-        if array.memory_space != jax.memory.Space.Device:
-            continue
+    for array in stored_in_forward(traced.jax_traced.jaxpr.jaxpr):
         shape = array.shape[1:]  # without the loop dim; a pipeline loops over iterations, and inside over layers
         in_pipeline = schedule and array.shape[0] == schedule.iterations and not _is_activation(traced, shape)
         if in_pipeline and _is_activation(traced, shape[1:]):
             shape = shape[1:]
         total += array.size * array.dtype.itemsize // _shards(traced, shape)
     return total
+
+
+def stored_in_forward(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Yields the arrays on the device that loops stack, one entry an iteration, for the reversed loops to read."""
+    return (array for array in _saved(jaxpr, set()) if array.memory_space == jax.memory.Space.Device)
+
+
+def stored_in_backward(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Yields the outputs of matmuls and kernels in one iteration of each reversed loop."""
+    return (array for body in _backward_bodies(jaxpr) for array in _matmuls(body))
 
 
 def _shards(traced: TracedTrainStep, shape: tuple[int, ...]) -> int:

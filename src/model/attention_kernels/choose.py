@@ -57,7 +57,7 @@ def kernel_obstacle(
         from src.parallel.chips import compute_capability
 
         # The same checks as JAX's own function makes (cuDNN 9.10 and newer).
-        hopper = compute_capability(layout.mesh.devices.flat[0]) >= 9.0
+        hopper = compute_capability(layout.device) >= 9.0
         largest, on_these = (256, "") if hopper else (128, " on GPUs older than Hopper (H100)")
         sizes = sorted({size for spec in scores for size in (spec.head_dim, spec.value_dim)})
         if any(size % 8 or size > largest for size in sizes):

@@ -83,7 +83,7 @@ def segment_lists(context: ForwardContext) -> SegmentLists | None:
 
 
 def _lists(T: int, packed: bool, layout: MeshLayout) -> bool:
-    hopper = compute_capability(layout.mesh.devices.flat[0]) >= 9.0
+    hopper = compute_capability(layout.device) >= 9.0
     return packed and layout.shards("length") == 1 and hopper and can_divide(T)
 
 

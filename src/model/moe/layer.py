@@ -28,7 +28,6 @@ from src.model.quantization import Quantized
 from src.model.spec import LayerSpec, ModelSpec
 from src.parallel.mesh import MeshLayout
 from src.parallel.sequence import replicate_rows, zigzag_order
-from src.parallel.slices import axes_within_slices
 from src.system.errors import UserError
 
 # Logical axes of the expert weights; for wi and its bias, of each factor separately.
@@ -109,8 +108,8 @@ class Experts(nnx.Module):
             # All choices kept in a sequence may be on one device, so buffers of fixed size would need room for all.
             kept_BTk = _kept_in_rows(experts_BTk, non_padding_BT, spec.num_experts, capacity, layout)
             capacity = 0
-        axis, within_slices = layout.axes("expert"), axes_within_slices(layout.mesh)
-        group = ExpertGroup(axis, layout.size(axis), within_slices, layout.platform)
+        axis = layout.axes("expert")
+        group = ExpertGroup(axis, layout.size(axis), layout.axes_within_slices, layout.platform)
         gathered, summed, parts = layout.axes("expert_embed"), layout.axes("mlp"), layout.shards("mlp")
 
         def on_device(

@@ -1,0 +1,1 @@
+"""Searches for the fastest mesh, remat policy and batch of a model on given hardware."""

@@ -1,0 +1,195 @@
+"""Derives a step's collectives from the sharding rules, without its program.
+
+Weights are gathered along the mesh axes that shard both them and the tokens, forward and backward, and their gradients
+are reduce-scattered along the same axes; gradients of replicas are summed. Between blocks, activations are summed over
+the axes that shard heads, hidden units or the vocabulary. Sequences that are sharded gather keys and values; tokens
+travel to their experts; pipeline stages pass micro-batches on.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from src.extras.aot.hlo import RING_SHARE, Collective, network_shares
+from src.extras.plan.declared import AbsentLayout, DeclaredWeight
+from src.model.attention_kernels.scores import CONTEXT
+from src.model.execution import Execution
+from src.model.flops import all_layers
+from src.model.spec import LayerSpec, ModelSpec
+from src.parallel.mesh import STAGE
+
+
+class Step(NamedTuple):
+    """The facts of a step that its collectives depend on."""
+
+    layout: AbsentLayout
+    spec: ModelSpec
+    execution: Execution
+    tokens: float  # on a device in a micro-batch, as its matmuls see them: shared by devices that split heads
+    micro_batches: int
+    tiles: int  # of the loss
+    torus: tuple[int, ...]  # chips of a TPU's slice along each dim; empty for other devices
+    devices_per_chip: int = 1
+
+
+def collectives(step: Step, weights: Sequence[DeclaredWeight]) -> list[Collective]:
+    """Lists the collectives of a step, each with its network; arrays as small as norms are left out."""
+    return [each for each in (*_of_weights(step, weights), *_of_tokens(step)) if each.sent_bytes]
+
+
+def gathered_elements(weight: DeclaredWeight, layout: AbsentLayout) -> float:
+    """Elements of a weight that a device computes with, all of its stage's layers: its shard, gathered."""
+    shards = math.prod(layout.shards(axis) for axis in weight.axes if axis)
+    return math.prod(weight.shape) / shards * layout.size(_gathered(weight, layout))
+
+
+def _gathered(weight: DeclaredWeight, layout: AbsentLayout) -> tuple[str, ...]:
+    """Mesh axes along which a weight is gathered: those that shard it and the tokens, except between experts."""
+    tokens = {*layout.axes("batch"), *layout.axes("length")}
+    dims = [axis for axis in weight.axes if axis and axis != "expert"]
+    return tuple(name for axis in dims for name in layout.axes(axis) if name in tokens)
+
+
+def _of_weights(step: Step, weights: Sequence[DeclaredWeight]) -> Iterator[Collective]:
+    layout, schedule = step.layout, step.execution.schedule
+    itemsize = jnp.dtype(step.spec.dtype).itemsize
+    tokens = (*layout.axes("batch"), *layout.axes("length"))
+    # In a pipeline, a stage gathers the weights of a turn in each iteration.
+    turns = step.micro_batches * (schedule.iterations / schedule.repeats if schedule else 1)
+    for weight in weights:
+        shards = math.prod(layout.shards(axis) for axis in weight.axes if axis)
+        shard = math.prod(weight.shape) / shards
+        over = _gathered(weight, layout)
+        passes = turns if weight.layers else step.micro_batches
+        whole = shard * layout.size(over) * itemsize
+        in_layer = bool(weight.layers)
+        # A layer's weights are gathered again for the backward pass; the tables' gathered copy is kept for it, unless
+        # the loss runs in tiles.
+        gathers = passes * (2 if in_layer or step.tiles > 1 else 1) * weight.shared
+        yield from _collective(step, "all-gather", over, gathers, whole, True)
+        if not weight.trained:
+            continue
+        # The embedding's gradient has random rows, so every device sums it whole.
+        kind = "all-reduce" if weight.axes[0] == "vocab" and not in_layer else "reduce-scatter"
+        yield from _collective(step, kind, over, passes * weight.shared, whole, True)
+        used = {name for axis in weight.axes if axis for name in layout.axes(axis)}
+        replicas = tuple(name for name in tokens if name not in used)
+        once = step.micro_batches > 1 or schedule is not None
+        yield from _collective(step, "all-reduce", replicas, 1, shard * (4 if once else itemsize), True)
+
+
+def _of_tokens(step: Step) -> Iterator[Collective]:
+    layout, spec, schedule = step.layout, step.spec, step.execution.schedule
+    itemsize, saves_all = jnp.dtype(spec.dtype).itemsize, step.execution.remat_policy == "none"
+    kept = set() if saves_all else {name for names in step.execution.saved_names for name in names}
+    stages = schedule.stages if schedule else 1
+    # Stages that idle compute, and communicate, on zeros.
+    passes = step.micro_batches * (schedule.iterations / schedule.items if schedule else 1) / stages
+    stream = step.tokens * spec.emb_dim * itemsize
+    heads, units, vocab = layout.axes("heads"), layout.axes("mlp"), layout.axes("vocab")
+    for layer, count in all_layers(spec).items():
+        times = count * passes
+        # The sum after attention is needed again for the feed-forward layer's derivatives, unless it is saved.
+        again = 0 if saves_all or "out_proj" in kept else 1
+        yield from _collective(step, "all-reduce", heads, times * (2 + again), stream, False)
+        yield from _collective(step, "all-reduce", units, times * 2, stream, False)
+        if layout.shards("length") > 1:
+            width = _key_value_width(layer) / layout.shards("kv_heads")
+            whole = step.tokens * layout.shards("length") * width * itemsize
+            again = 0 if saves_all or CONTEXT in kept else 1
+            over = layout.axes("length")
+            yield from _collective(step, "all-gather", over, times * (1 + again), whole, False)
+            yield from _collective(step, "reduce-scatter", over, times, whole, False)
+        if layer.num_experts > 1 and layout.axes("expert"):
+            rows = step.tokens * layer.num_experts_per_tok * spec.emb_dim * itemsize
+            again = 0 if saves_all else 1 if "mlpwi" in kept else 2
+            yield from _collective(step, "all-to-all", layout.axes("expert"), times * (4 + again), rows, False)
+    yield from _collective(step, "all-reduce", vocab, step.micro_batches * 2, stream, False)
+    if schedule:
+        rows = stream / schedule.micro_batches
+        times = 2 * step.micro_batches * schedule.iterations
+        yield from _collective(step, "collective-permute", (STAGE,), times, rows, False)
+        yield from _collective(step, "all-reduce", (STAGE,), 2 * step.micro_batches, stream, False)
+
+
+def _key_value_width(layer: LayerSpec) -> int:
+    if layer.attention_type == "mla":
+        return layer.kv_lora_rank + layer.qk_rope_head_dim
+    return 2 * layer.num_kv_heads * layer.head_dim
+
+
+def _collective(
+    step: Step, kind: str, axes: tuple[str, ...], times: float, whole: float, asynchronous: bool
+) -> Iterator[Collective]:
+    """Yields a collective over mesh axes once for each network that it uses; none if it is of one device."""
+    n, near = step.layout.size(axes), step.layout.within_slice(axes)
+    if n == 1 or not whole:
+        return
+    sent = whole * RING_SHARE[kind](n)
+    shares = (1.0, 0.0) if kind == "collective-permute" and near > 1 else network_shares(kind, n, near)
+    if kind == "collective-permute" and near < n:
+        shares = (float(near > 1), 1.0)
+    links = _links(step, axes) if step.torus else 1.0
+    for network, share in zip(("ici", "dcn"), shares, strict=True):
+        if share:
+            along = links if network == "ici" else 1.0
+            yield Collective(
+                kind, axes, network, max(round(times), 1), round(whole), round(sent * share), along,
+                asynchronous=asynchronous,
+            )  # fmt: skip
+
+
+def _links(step: Step, axes: tuple[str, ...]) -> float:
+    """Share of a chip's links that a group along these axes uses."""
+    names = step.layout.mesh.axis_names
+    sizes = tuple(zip(names, step.layout.within, strict=True))
+    dims = _torus_dims(step.torus, step.devices_per_chip, sizes)
+    used = {dim for axis in axes for dim in dims.get(axis, ())}
+    return len(used) / sum(size > 1 for size in step.torus) if used else 1.0
+
+
+@functools.cache
+def _torus_dims(
+    torus: tuple[int, ...], devices_per_chip: int, sizes: tuple[tuple[str, int], ...]
+) -> dict[str, frozenset[int]]:
+    """Lists, for each mesh axis, the dims of the torus that it runs along: whole ones if possible, else parts of them.
+
+    The two devices of a chip, if there are two, are a dim of their own that counts as no link.
+    """
+    wanted = {axis: size for axis, size in sizes if size > 1}
+    dims = [size for size in torus if size > 1] + [devices_per_chip] * (devices_per_chip > 1)
+    best: list[dict[str, frozenset[int]]] = []
+
+    def assign(number: int, left: dict[str, int], along: dict[str, frozenset[int]]) -> None:
+        if number == len(dims):
+            if all(size == 1 for size in left.values()):
+                best.append(along)
+            return
+        for split in _splits(dims[number], tuple(left.values())):
+            more = {
+                axis: along[axis] | {number} if part > 1 else along[axis]
+                for axis, part in zip(left, split, strict=True)
+            }
+            assign(number + 1, {axis: left[axis] // part for axis, part in zip(left, split, strict=True)}, more)
+
+    assign(0, wanted, dict.fromkeys(wanted, frozenset()))
+    if not best:  # sizes with other primes than the torus: assume all links
+        return {axis: frozenset(range(len(dims))) for axis in wanted}
+    chosen = min(best, key=lambda way: sum(map(len, way.values())))
+    links = sum(size > 1 for size in torus)
+    return {axis: frozenset(dim for dim in along if dim < links) for axis, along in chosen.items()}
+
+
+def _splits(size: int, limits: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Writes a size as a product with one factor for each limit, which it divides."""
+    if not limits:
+        return [()] if size == 1 else []
+    return [
+        (part, *rest)
+        for part in range(1, size + 1)
+        if size % part == 0 and limits[0] % part == 0
+        for rest in _splits(size // part, limits[1:])
+    ]

@@ -1,7 +1,8 @@
 """Check h: the parameters and FLOPs of reports and the MFU, against the arrays and the matmuls of a traced step."""
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,16 +25,18 @@ PLAIN: dict[str, Any] = {
     **PLAIN_DESCENT,
 }
 TOKENS = ROWS * LENGTH
+MOST_TERMS = 3  # that a wrong count is explained by
 
 
 def rows(subject: Subject) -> Iterator[Row]:
     """Compares integers, so the bound is 0; neither side counts elementwise operations, softmax and lookups."""
     plan, arrays = subject.plan(**PLAIN), by_path(subject.weights)
-    spec, elements = plan.spec, 0
+    spec, sizes, terms = plan.spec, dict[str, int](), dict[str, int]()
     for path, axes in by_path(plan.axes).items():
-        sizes = zip(axes, arrays[path].shape, strict=True)
-        elements += math.prod(spec.vocab_size if axis == "vocab" else size for axis, size in sizes)
-    yield _compared("parameters", elements, count_params(spec))
+        name, shape = dotted(path), arrays[path].shape
+        sizes[name] = math.prod(spec.vocab_size if axis == "vocab" else n for axis, n in zip(axes, shape, strict=True))
+        terms |= {name: sizes[name], f"padding of {name}": math.prod(shape) - sizes[name]}
+    yield _compared("parameters", sum(sizes.values()), count_params(spec), terms)
 
     state, made = abstract_state(plan), {False: -TOKENS * _useless(spec), True: 0}
     traced = traced_step(plan, state, next_token_loss)  # which the MFU counts, even if the config has another loss
@@ -43,12 +46,14 @@ def rows(subject: Subject) -> Iterator[Row]:
     special = {each.attention_type for each in all_layers(spec) if layer_costs(each)["attention"].other_flops}
     with_weights = flops.layers + 6 * (head_elements(spec) + spec.mtp_num_layers * 2 * spec.emb_dim**2)
     counted, found = round(TOKENS * (with_weights if special else flops.palm)), made[False] + made[True] * (not special)
-    same = []
-    for layer, count in all_layers(spec).items():
-        weights = block_weights(layer, spec)
-        same += [dotted(each.path) for each in weights if 6 * TOKENS * count * each.used == abs(found - counted) > 0]
-    note = f": the difference is that of {' or '.join(same)}" if same else ""
-    yield _compared(f"FLOPs of {'matmuls with weights' if special else 'all matmuls'}", found, counted, note)
+    terms, experts = {}, max(layer.num_experts for layer in spec.layers)
+    unused = 1 - max(layer.num_experts_per_tok for layer in spec.layers) / experts
+    for path, axes in by_path(plan.axes).items():
+        every = 6 * TOKENS * sizes[dotted(path)]
+        terms |= {dotted(path): every}
+        terms |= {f"the unused experts of {dotted(path)}": round(every * unused)} if "expert" in axes else {}
+    name = f"FLOPs of {'matmuls with weights' if special else 'all matmuls'}"
+    yield _compared(name, found, counted, terms)
     if special:
         why = f"{' and '.join(special)} counts operations token by token; the program computes them in chunks"
         yield Row("h", "FLOPs of other matmuls", NOT_APPLICABLE, note=why)
@@ -60,9 +65,15 @@ def traced_step(plan: StepPlan, state: TrainState, loss: LossFunction) -> jax.st
     return train_step.trace(state, abstract_batch(plan, ROWS, LENGTH), hparams_at(plan.step, 1, 0))
 
 
-def _compared(name: str, found: int, counted: int, note: str = "") -> Row:
-    status = PASS if found == counted else FAIL
-    return Row("h", name, status, abs(found - counted), 0, f"{counted:,} counted, {found:,} found{note}")
+def _compared(name: str, found: int, counted: int, terms: Mapping[str, int]) -> Row:
+    """Compares two counts, and names the fewest terms that add up to the difference."""
+    difference = abs(found - counted)
+    named = {label: size for label, size in terms.items() if size}
+    sums = (chosen for number in range(1, MOST_TERMS + 1) for chosen in itertools.combinations(named, number))
+    fewest = next((chosen for chosen in sums if sum(named[label] for label in chosen) == difference), ())
+    note = f": the difference is that of {' and '.join(fewest)}" if fewest else ""
+    status = FAIL if difference else PASS
+    return Row("h", name, status, difference, 0, f"{counted:,} counted, {found:,} found{note}")
 
 
 def _useless(spec: ModelSpec) -> int:

@@ -1,17 +1,18 @@
 """Check d: logits depend on a token's own document up to the token, and the loss is a mean over the right tokens."""
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from src.config.schema import keys_of
 from src.data.packing import empty_batch, fill_row
 from src.data.types import Document
+from src.extras.verify.locate import UNROLLED, forward_values, parting
 from src.extras.verify.logits import NO_PATTERNS, Arrays, evaluated, unlimited
 from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, PLAIN_DESCENT, ROWS, Row, Subject, mesh_keys
 from src.model.parts import mixer
 from src.model.spec import layer_models
-from src.step.plan import StepPlan
 from src.system.errors import UserError
 
 # Sums in another order: 6e-8 to 1.3e-6 over three seeds of six kinds of models, at most 2e-7 for the loss. Positions
@@ -29,7 +30,7 @@ def rows(subject: Subject) -> Iterator[Row]:
         yield _of_packer(subject.batch)
     name = "documents"
     try:
-        logits = yield from _of_model(subject, subject.reference_plan, "")
+        logits = yield from _of_model(subject, 1, {}, "")
         seen = set()
         for number, (model, _) in enumerate(layer_models(subject.config.model)):
             keys = {key: getattr(model, key) for key in keys_of("model")} | ONE_LAYER
@@ -39,7 +40,7 @@ def rows(subject: Subject) -> Iterator[Row]:
                 yield _of_layer(alone, number)
         yield from _of_steps(subject, logits)
         name = "documents, context 2"
-        yield from _of_model(subject, subject.plan(2, **mesh_keys({"context": 2})), ", context 2")
+        yield from _of_model(subject, 2, mesh_keys({"context": 2}), ", context 2")
     except UserError as error:
         yield Row("d", name, NOT_APPLICABLE, note=str(error).partition("\n")[0])
 
@@ -57,7 +58,8 @@ def _of_packer(batch: Arrays) -> Row:
     return Row("d", "the packer's rows", FAIL if wrong else PASS, float(len(wrong)), 0, note)
 
 
-def _of_model(subject: Subject, plan: StepPlan, where: str) -> Generator[Row, None, np.ndarray]:
+def _of_model(subject: Subject, devices: int, keys: Mapping[str, Any], where: str) -> Generator[Row, None, np.ndarray]:
+    plan, unrolled = subject.plan(devices, **keys), subject.plan(devices, **keys, **UNROLLED)
     base, segments = subject.batch, subject.batch["segment_ids"]
     odd, T = np.arange(ROWS)[:, None] % 2 == 1, np.arange(subject.length)
     alone, columns = zip(*(_first(base, segment) for segment in range(1, segments.max() + 1)), strict=True)
@@ -68,10 +70,16 @@ def _of_model(subject: Subject, plan: StepPlan, where: str) -> Generator[Row, No
     # The document of each change, [changes, B, 1]: 0 for padding and -1 for another row; how far each token is after it
     key = np.concatenate([segments.T, [[0] * ROWS, [-1] * ROWS]])[..., None]
     ahead = T - np.append(T, [0, 0])[:, None, None]
-    yield _exact(f"documents and rows do not see each other{where}", effects & (key != segments) & (key != 0))
+
+    def through(change: int, at: np.ndarray) -> str:
+        """Names the first array that a change of tokens changes at a token."""
+        found, expected = (forward_values(subject, unrolled, batch) for batch in (changes[change], base))
+        return parting(found, expected, at, 0.0)
+
+    yield _exact(f"documents and rows do not see each other{where}", effects & (key != segments) & (key != 0), through)
     blind = ~effects & (segments > 0) & (ahead == 0)
-    yield _exact(f"no token sees a later one{where}", (effects & (ahead < 0) | blind) & (key == segments))
-    yield _exact(f"padding has no effect{where}", effects & (key == 0))
+    yield _exact(f"no token sees a later one{where}", (effects & (ahead < 0) | blind) & (key == segments), through)
+    yield _exact(f"padding has no effect{where}", effects & (key == 0), through)
     packed = np.stack([np.take_along_axis(logits[0], at[None, ..., None], axis=2) for at in columns])
     apart, real = logits[len(changes) + 1 :], np.stack([batch["segment_ids"] for batch in alone])[:, None]
     sizes = real * np.max(np.abs(packed - apart), axis=-1) / np.max(np.abs(packed))
@@ -80,6 +88,13 @@ def _of_model(subject: Subject, plan: StepPlan, where: str) -> Generator[Row, No
     for document, further, row, token in np.argwhere(~(sizes <= BOUND))[:1]:
         of = f" of the token {further + 1} ahead" if further else ""
         note = f"document {document + 1} of row {row}: logits{of} differ from its token {token} on"
+        mixed, single = (forward_values(subject, unrolled, batch) for batch in (base, alone[document]))
+        moved = [
+            (name, array[np.arange(ROWS)[:, None], columns[document]])
+            for name, array in mixed
+            if array.shape[:2] == segments.shape
+        ]
+        note += _since(parting(moved, single, real[document, 0], BOUND))
     figure = float(max(np.max(sizes), total))
     yield Row("d", f"packed rows as one document a row{where}", FAIL if note else PASS, figure, BOUND, note)
     return logits[0]
@@ -97,7 +112,7 @@ def _of_layer(subject: Subject, number: int) -> Row:
     blocks = segments * len(T) + (base["positions"] // chunk if chunk else 0)
     visible = (segments > 0) & (blocks.T[..., None] == blocks) & (ahead >= 0) & (ahead < (window or len(T)))
     within = f" of window {window}" * (window > 0) + f" of chunk {chunk}" * (chunk > 0)
-    row = _exact(f"layer {number}: {layer.attention_type}{within}", effects & (segments > 0) & ~visible)
+    row = _exact(f"layer {number}: {layer.attention_type} attention{within}", effects & (segments > 0) & ~visible)
     if row.status == PASS and mixer(layer).costs(layer).scores:  # attention: all visible tokens have a weight
         far = [at for at in T if np.sum(visible & (ahead == at)) >= OFTEN and not np.any(effects & (ahead == at))]
         if far:
@@ -133,13 +148,20 @@ def _of_loss(name: str, batch: Arrays, logits: np.ndarray, metrics: Mapping[str,
     return Row("d", name, FAIL if wrong else PASS, float(max(sizes.values())), BOUND, "; ".join(wrong))
 
 
-def _exact(name: str, wrong: np.ndarray) -> Row:
+def _exact(name: str, wrong: np.ndarray, through: Callable[[int, np.ndarray], str] | None = None) -> Row:
     """A row that fails if anything is true of [changes, B, T]; after a change of each token, all padding and rows."""
     note = ""
     for change, row, token in np.argwhere(wrong)[:1]:
         what = [f"the token at {change}", "all padding", "all other rows"][max(change - wrong.shape[-1] + 1, 0)]
         note = f"row {row}: changing {what} {'does not change' if change == token else 'changes'} the logits at {token}"
+        at = np.zeros(wrong.shape[1:], bool)
+        at[row, token] = True
+        note += _since(through(change, at)) if through else ""
     return Row("d", name, FAIL if note else PASS, float(np.sum(wrong)), 0, note)
+
+
+def _since(label: str) -> str:
+    return f", from {label} on" * bool(label)
 
 
 def _changed(batch: Arrays, where: np.ndarray) -> Arrays:

@@ -1,10 +1,12 @@
 """Check a: gradients, losses and token counts on meshes of virtual devices equal those of one device."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from src.config.schema import MESH_AXES, Config, Mesh
+from src.extras.verify.locate import parting_of
 from src.extras.verify.subject import NOT_APPLICABLE, PLAIN_DESCENT, Row, Subject, compared, mesh_keys
 from src.model.spec import model_spec
 from src.system.errors import UserError
@@ -27,11 +29,13 @@ def rows(subject: Subject, where: Sequence[Sizes]) -> Iterator[Row]:
             yield Row("a", name, NOT_APPLICABLE, note=why)
             continue
         expected = subject.reference
-        found = subject.attempt(math.prod(sizes.values()), {**PLAIN_DESCENT, **mesh_keys(sizes)})
+        place = math.prod(sizes.values()), {**PLAIN_DESCENT, **mesh_keys(sizes)}
+        found = subject.attempt(*place)
         if isinstance(found, str):
             yield Row("a", name, NOT_APPLICABLE, note=found)
         else:
-            yield compared("a", name, found, expected, BOUND)
+            parts = functools.partial(parting_of, subject, *place, None, BOUND)
+            yield compared("a", name, found, expected, BOUND, parts)
 
 
 def obstacle(config: Config, sizes: Sizes) -> str:

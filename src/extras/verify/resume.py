@@ -48,17 +48,19 @@ def rows(subject: Subject) -> Iterator[Row]:
     if subject.config.step.lora_rank:
         yield Row("f", "resume", NOT_APPLICABLE, note="adapters need saved weights that they add to")
         return
+    if subject.config.step.learning_rate_schedule_steps == -1:
+        keys["learning_rate_schedule_steps"] = STEPS  # also for the runs that end earlier
     with tempfile.TemporaryDirectory() as folder:
         config = subject.config.replace(**keys, base_output_directory=folder, **mesh)
-        whole = _run(config, "whole")
+        whole, other, half = _run(config, "whole"), config.replace(**other_mesh), {"steps": SAVED}
+        saved = _run(config.replace(**half), "saved")
+        yield _same("restored", _resumed(config.replace(**half), "restored"), saved)
+        yield _same("restored on another mesh", _resumed(other.replace(**half), "restored elsewhere"), saved)
         yield _same("resume", _resumed(config, "resumed"), whole)
         weights = config.replace(load_parameters_path=f"{folder}/whole/checkpoints/{SAVED}")
         differ = _same("", _run(weights, "weights"), whole).figure
         note = f"{differ} values differ, so the comparison can fail" if differ else "the same as with all of the state"
         yield Row("f", "weights without the rest of the state", PASS if differ else FAIL, note=note)
-        other = config.replace(**other_mesh)
-        at_start = [_resumed(each.replace(steps=SAVED), f"at {n}") for n, each in enumerate((other, config))]
-        yield _same("restored on another mesh", *at_start)
         found = _resumed(other, "other").losses
     ratios = {step: abs(found[step] / loss - 1) for step, loss in whole.losses.items() if step > SAVED}
     worst = max(ratios, key=lambda step: np.nan_to_num(ratios[step], nan=np.inf))

@@ -8,6 +8,7 @@ from unittest import mock
 import jax.numpy as jnp
 
 from src.config.step_keys import REMAT_POLICIES
+from src.extras.verify.locate import parting_of
 from src.extras.verify.meshes import obstacle
 from src.extras.verify.subject import NOT_APPLICABLE, PLAIN_DESCENT, Result, Row, Subject, compared, mesh_keys
 from src.model.attention_kernels import blocked
@@ -44,11 +45,13 @@ def rows(subject: Subject) -> Iterator[Row]:
 
     def row(rewrite: Rewrite, masked: bool = False) -> Row:
         keys = {**PLAIN_DESCENT, **(one_batch() if rewrite.splits or masked else {}), **rewrite.keys}
+        place = rewrite.devices, keys, masked_batch(subject) if masked else None
         with mock.patch.dict(blocked.TILE, cpu=TILE):
-            found = subject.attempt(rewrite.devices, keys, masked_batch(subject) if masked else None)
-        if isinstance(found, str):
-            return Row("c", rewrite.name, NOT_APPLICABLE, note=found)
-        found = compared("c", rewrite.name, found, expected(rewrite.splits, masked), BOUND)
+            found = subject.attempt(*place)
+            if isinstance(found, str):
+                return Row("c", rewrite.name, NOT_APPLICABLE, note=found)
+            parts = functools.partial(parting_of, subject, *place, BOUND)
+            found = compared("c", rewrite.name, found, expected(rewrite.splits, masked), BOUND, parts)
         by_design = BY_DESIGN * bool(rewrite.splits and subject.config.step.load_balance_loss_weight)
         return found._replace(note=(found.note + by_design).removeprefix("; "))
 

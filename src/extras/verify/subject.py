@@ -221,18 +221,21 @@ ORDER += ("final_norm", "mtp", "output")
 MOST_REPEATS = 8  # of a shrunk group of layers: a longer first dim is not the layers'
 
 
-def compared(check: str, name: str, found: Result, expected: Result, bound: float) -> Row:
+def compared(
+    check: str, name: str, found: Result, expected: Result, bound: float, parting: Callable[[], str] = str
+) -> Row:
     """Compares two steps: token counts exactly, then losses, gradients and routers' biases.
 
-    Names the quantity that differs most, and if only gradients differ, the weight nearest to the loss, where the
-    backward pass goes wrong first.
+    Names the quantity that differs most. If a loss differs, `parting` names where the forward passes part; if only
+    gradients differ, the weight nearest to the loss is where the backward pass goes wrong first.
     """
     counts = [result.metrics["tokens"] for result in (found, expected)]
     if counts[0] != counts[1]:
         return Row(check, name, FAIL, abs(counts[0] - counts[1]), 0, f"{counts[0]:.0f} tokens, not {counts[1]:.0f}")
     losses = [metric for metric in expected.metrics if metric.endswith("loss")]
     sizes = {metric: abs(found.metrics[metric] / expected.metrics[metric] - 1) for metric in losses}
-    sizes |= {f"gradient of {path}": size for path, size in differences(found.gradients, expected.gradients)}
+    gradients = dict(differences(found.gradients, expected.gradients))
+    sizes |= {f"gradient of {path}": size for path, size in gradients.items()}
     if expected.stats:
         sizes |= {f"new value of {path}": size for path, size in differences(found.stats, expected.stats)}
     worst = max(sizes, key=lambda quantity: np.nan_to_num(sizes[quantity], nan=np.inf))
@@ -240,10 +243,18 @@ def compared(check: str, name: str, found: Result, expected: Result, bound: floa
     if not wrong:
         return Row(check, name, PASS, sizes[worst], bound)
 
-    forward = [metric for metric in losses if metric in wrong]
-    nearest = f"{', '.join(forward)} too" if forward else f"nearest to the loss: {_nearest(found, expected, bound)}"
-    note = f"{worst}; {len(wrong)} of {len(sizes)} quantities differ, {nearest}"
-    return Row(check, name, FAIL, sizes[worst], bound, note)
+    notes = [f"{worst}; {len(wrong)} of {len(sizes)} quantities differ"]
+    if forward := [metric for metric in losses if metric in wrong]:
+        place = parting()
+        notes += [f"{', '.join(forward)} too, " + (f"from {place} on" if place else "though the logits agree")]
+    elif any(not size <= bound for size in gradients.values()):
+        notes += [f"nearest to the loss: {_nearest(found, expected, bound)}"]
+    ratios = [
+        np.vdot(expected.gradients[it], found.gradients[it]) / np.sum(expected.gradients[it] ** 2) for it in gradients
+    ]
+    if all(not size <= bound for size in gradients.values()) and np.ptp(ratios) < 0.01:
+        notes += [f"every gradient is {np.mean(ratios):.2f} times what it should be"]
+    return Row(check, name, FAIL, sizes[worst], bound, ", ".join(notes))
 
 
 def _nearest(found: Result, expected: Result, bound: float) -> str:

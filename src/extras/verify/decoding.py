@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from src.extras.verify.logits import NO_PATTERNS, evaluated, unlimited
+from src.extras.verify.logits import NO_PATTERNS, evaluated, single_layers, unlimited
 from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject
 from src.model.params import Weights
 from src.step.plan import StepPlan
@@ -35,9 +35,20 @@ def rows(subject: Subject) -> Iterator[Row]:
     # Sampled, because greedy texts repeat themselves: a wrong slot of the cache could hold the right values.
     for name, prepare, temperature in (("src.decode", unrolled, 1.0), ("a run's sample", in_training, 0.0)):
         try:
-            yield _compared(f"decoding of {name}", subject, prepare, temperature)
+            row = _compared(f"decoding of {name}", subject, prepare, temperature)
+            yield row if row.status == PASS else row._replace(note=row.note + _alone(subject, prepare, temperature))
         except UserError as error:
             yield Row("g", f"decoding of {name}", NOT_APPLICABLE, note=str(error).partition("\n")[0])
+
+
+def _alone(subject: Subject, prepare: Prepare, temperature: float) -> str:
+    """Lists the layers that decode wrongly as a model of their own."""
+    wrong = [
+        f"layer {number} ({alone.reference_plan.spec.layers[0].attention_type} attention)"
+        for number, alone in single_layers(subject)
+        if _compared("", alone, prepare, temperature).status == FAIL
+    ]
+    return f"; so does a model of only {' or '.join(wrong)}" if wrong else "; each layer alone decodes as it should"
 
 
 def _compared(name: str, subject: Subject, prepare: Prepare, temperature: float) -> Row:

@@ -5,20 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from src.config.schema import keys_of
 from src.data.packing import empty_batch, fill_row
 from src.data.types import Document
 from src.extras.verify.locate import UNROLLED, forward_values, parting
-from src.extras.verify.logits import NO_PATTERNS, Arrays, evaluated, unlimited
+from src.extras.verify.logits import Arrays, evaluated, single_layers, unlimited
 from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, PLAIN_DESCENT, ROWS, Row, Subject, mesh_keys
 from src.model.parts import mixer
-from src.model.spec import layer_models
 from src.system.errors import UserError
 
 # Sums in another order: 6e-8 to 1.3e-6 over three seeds of six kinds of models, at most 2e-7 for the loss. Positions
 # that do not restart give 0.9, a loss with the vocabulary's padding 0.03, and predictions across documents 0.003.
 BOUND = 1e-5
-ONE_LAYER = {**NO_PATTERNS, "decoder_segments": (), "base_num_decoder_layers": 1, "mtp_num_layers": 0}
 OFTEN = 4  # pairs of tokens: of that many scores one is large enough to change a logit
 
 
@@ -31,13 +28,8 @@ def rows(subject: Subject) -> Iterator[Row]:
     name = "documents"
     try:
         logits = yield from _of_model(subject, 1, {}, "")
-        seen = set()
-        for number, (model, _) in enumerate(layer_models(subject.config.model)):
-            keys = {key: getattr(model, key) for key in keys_of("model")} | ONE_LAYER
-            alone = Subject(subject.config.replace(**keys), subject.seed)
-            if (layer := alone.reference_plan.spec.layers[0]) not in seen:
-                seen.add(layer)
-                yield _of_layer(alone, number)
+        for number, alone in single_layers(subject):
+            yield _of_layer(alone, number)
         yield from _of_steps(subject, logits)
         name = "documents, context 2"
         yield from _of_model(subject, 2, mesh_keys({"context": 2}), ", context 2")

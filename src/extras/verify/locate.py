@@ -20,6 +20,7 @@ from src.step.train_step import with_dropout_keys
 
 UNROLLED: dict[str, Any] = {"scan_layers": "false", "remat_policy": "none"}
 LAYER = "decoder_layer_input"  # the first name of every layer
+EMBEDDED = "the embedded tokens"  # the first layer's input
 INLINED = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
 
 Values = list[tuple[str, np.ndarray]]  # what a forward pass computes, in its order
@@ -49,7 +50,7 @@ def forward_values(subject: Subject, plan: StepPlan, batch: Mapping[str, Any]) -
     arrays = jax.device_get(jax.jit(run)(jax.tree.leaves(placed)))
     at = np.cumsum([name == LAYER for name in names]) - 1
     labels = [f"layer {layer}'s {name}" for layer, name in zip(at, names, strict=True)]
-    labels[:1] = ["the embedded tokens"] * bool(names)  # the first layer's input
+    labels[:1] = [EMBEDDED] * bool(names)
     (B, T), order = batch["tokens"].shape, np.argsort(zigzag_order(batch["tokens"].shape[1], plan.layout))
     return [
         (label, array[:, order] if array.shape[:2] == (B, T) else array)

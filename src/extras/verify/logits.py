@@ -1,19 +1,23 @@
 """The logits of whole batches, for checks that change tokens and compare."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from src.config.schema import keys_of
 from src.extras.verify.subject import NOT_APPLICABLE, Row, Subject
+from src.model.spec import layer_models
 from src.parallel.sequence import to_zigzag, zigzag_order
 from src.step.loss import hidden_states, in_zigzag
 from src.step.plan import Batch, StepPlan
 
 # For a model with other layers, which patterns of these keys may not name.
 NO_PATTERNS: dict[str, Any] = {"lora_rank": 0, "trainable_parameters": (), "optimizer_rules": ()}
+
+ONE_LAYER = {**NO_PATTERNS, "decoder_segments": (), "base_num_decoder_layers": 1, "mtp_num_layers": 0}
 
 Arrays = dict[str, Any]  # a batch, of NumPy's arrays
 
@@ -57,3 +61,14 @@ def unlimited(check: str, subject: Subject) -> tuple[Subject, list[Row]]:
     note = f"what {name} drops depends on the whole sequence: the other rows have capacity for every token"
     config = subject.config.replace(**{name: factor, "decoder_segments": segments})
     return Subject(config, subject.seed), [Row(check, "experts of limited capacity", NOT_APPLICABLE, note=note)]
+
+
+def single_layers(subject: Subject) -> Iterator[tuple[int, Subject]]:
+    """Yields each kind of layer as a model of its own, with its number in the whole one."""
+    seen = set()
+    for number, (model, _) in enumerate(layer_models(subject.config.model)):
+        keys = {key: getattr(model, key) for key in keys_of("model")} | ONE_LAYER
+        alone = Subject(subject.config.replace(**keys), subject.seed)
+        if (layer := alone.reference_plan.spec.layers[0]) not in seen:
+            seen.add(layer)
+            yield number, alone

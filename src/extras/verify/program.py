@@ -53,11 +53,14 @@ def rows(subject: Subject, meshes: Sequence[Mapping[str, int]] = (MESH,), dtype:
         yield Row("j", "dtypes of matmuls", NOT_APPLICABLE, note=why)
         return
     plan, wide = subject.plan(dtype=dtype, matmul_precision="default"), []
+    shapes = {dotted(path): leaf.shape for path, leaf in by_path(plan.shapes).items()}
     for eqn, is_batched, _ in matmuls(traced_step(plan, abstract_state(plan), subject.loss).jaxpr.jaxpr):
-        place = f"/{eqn.source_info.name_stack}"
+        place, arrays = f"/{eqn.source_info.name_stack}", [each.aval for each in eqn.invars[:2]]
         # Routers compute in float32; so may scores and recurrences, whose matmuls have a batch dim.
-        if not (is_batched or "/router" in place) and max(each.aval.dtype.itemsize for each in eqn.invars[:2]) > 2:
-            wide.append(f"{place} {eqn.invars[0].aval.str_short()} x {eqn.invars[1].aval.str_short()}")
+        if not (is_batched or "/router" in place) and max(each.dtype.itemsize for each in arrays) > 2:
+            given = {each.size for each in arrays}  # a weight's dims may be merged; of all layers, or of one
+            names = [name for name, shape in shapes.items() if {math.prod(shape), math.prod(shape[1:])} & given]
+            wide.append(f"{place} {' x '.join(each.str_short() for each in arrays)}, {' or '.join(names)}".strip(", "))
     yield _none(f"matmuls with weights that are not in {dtype}", wide)
 
 

@@ -249,11 +249,13 @@ def compared(
         notes += [f"{', '.join(forward)} too, " + (f"from {place} on" if place else "though the logits agree")]
     elif any(not size <= bound for size in gradients.values()):
         notes += [f"nearest to the loss: {_nearest(found, expected, bound)}"]
-    ratios = [
-        np.vdot(expected.gradients[it], found.gradients[it]) / np.sum(expected.gradients[it] ** 2) for it in gradients
-    ]
-    if all(not size <= bound for size in gradients.values()) and np.ptp(ratios) < 0.01:
-        notes += [f"every gradient is {np.mean(ratios):.2f} times what it should be"]
+    if all(not size <= bound for size in gradients.values()):
+        pairs = [(expected.gradients[path], found.gradients[path]) for path in gradients]
+        ratios = [np.vdot(right, wrong) / np.sum(right**2) for right, wrong in pairs]
+        alike = np.ptp(ratios) < 0.01
+        notes += [
+            f"every gradient is {np.mean(ratios):.2f} times what it should be" if alike else "every gradient differs"
+        ]
     return Row(check, name, FAIL, sizes[worst], bound, ", ".join(notes))
 
 

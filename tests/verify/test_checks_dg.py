@@ -121,7 +121,7 @@ def test_finds_positions_that_do_not_restart(monkeypatch):
 
     patched(monkeypatch, decoder, "sinusoidal", of_row)
     note = failed(documents, "packed rows as one document a row", position_type="sinusoidal")
-    assert note == "document 2 of row 0: logits differ from its token 0 on"
+    assert note == "document 2 of row 0: logits differ from its token 0 on, from the embedded tokens on"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_finds_positions_that_do_not_restart(monkeypatch):
 )
 def test_finds_a_window_that_is_off_by_one(monkeypatch, by, note):
     patched(monkeypatch, scores, "causal_mask", lambda mask, context, window: mask(context, window + by))
-    assert failed(documents, "layer 0: local_sliding of window 7", **WINDOW).startswith(note)
+    assert failed(documents, "layer 0: local_sliding attention of window 7", **WINDOW).startswith(note)
 
 
 @pytest.mark.long
@@ -140,7 +140,7 @@ def test_finds_a_chunk_that_begins_late(monkeypatch):
         return attend(*args[:-1], context)
 
     patched(monkeypatch, attention, "attend", late)
-    note = failed(documents, "layer 0: chunk of chunk 6", attention_type="chunk", chunk_attn_window_size=6)
+    note = failed(documents, "layer 0: chunk attention of chunk 6", attention_type="chunk", chunk_attn_window_size=6)
     assert "changes the logits" in note
 
 

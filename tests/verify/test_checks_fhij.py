@@ -52,7 +52,7 @@ def test_a_resumed_run_is_the_same_and_weights_only_are_not(kind):
     with runs.built_once():
         rows = list(resume.rows(subject(kind, **STATE)))
     assert {*outcomes(rows).values()} == {PASS}
-    assert len(rows) == 4
+    assert len(rows) == 5
     assert rows[-1].figure <= resume.BOUND / 3
 
 
@@ -72,7 +72,7 @@ def test_an_optimizer_state_that_is_not_restored_is_found(monkeypatch):
     monkeypatch.setattr(Checkpointer, "restore_latest", without_moments)
     with runs.built_once():
         row = first_failure(resume.rows(subject(**STATE)))
-    assert (row.name, row.note) == ("resume", "the first: the loss of step 5")
+    assert row.name == "restored" and row.note.startswith("the first: opt.")
 
 
 def test_a_schedule_that_resumes_a_step_late_is_found(monkeypatch):
@@ -80,7 +80,7 @@ def test_a_schedule_that_resumes_a_step_late_is_found(monkeypatch):
 
     def late(keys, steps, step):
         seen.append(step)
-        return hparams_at(keys, steps, step - (len(seen) > resume.STEPS))  # after the run in one go
+        return hparams_at(keys, steps, step - (len(seen) > resume.STEPS + resume.SAVED))  # after the two runs in one go
 
     monkeypatch.setattr(train, "hparams_at", late)
     with runs.built_once():
@@ -109,7 +109,7 @@ def test_a_weight_that_the_flops_forget_is_named(monkeypatch):
     monkeypatch.setattr(flops, "block_weights", without_output)
     notes = failures(counts.rows(subject()))
     assert notes.keys() == {"FLOPs of all matmuls"}
-    assert "the difference is that of feed_forward.wo" in notes["FLOPs of all matmuls"]
+    assert "the difference is that of segments.0.0.feed_forward.wo" in notes["FLOPs of all matmuls"]
 
 
 def test_padded_vocabulary_counted_as_parameters_is_found(monkeypatch):

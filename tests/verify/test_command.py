@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from src.extras.verify import command, meshes, subject
-from src.extras.verify.subject import FAIL, PASS, Row
+from src.extras.verify import command, conversion, derivatives, meshes, subject
+from src.extras.verify import report as report_file
+from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row
+from src.model.params import matmul
 from src.run import resolve_config
 from src.step.loss import next_token_loss
 from src.system.errors import UserError
@@ -99,6 +101,31 @@ def test_an_edit_that_fails_is_shown_by_its_line(monkeypatch, capsys):
     assert "lambda self, x: x @ 3" in report.rows[0].note
 
 
+def test_a_wrong_einsum_is_shown_by_the_line_that_has_it(monkeypatch):
+    """Not by the line of `matmul`, which computes it."""
+    monkeypatch.setattr(
+        "src.model.attention.Attention._values", lambda self, x, k: matmul(x, self.value[...], "BTD,DKX->BTKH")
+    )
+    (row,) = command.main([*TINY, "checks=a", "mesh=fsdp=2"]).rows
+    assert row.status == FAIL
+    assert "test_command.py" in row.note
+    assert "BTD,DKX->BTKH" in row.note
+
+
+def test_a_loss_that_fails_on_a_mesh_is_told_from_a_layer_that_refuses_it(monkeypatch, tmp_path):
+    lines = ("from src.step.loss import next_token_loss", "", "", "def loss(model, batch, plan):")
+    lines += ("    assert plan.layout.mesh.size == 1", "    return next_token_loss(model, batch, plan)")
+    (tmp_path / "of_one_device.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    found = command.main([*TINY, "mesh=context=2", "checks=ad", "loss=of_one_device:loss"])
+    rows = {row.check: row for row in found.rows if row.status == FAIL}
+    assert rows.keys() == {"a", "d"}
+    assert all("of_one_device.py, line 5" in row.note for row in rows.values())
+    model = [*TINY[:4], "attention_type=gated_delta", "gdn_num_key_heads=2", "gdn_num_value_heads=4"]
+    (row,) = command.main([*model, "mesh=context=2", "checks=a", "loss=src.step.loss:next_token_loss"]).rows
+    assert (row.status, row.note.partition(" (")[0]) == (NOT_APPLICABLE, "devices share sequences")
+
+
 def test_what_was_found_is_reported_after_an_interrupt(monkeypatch, tmp_path):
     def rows(subject, **arguments):
         yield Row("a", "first", PASS)
@@ -108,6 +135,77 @@ def test_what_was_found_is_reported_after_an_interrupt(monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         command.main([*TINY, "checks=a", f"report={tmp_path / 'report.json'}"])
     assert [row["name"] for row in json.loads((tmp_path / "report.json").read_text())["rows"]] == ["first"]
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """Checks a and b, of a row each, that note when they run; b then raises what is in the list."""
+    ran, errors = [], []
+
+    def first(subject, **arguments):
+        ran.append("a")
+        yield Row("a", "first", FAIL, float("inf"), 1.0)
+
+    def second(subject):
+        ran.append("b")
+        yield Row("b", "second", PASS)
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(meshes, "rows", first)
+    monkeypatch.setattr(derivatives, "rows", second)
+    return ran, errors
+
+
+def test_an_interrupted_command_continues_with_the_same_code_and_config(checks, monkeypatch, tmp_path):
+    ran, errors = checks
+    words = [*TINY, "checks=ab", f"report={tmp_path / 'report.json'}"]
+
+    def interrupted(*further):
+        errors.append(KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            command.main([*words, *further])
+        ran.clear()
+
+    interrupted()
+    assert command.main(words).rows == [Row("a", "first", FAIL, float("inf"), 1.0), Row("b", "second", PASS)]
+    assert ran == ["b"]
+    command.main(words)
+    assert ran == ["b", "a", "b"], "a report that is complete is written again"
+    for key in ("adam_b1=0.8", "mesh=fsdp=2"):
+        interrupted()
+        command.main([*words, key])
+        assert ran == ["a", "b"]
+    interrupted()
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "edited.py").write_text("EDITED = True")
+    monkeypatch.setattr(report_file, "SOURCES", tmp_path / "src")
+    command.main(words)
+    assert ran == ["a", "b"]
+
+
+def test_code_outside_of_the_checkout_is_run_again():
+    assert report_file.digest_of(resolve_config.load([*TINY, "loss=my_loss:smoothed"]), {}) == ""
+
+
+def test_a_check_that_lacks_memory_is_run_again(checks, tmp_path):
+    ran, errors = checks
+    words = [*TINY, "checks=ba", f"report={tmp_path / 'report.json'}"]
+    for error in (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), MemoryError("no room")):
+        errors.append(error)
+        found = command.main(words)
+        failed = [row for row in found.rows if row.check == "b" and row.status == FAIL]
+        assert failed[0].note == f"memory is full: {error}"
+        assert [row.name for row in found.rows][2] == "first", "the checks after it are made"
+        ran.clear()
+        command.main(words)
+        assert ran == ["b"]
+
+
+def test_without_torch_the_row_says_so(monkeypatch):
+    monkeypatch.setattr(conversion, "find_spec", lambda name: None if name == "torch" else name)
+    bits, logits = command.main([*TINY, "checks=i"]).rows
+    assert (bits.status, logits.status, logits.note) == (PASS, NOT_APPLICABLE, "torch is not installed")
 
 
 def test_meshes_are_chosen_by_the_config():

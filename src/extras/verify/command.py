@@ -1,7 +1,5 @@
 """Shrinks a config, runs checks on it, and prints and writes what they found."""
 
-import json
-import re
 import sys
 import sysconfig
 import time
@@ -14,8 +12,8 @@ import jax
 
 from src.config.schema import Config
 from src.config.usage import Usage
-from src.extras.command_files import check_outputs, write_output
-from src.extras.verify import golden, meshes
+from src.extras.command_files import check_outputs
+from src.extras.verify import golden, meshes, report
 from src.extras.verify.shrink import shrink
 from src.extras.verify.subject import FAIL, LENGTH, LONGER, NOT_APPLICABLE, PASS, NotApplicable, Row, Subject
 from src.model.spec import layer_models
@@ -44,7 +42,9 @@ python -m src.verify CONFIG [key=value ...] [checks=abc|all] [mesh=all|as_config
 {"".join(f"    {letter}  {title}{chr(10)}" for letter, (_, title) in CHECKS.items())}Without checks=: {DEFAULT}."""
 )
 FAILED = 3  # exit code
-REPORT = "report of src.verify"  # in messages
+# Code that works on the arrays of others: an error there comes from the line that called it.
+TOOLS = ("src/parallel/", "src/system/", "src/model/params.py", "src/model/matmul.py", "src/model/low_precision.py")
+Check = tuple[str, str, str, dict[str, Any]]  # letter, module, title, and what its `rows` takes beside the subject
 
 
 class Report(NamedTuple):
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> Report | None:
     if config is None:
         return None
     if own["report"]:
-        check_outputs({REPORT: own["report"]})
+        check_outputs({report.KIND: own["report"]})
     has_chunks = any(layer.attention_type == "gated_delta" for layer, _ in layer_models(config.model))
     small = shrink(config, LONGER if has_chunks else LENGTH)
     where = meshes.chosen(own["mesh"], small.config, config.mesh)
@@ -81,43 +81,62 @@ def main(argv: Sequence[str]) -> Report | None:
         show(f"shrunk      {line}")
     for line in small.hidden:
         show(f"not shown   {line}")
-    subject, rows, begun = Subject(small.config), list[Row](), time.monotonic()
+    arguments = _arguments(config, where)
+    digest = report.digest_of(small.config, arguments)
+    head = {"model_name": config["model_name"], "digest": digest, "kept": small.kept, "hidden": small.hidden}
+    before, checks, rows = report.finished(own["report"], digest), _checks(letters, arguments, own["golden"]), []
+    unfinished, subject, begun = [letter for letter, *_ in checks], Subject(small.config), time.monotonic()
     try:
-        for row in _found(subject, letters, _arguments(config, where), own["golden"]):
-            rows.append(row)
-            show(_line(row))
+        for letter, module, title, given in checks:
+            show(f"{letter}  {title}{' (completed before an interruption)' * (letter in before)}")
+            try:
+                for row in before.get(letter) or _found(subject, letter, module, given):
+                    rows.append(row)
+                    show(_line(row))
+                unfinished.remove(letter)
+            except MemoryError as error:
+                rows.append(Row(letter, module, FAIL, note=f"memory is full: {_first_line(error)}"))
+                show(_line(rows[-1]))
+            report.write(own["report"], head, rows, unfinished)
     except KeyboardInterrupt:
-        show("interrupted: the checks above were completed")
+        again = "; the same command continues with the others" if own["report"] and digest else ""
+        show(f"interrupted: the checks above were completed{again}")
         raise
     finally:
-        if own["report"]:
-            write_output(REPORT, own["report"], _json(config, small, rows).encode())
+        report.write(own["report"], head, rows, unfinished)
     counts = {status: sum(row.status == status for row in rows) for status in (PASS, FAIL, NOT_APPLICABLE)}
     listed = ", ".join(f"{count} {status}" for status, count in counts.items())
     show(f"{listed}; {time.monotonic() - begun:.0f} s")
     return Report(rows)
 
 
-def _found(subject: Subject, letters: str, arguments: Mapping[str, dict[str, Any]], golden_path: str) -> Iterator[Row]:
-    """Runs the checks of these letters, and last the comparison with an earlier version."""
-    checks = [(letter, *CHECKS[letter], arguments.get(letter, {})) for letter in letters]
+def _checks(letters: str, arguments: Mapping[str, dict[str, Any]], golden_path: str) -> list[Check]:
+    """Lists the checks of these letters, and last the comparison with an earlier version."""
+    checks: list[Check] = [(letter, *CHECKS[letter], arguments.get(letter, {})) for letter in letters]
     if golden_path:
         checks.append(("golden", "golden", "the bits of a few steps", {"path": Path(golden_path)}))
+    return checks
+
+
+def _found(subject: Subject, letter: str, module: str, arguments: dict[str, Any]) -> Iterator[Row]:
+    """Runs a check; its last row has the error if it fails. Raises MemoryError if memory is full."""
     before = jax.config.values["jax_disable_most_optimizations"]
-    for letter, module, title, given in checks:
-        show(f"{letter}  {title}")
-        # Compiling takes most of the time. Optimizations change no result beyond rounding, only the program of j.
-        jax.config.update("jax_disable_most_optimizations", letter != "j")
-        try:
-            yield from named(f"src.extras.verify.{module}:rows")(subject, **given)
-        except NotApplicable as error:
-            yield Row(letter, module, NOT_APPLICABLE, note=str(error))
-        except UserError as error:
-            yield Row(letter, module, FAIL, note=str(error))
-        except Exception as error:
-            yield Row(letter, module, FAIL, note=f"{type(error).__name__}: {_first_line(error)}, {_edited_line(error)}")
-        finally:
-            jax.config.update("jax_disable_most_optimizations", before)
+    # Compiling takes most of the time. Optimizations change no result beyond rounding, only the program of j.
+    jax.config.update("jax_disable_most_optimizations", letter != "j")
+    try:
+        yield from named(f"src.extras.verify.{module}:rows")(subject, **arguments)
+    except NotApplicable as error:
+        yield Row(letter, module, NOT_APPLICABLE, note=str(error))
+    except UserError as error:
+        yield Row(letter, module, FAIL, note=str(error))
+    except MemoryError:
+        raise
+    except Exception as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise MemoryError(_first_line(error)) from error
+        yield Row(letter, module, FAIL, note=f"{type(error).__name__}: {_first_line(error)}, {_edited_line(error)}")
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def _arguments(config: Config, where: Sequence[meshes.Sizes]) -> dict[str, dict[str, Any]]:
@@ -131,23 +150,19 @@ def _line(row: Row) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
+    """The first line of the message, with the second if it announces that."""
+    lines = [line.strip(" *") for line in str(error).splitlines() if line.strip()] or [""]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 def _edited_line(error: BaseException) -> str:
-    """The innermost line of the project or of a user's module that the error went through."""
+    """The innermost line of the project or of a user's module that the error went through, but of no tool."""
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sys.prefix)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(installed)]
-    edited = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
+    own = (str(Path(__file__).parent), *(str(report.SOURCES.parent / tool) for tool in TOOLS))
+    edited = [frame for frame in frames if not frame.filename.startswith(own)]
     frame = (edited or frames or traceback.extract_tb(error.__traceback__))[-1]
     return f"{frame.filename}:{frame.lineno}: {frame.line}"
-
-
-def _json(config: Config, small: Any, rows: Sequence[Row]) -> str:
-    found = {"kept": small.kept, "hidden": small.hidden, "rows": [row._asdict() for row in rows]}
-    # JSON has no number that is not finite.
-    text = json.dumps({"model_name": config["model_name"], **found}, indent=2)
-    return re.sub(r": (NaN|-?Infinity)", r': "\1"', text) + "\n"
 
 
 def _own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:

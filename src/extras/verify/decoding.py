@@ -38,6 +38,8 @@ def rows(subject: Subject) -> Iterator[Row]:
             row = _compared(f"decoding of {name}", subject, prepare, temperature)
             yield row if row.status == PASS else row._replace(note=row.note + _alone(subject, prepare, temperature))
         except UserError as error:
+            if error.__cause__:  # what a user's loss raised
+                raise
             yield Row("g", f"decoding of {name}", NOT_APPLICABLE, note=str(error).partition("\n")[0])
 
 

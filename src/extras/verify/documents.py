@@ -25,15 +25,16 @@ def rows(subject: Subject) -> Iterator[Row]:
     yield from limited
     if subject.config.batch.packing:
         yield _of_packer(subject.batch)
-    name = "documents"
+    logits, name = (yield from _of_model(subject, 1, {}, "")), "documents"
     try:
-        logits = yield from _of_model(subject, 1, {}, "")
         for number, alone in single_layers(subject):
             yield _of_layer(alone, number)
         yield from _of_steps(subject, logits)
         name = "documents, context 2"
         yield from _of_model(subject, 2, mesh_keys({"context": 2}), ", context 2")
     except UserError as error:
+        if error.__cause__:  # what a user's loss raised
+            raise
         yield Row("d", name, NOT_APPLICABLE, note=str(error).partition("\n")[0])
 
 

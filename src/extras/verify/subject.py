@@ -167,7 +167,7 @@ class Subject:
         try:
             return self.result(plan, batch)
         except UserError as error:
-            if self.config.step.loss or isinstance(error, NotApplicable):
+            if error.__cause__ or isinstance(error, NotApplicable):  # the cause is what a user's loss raised
                 raise
             return str(error).partition("\n")[0]  # from a layer that cannot run on this mesh
 

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from src.extras.verify.subject import PASS, PLAIN_DESCENT, Subject, compared
 from src.model.params import Weights
 from src.model.pipeline import Schedule
 from src.step.loss import next_token_loss
 from src.step.trace import trace_train_step
 from src.system.errors import UserError
-from tests.tiny import GPT3, Trainer, assert_close, load, make, packed_rows
+from tests.tiny import GPT3, load, make, packed_rows
 
 LAYERS, ROWS = 8, 8
 LOCAL = "{attention_type: local_sliding, sliding_window_size: 5}"
@@ -70,22 +71,16 @@ def named(value):
     return " ".join(f"{key}={size}" for key, size in value.items() if size not in (1, -1))
 
 
-def run(model, devices, **keys):
-    """The losses of three steps of plain descent, and what they added to the weights: a sum of gradients."""
-    settings = {"base_num_decoder_layers": LAYERS, **MODELS[model], **keys}
-    descent = {"opt_type": "sgd", "learning_rate": 0.1, "warmup_steps_fraction": 0, "gradient_clipping_threshold": 0}
-    trainer = Trainer(devices=devices, initial=False, adam_weight_decay=0, **descent, **settings)
-    before = jax.device_get(trainer.state)
-    metrics = [trainer.step(packed_rows(number, ROWS), number) for number in range(3)]
-    after = jax.device_get(trainer.state)
-    added = jax.tree.map(np.subtract, after.weights, before.weights)
-    names = [name for name in ("loss", "load_balance_loss") if name in metrics[0]]
-    return [[each[name] for name in names] for each in metrics], added
+def computed(model, devices, **keys):
+    """The loss and gradients of a step."""
+    settings = {"base_num_decoder_layers": LAYERS, **MODELS[model]}
+    plan = Subject(load(**{**settings, **keys})).plan(devices, **PLAIN_DESCENT)
+    return Subject(load(**settings)).result(plan)
 
 
 @functools.cache
 def one_device(model):
-    return run(model, 1)
+    return computed(model, 1)
 
 
 @pytest.mark.parametrize(
@@ -110,19 +105,16 @@ def one_device(model):
     ids=named,
 )
 def test_stages_give_the_losses_and_gradients_of_one_device(model, keys, capfd):
-    losses, added = one_device(model)
     sizes = [size for name, size in keys.items() if name.startswith("ici_")]
-    found, found_added = run(model, int(np.prod(sizes)), **keys)
-    np.testing.assert_allclose(found, losses, rtol=1e-4)
-    assert_close(found_added, added, 1e-3)
+    row = compared("", "", computed(model, int(np.prod(sizes)), **keys), one_device(model), 1e-4)
+    assert row.status == PASS, row
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
 
 def test_bfloat16_runs_on_cpus():
     """XLA for CPUs aborts on a sum in bfloat16 that is made within a map over some of the axes."""
-    (in_float32, *_), _ = one_device("dense")
-    (staged, *_), _ = run("dense", 4, dtype="bfloat16", **keys_of(2, fsdp=2))
-    np.testing.assert_allclose(staged, in_float32, rtol=1e-2)
+    staged = computed("dense", 4, dtype="bfloat16", **keys_of(2, fsdp=2))
+    assert staged.metrics["loss"] == pytest.approx(one_device("dense").metrics["loss"], rel=1e-2)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])

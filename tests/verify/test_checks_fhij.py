@@ -72,7 +72,8 @@ def test_an_optimizer_state_that_is_not_restored_is_found(monkeypatch):
     monkeypatch.setattr(Checkpointer, "restore_latest", without_moments)
     with runs.built_once():
         row = first_failure(resume.rows(subject(**STATE)))
-    assert row.name == "restored" and row.note.startswith("the first: opt.")
+    assert row.name == "restored"
+    assert row.note.startswith("the first: opt.")
 
 
 def test_a_schedule_that_resumes_a_step_late_is_found(monkeypatch):

@@ -10,11 +10,11 @@ import pytest
 
 from src.extras.verify import derivatives, movement, rewrites
 from src.extras.verify.subject import FAIL, LENGTH, NOT_APPLICABLE, Subject
-from src.model import feed_forward
+from src.model import feed_forward, norm
 from src.model.moe import router
-from src.model.params import Weights, by_path, nested
+from src.model.params import Weights, by_path, nested, weight
 from src.parallel import accumulate
-from src.step import loss, train_step
+from src.step import loss, optimizer, train_step
 from tests.parallel.axes import MODELS
 from tests.tiny import load
 
@@ -149,6 +149,47 @@ def test_stale_averages_and_frozen_weights_that_move_are_found(monkeypatch):
     assert rows.keys() == {"frozen weights: entries that change", "average of the new weights"}
     assert "feed_forward.wi" in rows["frozen weights: entries that change"].note
     assert rows["average of the new weights"].figure >= 3 * rows["average of the new weights"].bound
+
+
+class TestOptimizer:
+    """Faults of the optimizer that move every weight downhill."""
+
+    RULES = "[{match: attention.query, learning_rate_scale: 0.5}, {match: attention.key, weight_decay: 0.2}]"
+
+    def notes(self, **keys):
+        return {row.name: row.note for row in failed(movement.optimizer(subject("dense", **keys)))}
+
+    @pytest.mark.parametrize("keys", [{"optimizer_rules": RULES}, {"opt_type": "muon"}, {"opt_type": "adafactor"}])
+    def test_clean_code_passes(self, keys):
+        assert_clean(movement.optimizer(subject("dense", **keys)))
+
+    def test_a_norm_that_decays_is_named(self, monkeypatch):
+        monkeypatch.setattr(norm, "weight", lambda *args, decays, **keys: weight(*args, **keys))
+        notes = self.notes()
+        assert notes.keys() == {"weight decay takes its rate of each weight"}
+        assert "3 of 11 weights are wrong" in next(iter(notes.values()))
+        assert "final_norm.scale" in next(iter(notes.values()))
+
+    def test_a_rule_that_is_ignored_is_named(self, monkeypatch):
+        monkeypatch.setattr(optimizer, "decayed", lambda rules, decays, rate: [optax.add_decayed_weights(rate, decays)])
+        notes = self.notes(optimizer_rules=self.RULES)
+        assert "segments.0.0.attention.key; 1 of" in notes["weight decay takes its rate of each weight"]
+
+    def test_a_learning_rate_scaled_twice_is_named(self, monkeypatch):
+        scaled = optimizer.scaled
+        monkeypatch.setattr(optimizer, "scaled", lambda *args: 2 * scaled(*args))
+        notes = self.notes(optimizer_rules=self.RULES)
+        assert "attention.query; 1 of" in notes["AdamW's first update is its learning rate"]
+
+    def test_gradients_clipped_one_by_one_are_found(self, monkeypatch):
+        def of_its_own(gradients, norm, threshold):
+            factors = jax.tree.map(lambda g: jnp.minimum(1, threshold / jnp.linalg.norm(g.ravel())), gradients)
+            return jax.tree.map(lambda g, factor: g * jnp.where(threshold > 0, factor, 1), gradients, factors)
+
+        monkeypatch.setattr(train_step, "clip", of_its_own)
+        row = movement.clipping(subject("dense", gradient_clipping_threshold=1.0))
+        assert row.status == FAIL
+        assert row.figure >= 3 * row.bound
 
 
 def test_a_bias_moved_on_the_wrong_layer_is_found(monkeypatch):

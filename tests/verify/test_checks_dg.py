@@ -6,15 +6,17 @@ import jax.numpy as jnp
 import pytest
 
 from src.extras.generation import generate
-from src.extras.verify import decoding, documents
+from src.extras.verify import decoding, documents, logits
 from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Subject
-from src.model import attention, decoder, gated_delta
+from src.model import attention, decoder, gated_delta, lora
 from src.model.attention_kernels import scores
 from src.step import loss, train_step
 from tests.parallel.axes import MODELS
 from tests.tiny import load
 
 SMALL = {"base_num_decoder_layers": 1}
+ADAPTERS = "adapters merged into their weights"
+LORA = {"lora_rank": 2, "lora_alpha": 3.0, "load_parameters_path": "base"}
 WINDOW = {"attention_type": "local_sliding", "sliding_window_size": 7}
 DELTA = {
     "decoder_segments": "[{pattern: [{attention_type: gated_delta}]}]",
@@ -69,7 +71,22 @@ def test_documents_of_a_clean_model():
 
 
 def test_decoding_of_a_clean_model():
-    assert assert_clean(decoding, subject(**SMALL, **WINDOW)) == []
+    assert assert_clean(decoding, subject(**SMALL, **WINDOW)) == [ADAPTERS]
+
+
+@pytest.mark.parametrize("keys", [{}, pytest.param({**EXPERTS, "lora_parameters": "[wo]"}, marks=pytest.mark.long)])
+def test_adapters_of_a_clean_model_are_merged(keys):
+    row = logits.adapters_merged("g", subject(**SMALL, **LORA, **keys), decoding.BOUND)
+    assert row.status == PASS
+    assert row.figure <= row.bound / 3
+
+
+def test_adapters_merged_at_another_scale_are_named(monkeypatch):
+    monkeypatch.setattr(lora, "merge", lambda *args, merge=lora.merge: merge(*args[:2], 2 * args[2]))
+    row = logits.adapters_merged("g", subject(**SMALL, **LORA), decoding.BOUND)
+    assert row.status == FAIL
+    assert row.figure >= 3 * row.bound
+    assert "attention." in row.note
 
 
 @pytest.mark.long
@@ -77,6 +94,7 @@ def test_decoding_of_a_clean_model():
 @pytest.mark.parametrize("check", [documents, decoding])
 def test_every_kind_is_clean(check, kind):
     names = assert_clean(check, subject(seed=1, **KINDS[kind]))
+    names = [name for name in names if name != ADAPTERS]
     assert names == {"capacity": ["experts of limited capacity"], "delta": ["documents, context 2"]}.get(kind, [])
 
 

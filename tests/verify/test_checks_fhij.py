@@ -170,8 +170,34 @@ MESH = "mesh fsdp 2 x tensor 2"
 def test_the_program_of_a_mesh_is_clean(kind):
     rows = list(program.rows(subject(kind, **STATE), dtype="bfloat16"))
     assert {*outcomes(rows).values()} == {PASS}
-    assert len(rows) == 4
-    assert "all-gather over fsdp" in rows[2].note
+    assert len(rows) == 5
+    assert "all-gather over fsdp" in rows[3].note
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "keys"),
+    [
+        ({"context": 2, "tensor": 2}, "dense", {}),
+        ({"data": 2, "tensor": 2}, "dense", {"logical_axis_rules.norm_length": "[context, tensor]"}),
+        pytest.param({"fsdp": 2, "expert": 2, "tensor": 2}, "biased experts", {}, marks=pytest.mark.long),
+        pytest.param({"stage": 2, "tensor": 2}, "dense", {}, marks=pytest.mark.long),
+    ],
+)
+def test_clean_programs_gather_no_dim_that_stays_sharded(mesh, kind, keys):
+    assert not failures(program.rows(subject(kind, **keys), meshes=(mesh,)))
+
+
+def test_a_weight_that_each_device_gathers_whole_is_named(monkeypatch):
+    matmul = feed_forward.matmul
+
+    def of_whole_weights(x, kernel, einsum):
+        layout = subject().plan(2, ici_tensor_parallelism=2).layout
+        return matmul(x, layout.constrain(kernel, *[None] * kernel.ndim) if kernel.ndim == 2 else kernel, einsum)
+
+    monkeypatch.setattr(feed_forward, "matmul", of_whole_weights)
+    notes = failures(program.rows(subject(), meshes=({"tensor": 2},)))
+    assert notes.keys() == {"mesh tensor 2: gathered along a sharded dim"}
+    assert "feed_forward.wo, whole along mlp by an all-gather over tensor" in next(iter(notes.values()))
 
 
 def test_arrays_that_are_not_donated_are_named(monkeypatch):

@@ -215,6 +215,9 @@ def test_meshes_are_chosen_by_the_config():
     assert meshes.chosen("", dense, dense.mesh) == [{axis: 2} for axis in axes]
     assert meshes.chosen("as_configured", experts, experts.mesh) == [{"fsdp": 2, "tensor": 2}]
     assert {"fsdp": 2, "tensor": 2} in meshes.chosen("", experts, experts.mesh)
+    assert meshes.compiled(dense, dense.mesh) == [{"fsdp": 2, "tensor": 2}]
+    configured = resolve_config.load([BASE, "ici_context_parallelism=2", "ici_data_parallelism=4"])
+    assert meshes.compiled(dense, configured.mesh) == [{"data": 2, "fsdp": 2, "context": 2}]
     all_of_them = meshes.chosen("all", experts, experts.mesh)
     pairs = {frozenset(pair) for sizes in all_of_them for pair in itertools.combinations(sizes, 2)}
     assert len(pairs) == 15, "every pair of six axes"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ def verify(root, fault, report):
         if fault["mesh"] == "none"
         else ",".join(axis if "=" in axis else f"{axis}=2" for axis in fault["mesh"].replace(" ", "").split(","))
     )
-    words = [*fault["model"].split(), f"checks={''.join(fault['check'][:1])}", f"report={report}"]
+    words = [*shlex.split(fault["model"]), f"checks={''.join(fault['check'][:1])}", f"report={report}"]
     command = [sys.executable, "-m", "src.verify", "configs/base.yml", *words, *([f"mesh={mesh}"] if mesh else [])]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
@@ -49,9 +50,9 @@ def test_a_planted_fault_is_found_and_named(name, tmp_path):
         return
     assert code == 3, rows
     assert fault.get("unnamed") or fault["where"] in " ".join(f"{row['name']} {row['note']}" for row in failed), failed
-    figures = [row["figure"] / row["bound"] for row in failed if row["bound"]]
+    figures = [float(row["figure"]) / float(row["bound"]) for row in failed if row["bound"]]
     assert not figures or max(figures) >= 3
     rows, code = verify(ROOT, fault, tmp_path / "clean.json")
     assert code == 0, rows
     assert {row["status"] for row in rows} & {"PASS"}, rows
-    assert max((row["figure"] / row["bound"] for row in rows if row["bound"]), default=0) <= 1 / 3
+    assert max((float(row["figure"]) / float(row["bound"]) for row in rows if row["bound"]), default=0) <= 1 / 3

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_entry(name):
     assert entry.keys() - OPTIONAL == REQUIRED
     assert all(entry[key] for key in REQUIRED - {"model"})
     assert set(entry["check"]) <= set("abcdefghij")
-    keys = [assignment.partition("=")[0].partition(".")[0] for assignment in entry["model"].split()]
+    keys = [assignment.partition("=")[0].partition(".")[0] for assignment in shlex.split(entry["model"])]
     assert not [key for key in keys if key not in KEYS]
     axes = [] if entry["mesh"] == "none" else entry["mesh"].split(",")
     assert {axis.partition("=")[0] for axis in axes} <= AXES

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from src.config.checks import check_config
+from src.extras.verify.meshes import obstacle
 from src.extras.verify.shrink import shrink
+from src.extras.verify.subject import mesh_keys
 from src.model.params import Weights
 from src.parallel.mesh import make_layout
 from src.run import resolve_config
@@ -68,7 +70,7 @@ def check(config, length=LENGTH):
     for big, layer in zip(big_kinds, small_kinds, strict=True):
         check_layer(big, layer, length)
     plan = plan_step(small, make_layout(small.mesh, jax.devices()[:1]))
-    assert sum(shape.size for shape in jax.tree.leaves(plan.shapes)) < 2e6
+    assert sum(shape.size for shape in jax.tree.leaves(plan.shapes)) < 3e6
     assert small.model.vocab_size % 128
     if all(getattr(layer, name) % 2 == 0 for layer in big_kinds for name in SHARDED if name != "num_experts"):
         sharded = small.replace(ici_tensor_parallelism=2)
@@ -118,6 +120,38 @@ def test_a_shipped_configuration_shrinks(name):
 def test_every_shipped_configuration_shrinks(name):
     check(config_of(name))
     check(config_of(name), 96)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        *(("llama3.1-8b", {axis: size}) for axis, size in [("tensor", 8), ("fsdp", 8), ("stage", 4), ("context", 8)]),
+        *(("mixtral-8x7b", mesh) for mesh in [{"expert": 8}]),
+        ("deepseek3-671b", {"fsdp": 8}),
+    ],
+    ids=str,
+)
+def test_sizes_grow_until_a_mesh_divides_them(name, mesh):
+    small = shrink(config_of(name), meshes=[mesh])
+    config = small.config.replace(**mesh_keys(mesh))
+    plan_step(config, make_layout(config.mesh, jax.devices()[: np.prod([*mesh.values()])]))
+    assert not obstacle(config, mesh)
+    assert small.kept[-1].startswith("grown until the mesh divides them: ")
+
+
+def test_sizes_do_not_grow_for_a_mesh_that_the_model_cannot_have():
+    config = config_of("gemma3-1b")  # one head of keys, and 26 layers in two groups
+    assert shrink(config, meshes=[{"tensor": 8}]).config.model.base_num_kv_heads == 1
+    assert obstacle(shrink(config, meshes=[{"stage": 8}]).config, {"stage": 8})
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt3-125m", "llama3.1-8b", "qwen2.5-0.5b", "deepseek2-16b", "qwen3-30b-a3b", "gemma3-1b"]
+)
+def test_heads_make_up_the_width_if_they_do_in_the_model(name):
+    (big, *_), (small, *_) = kinds(config_of(name)), kinds(check(config_of(name)))
+    is_sum = [each.num_query_heads * (each.v_head_dim or each.head_dim) == each.emb_dim for each in (big, small)]
+    assert is_sum[0] == is_sum[1]
 
 
 def loss_of(config):

@@ -73,15 +73,18 @@ def main(argv: Sequence[str]) -> Report | None:
     if own["report"]:
         check_outputs({report.KIND: own["report"]})
     has_chunks = any(layer.attention_type == "gated_delta" for layer, _ in layer_models(config.model))
-    small = shrink(config, LONGER if has_chunks else LENGTH)
+    length = LONGER if has_chunks else LENGTH
+    small = shrink(config, length)
     where = meshes.chosen(own["mesh"], small.config, config.mesh)
+    compiled = where if "=" in own["mesh"] else meshes.compiled(small.config, config.mesh)
+    small = shrink(config, length, [*(where if "a" in letters else []), *(compiled if "j" in letters else [])])
     if own["golden"]:
         golden.check_file(Path(own["golden"]), small.config)
     for line in small.kept:
         show(f"shrunk      {line}")
     for line in small.hidden:
         show(f"not shown   {line}")
-    arguments = _arguments(config, where)
+    arguments = _arguments(config, where, compiled)
     digest = report.digest_of(small.config, arguments)
     head = {"model_name": config["model_name"], "digest": digest, "kept": small.kept, "hidden": small.hidden}
     before, checks, rows = report.finished(own["report"], digest), _checks(letters, arguments, own["golden"]), []
@@ -139,9 +142,15 @@ def _found(subject: Subject, letter: str, module: str, arguments: dict[str, Any]
         jax.config.update("jax_disable_most_optimizations", before)
 
 
-def _arguments(config: Config, where: Sequence[meshes.Sizes]) -> dict[str, dict[str, Any]]:
+def _arguments(
+    config: Config, where: Sequence[meshes.Sizes], compiled: Sequence[meshes.Sizes]
+) -> dict[str, dict[str, Any]]:
     """What some checks need of the whole config."""
-    return {"a": {"where": where}, "e": {"weight_dtype": config.step.weight_dtype}, "j": {"dtype": config.step.dtype}}
+    return {
+        "a": {"where": where},
+        "e": {"weight_dtype": config.step.weight_dtype},
+        "j": {"meshes": compiled, "dtype": config.step.dtype},
+    }
 
 
 def _line(row: Row) -> str:

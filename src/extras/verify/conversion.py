@@ -10,7 +10,7 @@ import numpy as np
 
 from src.extras.verify.locate import EMBEDDED, LAYER, UNROLLED, forward_values, parting
 from src.extras.verify.logits import NO_PATTERNS
-from src.extras.verify.subject import FAIL, LENGTH, NOT_APPLICABLE, PASS, Row, Subject
+from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject
 from src.model.params import by_path, dotted, nested
 from src.step.plan import StepPlan
 from src.system.errors import UserError
@@ -36,7 +36,7 @@ def rows(subject: Subject) -> Iterator[Row]:
     model = subject.config.replace(trainable_position_size=plan.spec.trainable_position_size).model  # -1 is a default
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     try:
-        family, config_json = find_family(model, LENGTH)
+        family, config_json = find_family(model, subject.length)
     except UserError as error:
         yield Row("i", "Hugging Face folder", NOT_APPLICABLE, note=str(error).partition("\n")[0])
         return
@@ -74,7 +74,7 @@ def _same_logits(subject: Subject, plan: StepPlan, weights: Mapping, folder: str
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    tokens = np.random.default_rng(0).integers(0, plan.spec.vocab_size, (2, LENGTH), np.int32)
+    tokens = np.random.default_rng(0).integers(0, plan.spec.vocab_size, (2, subject.length), np.int32)
     try:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
@@ -85,7 +85,8 @@ def _same_logits(subject: Subject, plan: StepPlan, weights: Mapping, folder: str
     rng, ours = np.random.default_rng(1), compute_logits(plan, plan.split(nested(weights)), tokens)
     rounded = {path: w * rng.normal(1, np.finfo(w.dtype).eps, w.shape).astype(w.dtype) for path, w in weights.items()}
     moved = compute_logits(plan, plan.split(nested(rounded)), tokens) - ours
-    figure, bound = (float(np.max(np.abs(x)) / np.std(theirs)) for x in (ours - theirs, BOUND * moved))
+    sizes = (np.max(np.abs(x)) / np.std(ours) for x in (ours - theirs, BOUND * moved))
+    figure, bound = (float(np.nan_to_num(size, nan=np.inf)) for size in sizes)
     row, position, _ = np.unravel_index(np.argmax(np.abs(ours - theirs)), ours.shape)
     if bound > LARGEST_BOUND:
         why = "rounding alone moves these logits, as when a router's choice is close: a fault would not show"

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from src.extras.verify.subject import FAIL, LENGTH, NOT_APPLICABLE, PASS, PLAIN_DESCENT, ROWS, Row, Subject
+from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, PLAIN_DESCENT, ROWS, Row, Subject
 from src.model.flops import all_layers, block_weights, count_params, flops_per_token, head_elements
 from src.model.params import by_path, dotted
 from src.model.parts import layer_costs
@@ -24,32 +24,33 @@ PLAIN: dict[str, Any] = {
     **{"gradient_accumulation_steps": 1, "lora_rank": 0, "trainable_parameters": (), "capacity_factor": -1.0},
     **PLAIN_DESCENT,
 }
-TOKENS = ROWS * LENGTH
 MOST_TERMS = 3  # that a wrong count is explained by
 
 
 def rows(subject: Subject) -> Iterator[Row]:
     """Compares integers, so the bound is 0; neither side counts elementwise operations, softmax and lookups."""
     plan, arrays = subject.plan(**PLAIN), by_path(subject.weights)
-    spec, sizes, terms = plan.spec, dict[str, int](), dict[str, int]()
+    spec, tokens = plan.spec, ROWS * subject.length
+    sizes, terms = dict[str, int](), dict[str, int]()
     for path, axes in by_path(plan.axes).items():
         name, shape = dotted(path), arrays[path].shape
         sizes[name] = math.prod(spec.vocab_size if axis == "vocab" else n for axis, n in zip(axes, shape, strict=True))
         terms |= {name: sizes[name], f"padding of {name}": math.prod(shape) - sizes[name]}
     yield _compared("parameters", sum(sizes.values()), count_params(spec), terms)
 
-    state, made = abstract_state(plan), {False: -TOKENS * _useless(spec), True: 0}
-    traced = traced_step(plan, state, next_token_loss)  # which the MFU counts, even if the config has another loss
+    state, made = abstract_state(plan), {False: -tokens * _useless(spec), True: 0}
+    # The MFU counts this loss, even if the config has another.
+    traced = traced_step(plan, state, next_token_loss, subject.length)
     for _, is_batched, size in matmuls(traced.jaxpr.jaxpr):
         made[is_batched] += size
-    flops = flops_per_token(spec, LENGTH)
+    flops = flops_per_token(spec, subject.length)
     special = {each.attention_type for each in all_layers(spec) if layer_costs(each)["attention"].other_flops}
     with_weights = flops.layers + 6 * (head_elements(spec) + spec.mtp_num_layers * 2 * spec.emb_dim**2)
-    counted, found = round(TOKENS * (with_weights if special else flops.palm)), made[False] + made[True] * (not special)
+    counted, found = round(tokens * (with_weights if special else flops.palm)), made[False] + made[True] * (not special)
     terms, experts = {}, max(layer.num_experts for layer in spec.layers)
     unused = 1 - max(layer.num_experts_per_tok for layer in spec.layers) / experts
     for path, axes in by_path(plan.axes).items():
-        every = 6 * TOKENS * sizes[dotted(path)]
+        every = 6 * tokens * sizes[dotted(path)]
         terms |= {dotted(path): every}
         terms |= {f"the unused experts of {dotted(path)}": round(every * unused)} if "expert" in axes else {}
     name = f"FLOPs of {'matmuls with weights' if special else 'all matmuls'}"
@@ -59,10 +60,10 @@ def rows(subject: Subject) -> Iterator[Row]:
         yield Row("h", "FLOPs of other matmuls", NOT_APPLICABLE, note=why)
 
 
-def traced_step(plan: StepPlan, state: TrainState, loss: LossFunction) -> jax.stages.Traced:
-    """Traces a training step without arrays."""
+def traced_step(plan: StepPlan, state: TrainState, loss: LossFunction, length: int) -> jax.stages.Traced:
+    """Traces a training step on rows of `length` tokens, without arrays."""
     train_step, _ = compile_steps(plan, state, loss=loss)
-    return train_step.trace(state, abstract_batch(plan, ROWS, LENGTH), hparams_at(plan.step, 1, 0))
+    return train_step.trace(state, abstract_batch(plan, ROWS, length), hparams_at(plan.step, 1, 0))
 
 
 def _compared(name: str, found: int, counted: int, terms: Mapping[str, int]) -> Row:

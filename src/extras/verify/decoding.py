@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from src.extras.verify.logits import NO_PATTERNS, evaluated, single_layers, unlimited
+from src.extras.verify.logits import NO_PATTERNS, adapters_merged, evaluated, single_layers, unlimited
 from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject
 from src.model.params import Weights
 from src.step.plan import StepPlan
@@ -30,6 +30,7 @@ def rows(subject: Subject) -> Iterator[Row]:
             raise
         yield Row("g", "decoding", NOT_APPLICABLE, note="src/extras/generation/ is not there")
         return
+    yield adapters_merged("g", subject, BOUND)  # src.decode loads adapters so
     subject, limited = unlimited("g", Subject(subject.config.replace(**NO_PATTERNS), subject.seed))
     yield from limited
     # Sampled, because greedy texts repeat themselves: a wrong slot of the cache could hold the right values.

@@ -77,7 +77,7 @@ def _of_model(subject: Subject, devices: int, keys: Mapping[str, Any], where: st
     apart, real = logits[len(changes) + 1 :], np.stack([batch["segment_ids"] for batch in alone])[:, None]
     sizes = real * np.max(np.abs(packed - apart), axis=-1) / np.max(np.abs(packed))
     total = np.max(np.abs(np.sum(sums[len(changes) + 1 :], axis=0) - sums[0]) / np.maximum(np.abs(sums[0]), 1))
-    note = "" if total <= BOUND else "the sums of the loss differ"
+    note = "" if total <= BOUND else "the sums of the loss or of the routers differ: padding may count"
     for document, further, row, token in np.argwhere(~(sizes <= BOUND))[:1]:
         of = f" of the token {further + 1} ahead" if further else ""
         note = f"document {document + 1} of row {row}: logits{of} differ from its token {token} on"

@@ -1,6 +1,6 @@
 """The logits of whole batches, for checks that change tokens and compare."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from src.config.schema import keys_of
-from src.extras.verify.subject import NOT_APPLICABLE, Row, Subject
+from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject, flat
+from src.model.params import STACKED, by_path, dotted
 from src.model.spec import layer_models
 from src.parallel.sequence import to_zigzag, zigzag_order
 from src.step.loss import hidden_states, in_zigzag
@@ -23,10 +24,10 @@ Arrays = dict[str, Any]  # a batch, of NumPy's arrays
 
 
 def evaluated(subject: Subject, plan: StepPlan, batches: Sequence[Arrays]) -> tuple[np.ndarray, np.ndarray]:
-    """Computes logits [n, 1 + P, B, T, V] of the model and its P multi-token prediction layers, and the losses' sums.
+    """Computes logits [n, 1 + P, B, T, V] of the model and its P multi-token prediction layers, and sums over tokens.
 
-    One program computes all n batches, so that equal inputs give equal bits. Raises NotApplicable if batches have
-    further fields.
+    The sums are of the losses, and of what the routers of its layers report. One program computes all n batches, so
+    that equal inputs give equal bits. Raises NotApplicable if batches have further fields.
     """
     subject.check_fields(plan)
     stacked = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
@@ -39,7 +40,9 @@ def evaluated(subject: Subject, plan: StepPlan, batches: Sequence[Arrays]) -> tu
             predicted, _ = decoder.mtp_hidden_states(hidden_BTD, later, context, plan.execution)
             logits = jnp.stack([decoder.logits(each_BTD, context) for each_BTD in (hidden_BTD, *predicted)])
             sums = subject.loss(decoder, batch, plan)
-            return logits, jnp.stack([sums.loss, sums.z, *sums.mtp])
+            of_routers = jax.tree.map(lambda x: jnp.sum(x, axis=-2).ravel(), sums.router.get("segments", {}))
+            losses = jnp.stack([sums.loss, sums.z, *sums.mtp])
+            return logits, jnp.concatenate([losses, *jax.tree.leaves(of_routers)])
 
         return jax.lax.map(one, stacked)
 
@@ -72,3 +75,36 @@ def single_layers(subject: Subject) -> Iterator[tuple[int, Subject]]:
         if (layer := alone.reference_plan.spec.layers[0]) not in seen:
             seen.add(layer)
             yield number, alone
+
+
+def adapters_merged(check: str, subject: Subject, bound: float) -> Row:
+    """Compares the logits of the model with adapters, and of weights with the adapters merged into them."""
+    name, step = "adapters merged into their weights", subject.config.step
+    if not step.lora_rank:
+        return Row(check, name, NOT_APPLICABLE, note="lora_rank is 0")
+    from src.model.lora import merge
+
+    base = {key: jax.tree.map(jnp.asarray, tree) for key, tree in subject.weights.items() if key != "lora"}
+    plain = Subject(subject.config.replace(**NO_PATTERNS), subject.seed)
+    vars(plain)["weights"] = merge(base, subject.weights["lora"], step.lora_alpha)  # instead of the cached property
+    (expected, _), (found, _) = (evaluated(each, each.reference_plan, [subject.batch]) for each in (subject, plain))
+    sizes = np.abs(found - expected) / np.max(np.abs(expected))
+    figure = float(np.nan_to_num(np.max(sizes), nan=np.inf))
+    *_, row, token, _ = np.unravel_index(np.argmax(sizes), sizes.shape)
+    note = f"the logits differ most at token {token} of row {row}"
+    if not figure <= bound:
+        note += f", and {_furthest(subject, flat(plain.weights))} from the product of its adapters"
+    return Row(check, name, PASS if figure <= bound else FAIL, figure, bound, note)
+
+
+def _furthest(subject: Subject, merged: Mapping[str, Any]) -> str:
+    """Names the weight that a merge changes most wrongly, in relation to what it should add."""
+    step, axes, wrong = subject.config.step, by_path(subject.reference_plan.axes), {}
+    weights = by_path(subject.weights)
+    for path in (path[1:-1] for path in weights if path[0] == "lora"):
+        down, up = (weights[("lora", *path, name)] for name in ("down", "up"))
+        stacked = down.shape[: sum(axis in STACKED for axis in axes[path])]
+        product = down.reshape(*stacked, -1, step.lora_rank) @ up.reshape(*stacked, step.lora_rank, -1)
+        added = step.lora_alpha / step.lora_rank * product.reshape(weights[path].shape)
+        wrong[dotted(path)] = np.max(np.abs(merged[dotted(path)] - weights[path] - added)) / np.max(np.abs(added))
+    return max(wrong, key=wrong.__getitem__)

@@ -68,6 +68,15 @@ def chosen(text: str, config: Config, configured: Mesh) -> list[dict[str, int]]:
     return singles + [sizes for sizes in both if sizes not in singles]
 
 
+def compiled(config: Config, configured: Mesh) -> list[dict[str, int]]:
+    """Chooses the meshes whose programs are looked at: the config's, and if it shards weights only by fsdp, tensor too.
+
+    Tensors are sharded over both axes then, of which one is gathered and one is not.
+    """
+    found = chosen("as_configured", config, configured)
+    return found if any({*sizes} - {"data", "fsdp"} for sizes in found) else [{"fsdp": 2, "tensor": 2}]
+
+
 def _covering(axes: Sequence[str]) -> list[dict[str, int]]:
     """Meshes of three axes that have every pair of axes together at least once."""
     pairs, found = set(itertools.combinations(axes, 2)), []

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 from src.extras.verify.derivatives import LEFT_OUT, Loss, worst
-from src.extras.verify.subject import NOT_APPLICABLE, PASS, Row, Subject, flat
-from src.model.params import by_path, dotted, nested
+from src.extras.verify.subject import NOT_APPLICABLE, PASS, PLAIN_DESCENT, Row, Subject, differences, flat
+from src.model.params import by_path, dotted, matches, nested
+from src.step.optimizer_rules import Rule
 from src.step.plan import StepPlan
 from src.step.state import TrainState
 from src.system.errors import first_few
@@ -21,9 +22,17 @@ STRONG = 0.01  # of the largest entry of a weight's gradient: the update of such
 # A decay near 1 would hide in rounding which weights were averaged. Relative to the update: rounding gives 1e-5, stale
 # weights 0.25.
 EMA_DECAY, EMA_BOUND = 0.75, 0.05
+# What decay takes from a weight, relative to what the highest rate of the config takes: rounding gives 3e-6 if that is
+# 0.1, and 3e-3 if it is the least; a weight that decays and should not 1. The learning rate is so high that the highest
+# rate takes an eighth of a weight.
+DECAY_BOUND, DECAYED, LEAST_DECAY = 0.03, 0.125, 1e-4
+# Relative to what an entry should move: rounding gives 4e-7, a step too many in Adam's count 0.3, and gradients that
+# are clipped one by one 3.
+RATE_BOUND = 0.01
 # More than any score of a router, and little enough for its bias to show a step of 0.001. Changed by it, a weight that
 # is used at least makes the loss round otherwise.
 FAR = 64.0
+VECTORS = ("scale", "bias", "norm")  # in the last parts of the names of weights that do not decay by default
 
 Arrays = dict[str, np.ndarray]  # by the weights' dotted paths
 
@@ -53,6 +62,8 @@ def rows(subject: Subject, weight_dtype: str) -> Iterator[Row]:
         error = mean[path] - EMA_DECAY * np.float64(wanted[path]) - (1 - EMA_DECAY) * np.float64(new[path])
         sizes[path] = float(np.max(np.abs(error)) / np.max(np.abs(updates[path])))
     yield worst("e", "average of the new weights", sizes, EMA_BOUND, otherwise="ema_decay is 0")
+    yield from optimizer(subject)
+    yield clipping(subject)
     yield router_biases(subject)
     yield stuck(old, updates, weight_dtype)
 
@@ -111,6 +122,61 @@ def step(subject: Subject, plan: StepPlan, waits: bool = False) -> tuple[TrainSt
         before = jax.device_get(state)
     ((after, _),) = subject.steps(plan, before, plan.step.learning_rate)
     return before, jax.device_get(after)
+
+
+def optimizer(subject: Subject) -> Iterator[Row]:
+    """Compares a step of the config's own optimizer with what its keys say of each weight.
+
+    A step without decay differs from it by the weight times its rule's rate, or adam_weight_decay if the weight decays,
+    which norms' scales and biases never do by default. And AdamW's first step without decay moves an entry by its
+    learning rate (Kingma and Ba 2015, section 2.1), but for epsilon.
+    """
+    names = "weight decay takes its rate of each weight", "AdamW's first update is its learning rate"
+    keys, plan, rules = subject.config.step, subject.reference_plan, {}
+    for path, declared in by_path(plan.split(plan.decays).trainable).items():
+        is_vector = any(word in path[-1] for word in VECTORS)
+        default = Rule(keys.opt_type, weight_decay=keys.adam_weight_decay if declared and not is_vector else 0.0)
+        first = next((rule for rule in keys.optimizer_rules if matches(path, [rule["match"]])), {})
+        rules[dotted(path)] = dataclasses.replace(default, **first)
+    highest = max(rule.weight_decay for rule in rules.values())
+    rate = DECAYED / max(highest, LEAST_DECAY)
+    without = tuple({**rule, "weight_decay": 0.0} for rule in keys.optimizer_rules)
+    old = flat(plan.split(subject.weights).trainable)
+    new, plain = (
+        flat(jax.device_get(after.weights.trainable))
+        for each in (plan, subject.plan(adam_weight_decay=0.0, optimizer_rules=without))
+        for after, _ in subject.steps(each, subject.first_state(each), rate)
+    )
+    taken, moved, gradients = {}, {}, subject.reference.gradients
+    least = NONE * max(float(np.max(np.abs(gradient))) for gradient in gradients.values())
+    norm = float(np.sqrt(sum(np.sum(np.square(gradient)) for gradient in gradients.values())))
+    clipped = min(1.0, (keys.gradient_clipping_threshold or np.inf) / norm)
+    for path, rule in rules.items():
+        scale = rule.learning_rate_scale
+        error = np.float64(plain[path]) - new[path] - rate * scale * rule.weight_decay * np.float64(old[path])
+        taken[path] = float(np.max(np.abs(error)) / np.max(np.abs(old[path]))) / (DECAYED * (scale or 1.0))
+        gradient = clipped * gradients[path]
+        strong = np.abs(gradients[path]) > max(STRONG * float(np.max(np.abs(gradients[path]))), least)
+        if rule.opt_type == "adamw" and np.any(strong):
+            wanted = -rate * scale * gradient / (np.abs(gradient) + keys.adam_eps)
+            error = np.abs(np.float64(plain[path]) - old[path] - wanted)[strong]
+            moved[path] = float(np.max(error)) / (rate * (scale or 1.0))
+    has_decay = highest >= LEAST_DECAY
+    yield worst("e", names[0], taken if has_decay else {}, DECAY_BOUND, otherwise=f"the highest rate is {highest:g}")
+    factors = keys.mup_base_emb_dim or keys.adam_clip_threshold
+    why = "adam_clip_threshold or mup_base_emb_dim scales updates" if factors else "no weight has opt_type=adamw"
+    yield worst("e", names[1], {} if factors else moved, RATE_BOUND, otherwise=why)
+
+
+def clipping(subject: Subject) -> Row:
+    """Clips all gradients to a quarter of their norm, with plain gradient descent: each must be a quarter."""
+    name, gradients = "clipping scales all gradients alike", subject.reference.gradients
+    if not subject.config.step.gradient_clipping_threshold:
+        return Row("e", name, NOT_APPLICABLE, note="gradient_clipping_threshold is 0")
+    norm = float(np.sqrt(sum(np.sum(np.square(gradient)) for gradient in gradients.values())))
+    found = subject.result(subject.plan(**PLAIN_DESCENT | {"gradient_clipping_threshold": norm / 4}))
+    quarters = {path: gradient / 4 for path, gradient in gradients.items()}
+    return worst("e", name, dict(differences(found.gradients, quarters)), RATE_BOUND)
 
 
 def router_biases(subject: Subject) -> Row:

@@ -1,5 +1,6 @@
 """Check j: the step compiled for a mesh of virtual devices: copies, donation, dtypes, what devices exchange."""
 
+import itertools
 import math
 import os
 import re
@@ -11,8 +12,9 @@ import jax
 
 from src.extras.verify.counts import matmuls, traced_step
 from src.extras.verify.meshes import obstacle
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject, mesh_keys
-from src.model.params import by_path, dotted
+from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, ROWS, Row, Subject, mesh_keys
+from src.model.params import STACKED, by_path, dotted
+from src.parallel.mesh import MeshLayout
 from src.step.plan import StepPlan
 from src.step.state import TrainState, abstract_state
 from src.system.errors import UserError
@@ -33,7 +35,7 @@ def rows(subject: Subject, meshes: Sequence[Mapping[str, int]] = (MESH,), dtype:
             yield Row("j", mesh, NOT_APPLICABLE, note=str(error).partition("\n")[0])
             continue
         state = abstract_state(plan)
-        text, warnings = _compiled(traced_step(plan, state, subject.loss).lower())
+        text, warnings = _compiled(traced_step(plan, state, subject.loss, subject.length).lower())
         # XLA copies an array to every device if it cannot change its sharding otherwise, and says so only here.
         warned = re.findall(r'Involuntary full rematerialization.*?(?:op_name="(.*?)"|$)', warnings, re.MULTILINE)
         wrong = [name or "an operation without a name" for name in warned]
@@ -47,6 +49,7 @@ def rows(subject: Subject, meshes: Sequence[Mapping[str, int]] = (MESH,), dtype:
         leaves = jax.tree_util.tree_leaves_with_path(state)  # also the first outputs
         lost = [jax.tree_util.keystr(path) for number, (path, _) in enumerate(leaves) if number not in aliased]
         yield _none(f"{mesh}: arrays of the state that are not donated", lost)
+        yield _none(f"{mesh}: gathered along a sharded dim", _gathered(plan, text, subject.length))
         yield _exchanged(f"{mesh}: gradients summed over devices", plan, state, text)
     if dtype == "float32" or not optional("aot"):
         why = "dtype=float32" if optional("aot") else "src/extras/aot is missing"
@@ -54,7 +57,8 @@ def rows(subject: Subject, meshes: Sequence[Mapping[str, int]] = (MESH,), dtype:
         return
     plan, wide = subject.plan(dtype=dtype, matmul_precision="default"), []
     shapes = {dotted(path): leaf.shape for path, leaf in by_path(plan.shapes).items()}
-    for eqn, is_batched, _ in matmuls(traced_step(plan, abstract_state(plan), subject.loss).jaxpr.jaxpr):
+    traced = traced_step(plan, abstract_state(plan), subject.loss, subject.length)
+    for eqn, is_batched, _ in matmuls(traced.jaxpr.jaxpr):
         place, arrays = f"/{eqn.source_info.name_stack}", [each.aval for each in eqn.invars[:2]]
         # Routers compute in float32; so may scores and recurrences, whose matmuls have a batch dim.
         if not (is_batched or "/router" in place) and max(each.dtype.itemsize for each in arrays) > 2:
@@ -66,6 +70,54 @@ def rows(subject: Subject, meshes: Sequence[Mapping[str, int]] = (MESH,), dtype:
 
 def _none(name: str, found: Sequence[str]) -> Row:
     return Row("j", name, FAIL if found else PASS, len(found), 0, f"the first: {found[0]}" if found else "")
+
+
+def _gathered(plan: StepPlan, text: str, length: int) -> list[str]:
+    """Lists the arrays that devices gather along a dim of a weight that stays sharded.
+
+    Devices with other tokens gather weights along the axes of rows and sequences. No device needs more than its part
+    of heads, the feed-forward width, experts or the vocabulary, whose mesh axes shard no tokens, or along which tokens
+    travel. An array is found by its shape: a layer's weight, or one with a size that only such a dim has.
+    """
+    from src.extras.aot.hlo import collectives, first_array, found, parse
+
+    layout, axes = plan.layout, by_path(plan.axes)
+    weights = {  # the logical axes and sizes of one layer's dims
+        path: [(axis, size) for axis, size in zip(axes[path], each.shape, strict=True) if axis not in STACKED[:2]]
+        for path, each in by_path(plan.shapes).items()
+    }
+    split = {*layout.axes("batch"), *layout.axes("length")}
+    stay = {axis: {*layout.axes(axis)} for dims in weights.values() for axis, _ in dims if axis}
+    stay = {axis: along for axis, along in stay.items() if along and (axis == "expert" or not along & split)}
+    dims_of = [dim for dims in weights.values() for dim in dims]
+    sizes = {axis: {size for each, size in dims_of if each == axis} for axis, _ in dims_of}
+    named = {each.name: each for computation in parse(text)[0].values() for each in computation.values()}
+    wrong = []
+    for each in collectives(text, layout.mesh):
+        if each.kind != "all-gather" or not each.times + each.per_round:
+            continue
+        shape = first_array(named[each.name].type.split("), (")[-1])[1]
+        whole = shape[int(found(r" dimensions=\{(\d+)\}", named[each.name].attributes)[1])]
+        for axis in (axis for axis, along in stay.items() if along.intersection(each.axes) and whole in sizes[axis]):
+            near = {dotted(path): _match(dims, axis, shape, layout) for path, dims in weights.items()}
+            others = {length, *(size for other in sizes if other != axis for size in sizes[other])}
+            if any(near.values()) or (whole > ROWS and whole not in others):
+                same = [path for path, match in near.items() if match and match == max(near.values())]
+                what = " or ".join(same) or f"an array {shape}"
+                wrong.append(f"{what}, whole along {axis} by an all-gather over {' x '.join(each.axes)}")
+    return wrong
+
+
+def _match(dims: Sequence[tuple[str | None, int]], axis: str, shape: Sequence[int], layout: MeshLayout) -> int:
+    """Tells whether an array is a weight that is whole along `axis`: 2 if its dims are in this order, 1 in another.
+
+    The other dims may be sharded.
+    """
+    choices = [{size, size if each == axis else size // layout.size(layout.axes(each))} for each, size in dims]
+    sizes = [size for size in shape if size > 1]
+    found = [[size for size in chosen if size > 1] for chosen in itertools.product(*choices)]
+    has_axis = axis in dict(dims)
+    return has_axis * (2 if sizes in found else int(sorted(sizes) in map(sorted, found)))
 
 
 def _exchanged(name: str, plan: StepPlan, state: TrainState, text: str) -> Row:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from src.config.attention_types import ATTENTION_TYPES, keys_of_type
@@ -35,6 +35,10 @@ FAMILY |= {"attn_temperature_floor": "windows", "original_max_position_embedding
 for _type in ATTENTION_TYPES.values():
     for _key in (name for name in KEYS if name in keys_of_type(_type) and type(KEYS[name].default) is int):
         FAMILY[_key] = "heads" if _key in _type.heads else "windows" if "window" in _key else "dims"
+LOGICAL_AXES = {  # of the weights' dims that have these sizes
+    **{"widths": ("embed", "expert_embed", "mlp"), "heads": ("heads", "kv_heads"), "experts": ("expert",)},
+    **{"dims": ("head_dim", "latent"), "windows": (), "lengths": ()},
+}
 DERIVED = ("num_experts_per_tok", "topk_routing_group", "shared_experts", "query_pre_attn_scalar", "max_length")
 DERIVED += ("rope_short_factor", "rope_long_factor", "shared_weights")
 Sizes = dict[str, Any]
@@ -48,11 +52,14 @@ class Shrunk(NamedTuple):
     hidden: list[str]  # what the small configuration cannot show
 
 
-def shrink(config: Config, length: int = 48) -> Shrunk:
-    """Shrinks a configuration to sequences of `length` tokens; raises UserError naming the rule that failed."""
+def shrink(config: Config, length: int = 48, meshes: Sequence[Mapping[str, int]] = ()) -> Shrunk:
+    """Shrinks a configuration to sequences of `length` tokens; raises UserError naming the rule that failed.
+
+    Each mesh of `meshes` divides the small sizes if it divides the configuration's own.
+    """
     model, step, spec = config.model, config.step, _spec(config)
     layers = [layer for layer, _ in layer_models(model)]
-    base, *small_layers = _small_layers([model, *layers], length)
+    base, *small_layers = _small_layers([model, *layers], length, _multiples(config, meshes))
     keys = {key: config[key] for key in (*keys_of("step"), *FURTHER)} | base | NEUTRAL | {"max_target_length": length}
     keys |= {key: min(config[key], most) for key, most in AT_MOST.items()}
     keys["lora_alpha"] = step.lora_alpha * (keys["lora_rank"] / step.lora_rank if step.lora_rank else 1)
@@ -62,7 +69,9 @@ def shrink(config: Config, length: int = 48) -> Shrunk:
         keys["mup_base_emb_dim"] = max(1, round(step.mup_base_emb_dim * base["base_emb_dim"] / model.emb_dim))
     facts = [{key: value for key, value in layer.items() if value != base[key]} for layer in small_layers]
     patterns = (step.trainable_parameters, step.lora_parameters, step.quantization_exclude, step.optimizer_rules)
-    segments = list(_segments(spec, facts, whole="segments" in str(patterns)))
+    stages = math.lcm(2, *(mesh.get("stage", 1) for mesh in meshes))
+    least = 2 if max(group.repeats for group in spec.layer_groups) % stages else stages
+    segments = list(_segments(spec, facts, least, whole="segments" in str(patterns)))
     keys["base_num_decoder_layers"] = sum(entry["repeats"] * len(entry["pattern"]) for entry in segments)
     keys["decoder_segments"] = segments if model.decoder_segments else ()
     small = Config.of(keys)
@@ -71,7 +80,19 @@ def shrink(config: Config, length: int = 48) -> Shrunk:
         problems = ["its small layers would be of other kinds, or in another order"]
     if problems:
         raise UserError(f"this configuration cannot be made small: {'; '.join(problems)}")
-    return Shrunk(small, _kept(config, small, zip(layers, small_layers, strict=True)), _hidden(config, length))
+    kept = _kept(config, small, zip(layers, small_layers, strict=True))
+    kept += _grown(shrink(config, length).config, small) if meshes else []
+    return Shrunk(small, kept, _hidden(config, length))
+
+
+def _multiples(config: Config, meshes: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Finds for each family of sizes a number with which small sizes keep their common divisor."""
+    rules = config.mesh.logical_axis_rules
+    shards = {
+        family: [math.prod(mesh.get(name, 1) for name in rules[axis]) for mesh in meshes for axis in axes]
+        for family, axes in LOGICAL_AXES.items()
+    }
+    return {family: math.lcm(4, *sizes) for family, sizes in shards.items()}
 
 
 def _spec(config: Config) -> ModelSpec:
@@ -87,15 +108,18 @@ def _kinds(spec: ModelSpec) -> list[dict[str, Any]]:
     return kinds
 
 
-def _segments(spec: ModelSpec, facts: Sequence[Sizes], whole: bool) -> Iterator[dict[str, Any]]:
-    """Writes the groups of layers with few repeats; unless `whole`, their patterns have each kind of layer once."""
+def _segments(spec: ModelSpec, facts: Sequence[Sizes], least: int, whole: bool) -> Iterator[dict[str, Any]]:
+    """Writes the groups of layers with few repeats, from `least` on if they have as many.
+
+    Unless `whole`, their patterns have each kind of layer once.
+    """
     starts = itertools.accumulate((len(group.pattern) * group.repeats for group in spec.layer_groups), initial=0)
     patterns = [[*range(at, at + len(group.pattern))] for at, group in zip(starts, spec.layer_groups, strict=False)]
     shorter = [sorted({spec.layers[at]: at for at in reversed(pattern)}.values()) for pattern in patterns]
     tried = (
         [(pattern, min(group.repeats, most)) for pattern, group in zip(chosen, spec.layer_groups, strict=True)]
         for chosen in ((patterns,) if whole else (shorter, patterns))
-        for most in (2, 3, 4, len(facts))
+        for most in (least, least + 1, 2 * least, len(facts))
     )
     same_groups = (  # with few repeats, other groups may describe the layers in a shorter way
         groups
@@ -108,25 +132,40 @@ def _segments(spec: ModelSpec, facts: Sequence[Sizes], whole: bool) -> Iterator[
             yield {"repeats": repeats, "shared": shared, "pattern": [facts[at] for at in run]}
 
 
-def _small_layers(layers: Sequence[Model], length: int) -> list[Sizes]:
+def _small_layers(layers: Sequence[Model], length: int, multiples: Mapping[str, int]) -> list[Sizes]:
     """Chooses the keys of the section `model` for each layer; the first of `layers` is the section itself."""
     values: dict[str, set[int]] = {family: set() for family in FAMILY.values()}
+    products: dict[int, tuple[int, int]] = {}  # widths that are heads times a dim of each
     for layer in layers:
-        for key in _used(layer):
-            values[FAMILY[key]].add(_size(layer, key))
+        sizes = {key: _size(layer, key) for key in _used(layer)}
+        for key, size in sizes.items():
+            values[FAMILY[key]].add(size)
+        heads, dims = _heads(layer)
+        products |= {sizes[heads] * sizes[dim]: (sizes[heads], sizes[dim]) for dim in dims if dim in sizes}
     shares = {layer.partial_rotary_factor for layer in layers if layer.position_type == "rope"}
     small = {
-        "heads": _least(values["heads"], 2, divides=True),
-        "experts": _least(values["experts"], 4, divides=True, grow=3),
-        "widths": _least(values["widths"], 24, grow=1.5),
-        # Heads rotate a whole number of pairs, at least two.
-        "dims": _least(values["dims"], 12, lambda new: all(new * share / 2 in range(2, new) for share in shares)),
+        "heads": _least(values["heads"], 2, multiple=multiples["heads"], divides=True),
+        "experts": _least(values["experts"], 4, multiple=multiples["experts"], divides=True, grow=3),
         "windows": _least(values["windows"], length // 7, lambda new: length % new > 0, multiple=1),
         "lengths": _least(values["lengths"], length // 3, multiple=1),
     }
+    for start in range(12, 65, 4):
+        # Heads rotate a whole number of pairs, at least two.
+        rotates = lambda new: all(new * share / 2 in range(2, new) for share in shares)  # noqa: E731
+        small["dims"] = _least(values["dims"], start, rotates, multiples["dims"])
+        same = {width: small["heads"][heads] * small["dims"][dim] for width, (heads, dim) in products.items()}
+        small["widths"] = _least(values["widths"], 24, multiple=multiples["widths"], grow=1.5, starts=same)
+        if all(same.get(width, new) == new for width, new in small["widths"].items()):
+            break
     if any(new >= length for family in ("windows", "lengths") for new in small[family].values()):
         raise UserError(f"this configuration cannot be made small: too many windows for {length} tokens")
     return [_small_layer(layer, small) for layer in layers]
+
+
+def _heads(layer: Model) -> tuple[str, list[str]]:
+    """Names the keys of a layer's heads and of their dims."""
+    declared = ATTENTION_TYPES[layer.attention_type]
+    return declared.heads[0], [key for key in keys_of_type(declared) if FAMILY.get(key) == "dims"]
 
 
 def _small_layer(layer: Model, small: dict[str, dict[int, int]]) -> Sizes:
@@ -150,16 +189,22 @@ def _small_layer(layer: Model, small: dict[str, dict[int, int]]) -> Sizes:
 
 
 def _least(
-    values: Set[int], start: int, fits: Callable = bool, multiple: int = 4, divides: bool = False, grow: float = 1.0
+    values: Set[int],
+    start: int,
+    fits: Callable[[int], bool] = bool,
+    multiple: int = 4,
+    divides: bool = False,
+    grow: float = 1.0,
+    starts: Mapping[int, int] = {},
 ) -> dict[int, int]:
-    """Maps sizes to the least from `start` on in the same order, each at least `grow` times the one before.
+    """Maps sizes to the least from `start` on, or from their own of `starts`, in the same order.
 
-    They keep the common divisor with `multiple` and, with `divides`, divide each other as before. A size with none
-    below it stays.
+    Each is at least `grow` times the one before. They keep the common divisor with `multiple` and, with `divides`,
+    divide each other as before. A size with none below it stays.
     """
     small: dict[int, int] = {}
     for old in sorted(values):
-        at = max(start, *(max(new + 1, math.ceil(new * grow)) for new in small.values()), 1)
+        at = max(starts.get(old, start), *(max(new + 1, math.ceil(new * grow)) for new in small.values()), 1)
         factors = [small[each] for each in small if divides and each and old % each == 0]
         choices = (new for new in range(at, old) if math.gcd(new, multiple) == math.gcd(old, multiple) and fits(new))
         small[old] = next((new for new in choices if not any(new % each for each in factors)), old)
@@ -189,6 +234,16 @@ def _kept(config: Config, small: Config, layers: Iterator[tuple[Model, Sizes]]) 
     also = [key for key in ("max_target_length", *AT_MOST) if small[key] != config[key]]
     listed = ", ".join(f"{key} {small[key]} of {config[key]}" for key in also)
     return [*lines, f"{listed}; the vocabulary is padded to {small_spec.padded_vocab_size}"]
+
+
+def _grown(plain: Config, grown: Config) -> list[str]:
+    """Lists the sizes that are larger so that a mesh divides them."""
+    layers = [[layer for layer, _ in layer_models(config.model)] for config in (plain, grown)]
+    changed = [f"{len(layers[1])} layers, not {len(layers[0])}"] * (len(layers[0]) != len(layers[1]))
+    for key in FAMILY:
+        before, after = (sorted({_size(layer, key) for layer in each if key in _used(layer)}) for each in layers)
+        changed += [f"{key} {new}, not {old}" for old, new in zip(before, after, strict=False) if old != new]
+    return [f"grown until the mesh divides them: {', '.join(changed)}"] if changed else []
 
 
 def _hidden(config: Config, length: int) -> list[str]:

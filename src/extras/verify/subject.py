@@ -233,7 +233,7 @@ def compared(
     if counts[0] != counts[1]:
         return Row(check, name, FAIL, abs(counts[0] - counts[1]), 0, f"{counts[0]:.0f} tokens, not {counts[1]:.0f}")
     losses = [metric for metric in expected.metrics if metric.endswith("loss")]
-    sizes = {metric: abs(found.metrics[metric] / expected.metrics[metric] - 1) for metric in losses}
+    sizes = {metric: abs(found.metrics[metric] / expected.metrics[metric] - 1) for metric in (*losses, "grad_norm")}
     gradients = dict(differences(found.gradients, expected.gradients))
     sizes |= {f"gradient of {path}": size for path, size in gradients.items()}
     if expected.stats:

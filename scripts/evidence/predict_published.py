@@ -1,168 +1,213 @@
-"""Compares predicted with published speeds, as a Markdown table: `python scripts/evidence/predict_published.py`.
+"""Fits the constants of predictions to published runs and tests them: `python scripts/evidence/predict_published.py`.
 
-The collectives of these runs are counted in closed form, because compiling each run takes minutes to hours; tests check
-that form against compiled programs. Nothing is fitted to a run: aot/roofline.py has the only constants.
+Rows are in published.yml. Every publication is predicted by constants that were fitted without it: half of the
+publications by a fit to the other half, or if it is the only one of its chip, by a fit to all others. `--constants`
+prints the lines of src/extras/aot/roofline.py, fitted to all rows; `--rows` prints every row. Takes two minutes.
 """
 
 import itertools
+import json
 import math
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import jax.numpy as jnp
+import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
+import jax
+import numpy as np
+import yaml
+from scipy.stats import spearmanr
 
-from scripts.evidence.recipes import recipes
-from src.extras.aot.hlo import RING_SHARE, Collective
-from src.extras.aot.roofline import Prediction, predict, step_work
-from src.model.execution import Execution
-from src.model.flops import count_params
-from src.model.spec import ModelSpec, model_spec
-from src.parallel.chips import peak_flops
+from scripts.evidence.recipes import FOLDER, read
+from src.config.yaml import BASE
+from src.extras.aot.roofline import Constants
+from src.extras.aot.topology import parse_topology
+from src.extras.plan.calibrate import LARGEST, error, least_errors
+from src.extras.plan.declared import spec_of
+from src.extras.plan.estimate import Costs, step_costs
+from src.model.flops import flops_per_token
+from src.run import resolve_config
 from src.system.exit_codes import run_command
 
-STATE_BYTES = 12  # per parameter: the weight and Adam's two moments, in float32
+PUBLISHED = Path(__file__).with_name("published.yml")
+# Publications whose chip has another one, in two halves.
+HALVES = (
+    ("maxtext-v5p", "dgxc-maxtext-llama3", "torchtitan-2024", "gpu-recipes-h200"),
+    (
+        *("tpu-recipes-v5p", "maxtext-tiering", "dgxc-maxtext-llama2", "dgxc-pax", "torchtitan-2025", "trainy-h200"),
+        "mintext-h200",
+    ),
+)
+# A priori: the constants of either platform, with the standard deviation of their logarithm, and that of a chip's
+# `matmul` around its platform's. Sources in docs/plan.md.
+START = Constants()
+SPREAD = {
+    **{"matmul": 0.15, "low_precision": 0.2, "experts": 0.3, "attention": 0.4, "memory": 0.3, "rounding": 0.5},
+    **{"exposed": 0.4, "blocking": 0.4, "narrow": 1.0, "waiting": 0.7},
+}
+OF_CHIP = 0.12
 
 
 class Row(NamedTuple):
-    """A published cell; MFU in percent, by the PaLM paper's definition."""
+    """A published row."""
 
-    run: str
-    slices: int
-    published: float
-    predicted: float
-    prediction: Prediction
+    publication: str
+    name: str
+    costs: Costs
+    seconds: float
+    has_experts: bool
+
+
+class Fit(NamedTuple):
+    """Constants of both platforms, and of each chip that was fitted."""
+
+    parameters: dict[tuple[str, str], float]
+
+    def of(self, kind: str) -> Constants:
+        """Constants of a chip."""
+        platform = platform_of(kind)
+        shared = {name: getattr(START, name) * math.exp(self.parameters[name, platform]) for name in SPREAD}
+        matmul = shared["matmul"] * math.exp(self.parameters.get(("matmul", kind), 0.0))
+        return Constants(**{**shared, "matmul": min(matmul, LARGEST.matmul)})
 
 
 def main(argv: list[str]) -> None:
-    """Prints the table, and the predictions' median error."""
-    rows = list(predicted())
-    print("| run | slices | published | predicted | off by | longest after compute |")
-    print("| --- | ---: | ---: | ---: | ---: | --- |")
-    for row in rows:
-        others = {name: getattr(row.prediction, f"{name}_seconds") for name in ("memory", "ici", "dcn")}
-        longest = max(others, key=others.__getitem__)
-        share = others[longest] / row.prediction.step_seconds
-        off = row.predicted - row.published
-        print(
-            f"| {row.run} | {row.slices} | {row.published:.1f}% | {row.predicted:.1f}% | {off:+.1f} | "
-            f"{longest}, {share:.0%} of the step |"
-        )
-    print(f"\nMedian of the absolute errors: {median_error(rows):.1f} points of MFU, over {len(rows)} cells.")
+    """Prints the tests' results, and if asked for all rows and the fitted constants."""
+    jax.config.update("jax_platforms", "cpu")
+    rows = list(published())
+    single = {row.publication for row in rows}.difference(*HALVES)
+    tested: list[tuple[Row, Constants]] = []
+    for half in HALVES:
+        found = fit([row for row in rows if row.publication not in half])
+        tested += [(row, found.of(row.costs.chip.kind)) for row in rows if row.publication in half]
+    apart = []
+    for publication in sorted(single):
+        found = fit([row for row in rows if row.publication != publication])
+        apart += [(row, found.of(row.costs.chip.kind)) for row in rows if row.publication == publication]
+    print("Each publication predicted without it:\n")
+    print("\n".join(table(tested)))
+    print("\nThe only publication of their chip, predicted from other chips (uncalibrated):\n")
+    print("\n".join(table(apart)))
+    everything = fit(rows)
+    print("\nThe default constants, fitted to all rows:\n")
+    print("\n".join(table([(row, everything.of(row.costs.chip.kind)) for row in rows])))
+    if "--rows" in argv:
+        print("\n" + "\n".join(row_lines([*tested, *apart])))
+    if "--constants" in argv:
+        print("\n" + "\n".join(constant_lines(everything, rows)))
 
 
-def median_error(rows: list[Row]) -> float:
-    """Returns the median absolute error of MFU, in points."""
-    return statistics.median(abs(row.predicted - row.published) for row in rows)
+def published() -> Iterator[Row]:
+    """Yields every row of published.yml with what its step costs."""
+    for publication, entry in yaml.safe_load(PUBLISHED.read_text()).items():
+        for number, row in enumerate(entry.get("rows", [])):
+            topology = parse_topology(str(row["topology"]), row["slices"])
+            keys = {**entry.get("keys", {}), **row["keys"], "dataset_type": "synthetic"}
+            keys |= {"compile_topology": row["topology"], "compile_topology_num_slices": row["slices"]}
+            config = resolve_config.load([str(BASE), *(f"{key}={typed(value)}" for key, value in keys.items())])
+            costs = step_costs(config, topology)
+            seconds = row.get("seconds") or costs.tokens_per_step / topology.num_devices / row["tokens_per_second"]
+            model = config.run.model_name or "base.yml"
+            low = f" {config.step.quantization}" if config.step.quantization else ""
+            name = f"{model}{low}, {row['slices']} x {row['topology']}, {config.batch.max_target_length} tokens"
+            yield Row(publication, f"{name} ({number})", costs, seconds, spec_of(config).has_experts)
+        for name in entry.get("recipes", []):
+            recipe = read(FOLDER / f"{name}.yml")
+            for slices, figures in recipe.published.items():
+                config = recipe.load(f"compile_topology_num_slices={slices}")
+                costs, topology, spec = (
+                    step_costs(config, recipe.topology(slices)),
+                    recipe.topology(slices),
+                    spec_of(config),
+                )
+                flops = flops_per_token(spec, config.batch.max_target_length)
+                flops_counted = flops.causal if recipe.attention_flops == "causal" else flops.palm
+                rate = figures.tokens_per_second or figures.utilization(costs.peak) / 100 * costs.peak / flops_counted
+                seconds = costs.tokens_per_step / topology.num_devices / rate
+                yield Row(publication, f"{name}, {slices} slices", costs, seconds, spec.has_experts)
 
 
-def predicted() -> Iterator[Row]:
-    """Yields every published cell of a dense model on TPUs with its prediction."""
-    for recipe in recipes():
-        config, chip = recipe.load(), recipe.topology().chip
-        spec = model_spec(config.model, config.step, config.batch.max_target_length)
-        execution = Execution(remat_policy=config.step.remat_policy, remat_custom=dict(config.step.remat_custom))
-        # The only GPU recipe shares the weights among hosts, for which the form below does not hold.
-        if spec.has_experts or recipe.topology().platform == "gpu":
-            continue
-        mesh = {"data": config.mesh.ici_data_parallelism, "tensor": config.mesh.ici_tensor_parallelism}
-        mesh["fsdp"] = recipe.topology(1).num_devices // math.prod(mesh.values())
-        tokens = recipe.tokens / recipe.topology().num_devices
-        work = step_work(
-            spec,
-            execution,
-            "flash",
-            tokens=tokens,
-            length=config.batch.max_target_length,
-            sharing=mesh["tensor"],
-            state_bytes=STATE_BYTES * count_params(spec) // (mesh["fsdp"] * mesh["tensor"]),
-        )
-        links = torus_links(recipe.topology(1).shape, mesh)
-        for slices, figures in recipe.published.items():
-            moved = step_collectives(spec, execution, tokens, mesh, links, slices)
-            peak = peak_flops(chip.kind, spec.dtype)
-            prediction = predict(work, chip, peak, moved)
-            yield Row(recipe.name, slices, figures.utilization(peak), 100 * prediction.mfu_palm, prediction)
+def typed(value: Any) -> str:
+    """Writes a value as on a command line."""
+    return json.dumps(value).replace('"', "") if isinstance(value, dict | list) else str(value)
 
 
-def torus_links(shape: Sequence[int], mesh: Mapping[str, int]) -> dict[str, float]:
-    """Returns, for each mesh axis of more than one device, the share of a device's links that it uses.
-
-    Axes use whole dims of the slice's torus if possible, else parts of them.
-
-    Args:
-        shape: Chips of a slice along each dim.
-        mesh: Axis sizes, whose product is the slice's number of chips.
-    """
-    sizes = {axis: size for axis, size in mesh.items() if size > 1}
-    parts = [(dim, prime) for dim, size in enumerate(shape) for prime in prime_factors(size)]
-    ways = []
-    for axes in itertools.product(sizes, repeat=len(parts)):
-        along = dict.fromkeys(sizes, 1)
-        for axis, (_, prime) in zip(axes, parts, strict=True):
-            along[axis] *= prime
-        if along == sizes:
-            ways.append({(axis, dim) for axis, (dim, _) in zip(axes, parts, strict=True)})
-    dims = Counter(axis for axis, _ in min(ways, key=len))
-    return {axis: dims[axis] / len(shape) for axis in sizes}
+def platform_of(kind: str) -> str:
+    """Platform of a chip."""
+    return "tpu" if kind.startswith("TPU") else "gpu"
 
 
-def prime_factors(number: int) -> list[int]:
-    """Factors a number into primes."""
-    prime = next((n for n in range(2, number + 1) if number % n == 0), None)
-    return [prime, *prime_factors(number // prime)] if prime else []
-
-
-def step_collectives(
-    spec: ModelSpec,
-    execution: Execution,
-    tokens: float,
-    mesh: Mapping[str, int],
-    links: Mapping[str, float],
-    slices: int,
-) -> list[Collective]:
-    """Lists a dense model's collectives in a step, all in the compute dtype; arrays as small as norms are left out.
-
-    Args:
-        spec: The model, with a separate output projection.
-        execution: How its layers are computed.
-        tokens: Per step and device.
-        mesh: Sizes of data, fsdp and tensor within a slice; each slice has a copy of the model.
-        links: Share of a device's links that each axis of more than one device uses.
-        slices: Number of slices.
-    """
-    itemsize, L, D = jnp.dtype(spec.dtype).itemsize, len(spec.layers), spec.emb_dim
-    table = spec.padded_vocab_size * D * itemsize // mesh["tensor"]
-    weights = count_params(spec) * itemsize // mesh["tensor"]
-    layers = weights - 2 * table
-    activations = round(tokens * mesh["tensor"] * D * itemsize)
-    # Forward and backward, after matmuls with weights split over `tensor`: two per layer, and one each of embedding and
-    # logits. Attention's output is needed again in the backward pass.
-    again = execution.remat_policy == "full" or (
-        execution.remat_policy == "custom" and "out_proj" not in execution.remat_custom
-    )
-    sums = 4 * L + 2 + L * again
-
-    def collective(kind: str, axis: str, times: int, whole: int) -> Collective:
-        sent = round(whole * RING_SHARE[kind](mesh[axis]))
-        return Collective(kind, (axis,), "ici", times, whole, sent, links.get(axis, 1.0))
-
-    moved = [
-        collective("all-gather", "fsdp", 2, layers),  # forward, backward
-        collective("all-gather", "fsdp", 1, 2 * table),
-        collective("reduce-scatter", "fsdp", 1, layers + table),
-        collective("all-reduce", "fsdp", 1, table),  # of the embedding, to whose gradient every device adds random rows
-        collective("all-reduce", "tensor", sums, activations),
-        collective("all-reduce", "data", 1, weights // mesh["fsdp"]),
+def fit(rows: Sequence[Row]) -> Fit:
+    """Fits the constants to rows; a publication with many rows counts less for each."""
+    kinds = sorted({row.costs.chip.kind for row in rows})
+    names = [("matmul", kind) for kind in kinds] + list(itertools.product(SPREAD, ("tpu", "gpu")))
+    spread = [OF_CHIP if scope in kinds else SPREAD[name] for name, scope in names]
+    upper = [
+        math.inf if scope in kinds else math.log(getattr(LARGEST, name) / getattr(START, name)) for name, scope in names
     ]
-    whole = weights // mesh["fsdp"]
-    sent = round(whole * RING_SHARE["all-reduce"](slices))
-    return [each for each in moved if each.sent_bytes] + [Collective("all-reduce", ("data",), "dcn", 1, whole, sent)]
+    count = Counter(row.publication for row in rows)
+
+    def constants(row: Row, parameters: np.ndarray) -> Constants:
+        return Fit(dict(zip(names, map(float, parameters), strict=True))).of(row.costs.chip.kind)
+
+    weights = [count[row.publication] ** -0.25 for row in rows]
+    return Fit(dict(zip(names, map(float, least_errors(rows, constants, spread, upper, weights)), strict=True)))
+
+
+def table(predicted: Sequence[tuple[Row, Constants]]) -> Iterator[str]:
+    """Yields a table of each publication's errors of the step time, and the means."""
+    yield "| publication | chip | rows | mean error | mean absolute error | rank correlation |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: |"
+    for publication in dict.fromkeys(row.publication for row, _ in predicted):
+        those = [(row, constants) for row, constants in predicted if row.publication == publication]
+        errors = [error(*each) for each in those]
+        ranks = rank_correlation(those) if len(those) > 2 else None
+        rank = "" if ranks is None else f"{ranks:.2f}"
+        mean, absolute = statistics.fmean(errors), statistics.fmean(map(abs, errors))
+        kind = those[0][0].costs.chip.kind
+        yield f"| {publication} | {kind} | {len(those)} | {mean:+.1%} | {absolute:.1%} | {rank} |"
+    for name, has_experts in (("dense", False), ("experts", True)):
+        errors = [abs(error(row, constants)) for row, constants in predicted if row.has_experts == has_experts]
+        if errors:
+            yield f"| **all, {name}** | | {len(errors)} | | **{statistics.fmean(errors):.1%}** | |"
+
+
+def rank_correlation(predicted: Sequence[tuple[Row, Constants]]) -> float:
+    """Spearman's rank correlation of measured and predicted step times."""
+    seconds = [row.costs.predict(constants).step_seconds for row, constants in predicted]
+    return float(spearmanr([row.seconds for row, _ in predicted], seconds).statistic)
+
+
+def row_lines(predicted: Sequence[tuple[Row, Constants]]) -> Iterator[str]:
+    """Yields a table of all rows."""
+    yield "| publication | row | measured, s | predicted | error |"
+    yield "| --- | --- | ---: | ---: | ---: |"
+    for row, constants in predicted:
+        seconds = row.costs.predict(constants).step_seconds
+        yield f"| {row.publication} | {row.name} | {row.seconds:.3g} | {seconds:.3g} | {error(row, constants):+.1%} |"
+
+
+def constant_lines(found: Fit, rows: Sequence[Row]) -> Iterator[str]:
+    """Yields the fitted lines of src/extras/aot/roofline.py."""
+
+    def written(values: Mapping[str, float]) -> str:
+        words = [f"{name}={float(f'{value:.3g}'):g}" for name, value in values.items()]
+        return f"\n        {', '.join(words[:5])},\n        {', '.join(words[5:])},\n    "
+
+    yield "_SHARED = {"
+    for platform in ("tpu", "gpu"):
+        # A kind without rows has its platform's constants.
+        yield f'    "{platform}": Constants({written(found.of(platform.replace("tpu", "TPU"))._asdict())}),'
+    yield "}  # fmt: skip"
+    yield "_MATMUL: dict[str, float] = {"
+    for kind in sorted({row.costs.chip.kind for row in rows}):
+        yield f'    "{kind}": {found.of(kind).matmul:.3g},'
+    yield "}"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ def no_config(path: Path) -> str:
         return f"{path} is a folder without a config.yml, so it is not a run's." + f" Runs in it: {runs}." * bool(runs)
     if not path.suffix and (runs := first_few(run_configs.runs_in(path.parent), near=str(path))):
         return f"there is no run {path}.{run_configs.similar_runs(path)} Runs in {path.parent}: {runs}."
-    files = [str(file.relative_to(CONFIGS.parent)) for file in sorted(CONFIGS.rglob("*.yml"))]
+    files = [
+        str(file.relative_to(CONFIGS.parent)) for file in sorted(CONFIGS.rglob("*.yml")) if file.parent.name != "chips"
+    ]
     beside = sorted(file.name for file in path.parent.glob("*") if file.suffix in (".yml", ".py"))
     hint = did_you_mean(path.name, beside, f"{path.parent}/") or did_you_mean(path.name, files)
     return f"there is no file {path}." + (hint or f" There are {first_few(files, near=str(path))}.")

@@ -1,7 +1,10 @@
 """Published figures of accelerators: peak rates, memory, bandwidths."""
 
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from src.system.errors import UserError
 
 
 class Chip(NamedTuple):
@@ -55,6 +58,9 @@ _PEAK_FLOPS = {
     for kind, rates in re.findall(r"(.+): +(.+)", _PEAK_TERAFLOPS)
 }
 
+# Properties of further GPUs for XLA's compiler, by kind, as src/extras/aot/devices.py has them for the ones above.
+GPU_PROPERTIES: dict[str, str] = {}
+
 _MIB = 2**20
 
 # TPUs. Memory bandwidth and links are from the generation's page at docs.cloud.google.com/tpu/docs (tpu7x compares v5p,
@@ -89,6 +95,14 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
     device, float32 on a TPU): no MFU is better than a guessed one.
     """
     return _PEAK_FLOPS.get(device_kind, {}).get(dtype)
+
+
+def declare_peaks(device_kind: str, rates: Mapping[str, float], where: str) -> None:
+    """Adds a device's peak rates to those above, for this process; raises UserError if its published rates differ."""
+    published = _PEAK_FLOPS.setdefault(device_kind, dict(rates))
+    for dtype, rate in rates.items():
+        if published.setdefault(dtype, rate) != rate:
+            raise UserError(f"{where}: peaks.{dtype}={rate:g}, but a {device_kind} has {published[dtype]:g}")
 
 
 def memory_of(device_kind: str) -> int | None:

@@ -13,8 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scripts.evidence.program_stats import dumped_bundles, instructions, kernels, main, numbered_mesh, statistics
 from src.extras.aot.devices import abstract_devices
-from src.extras.aot.replay import replay
-from src.extras.aot.roofline import COMPUTE_REACHED, MEMORY_REACHED
+from src.extras.aot.replay import COMPUTE_REACHED, MEMORY_REACHED, replay
 from src.extras.aot.topology import parse_topology
 from tests import runs
 from tests.compilers import SMALL, needs_cuda, needs_libtpu

@@ -1,54 +1,95 @@
-"""The roofline against arithmetic by hand, and its predictions against what was published."""
+"""The roofline against arithmetic by hand."""
 
-import importlib.util
-from itertools import pairwise
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import pytest
 
 from src.extras.aot.hlo import Collective
-from src.extras.aot.roofline import Work, layer_share, predict, product_widths, step_work, work_of
+from src.extras.aot.roofline import (
+    Constants,
+    Operations,
+    Work,
+    computed_keys,
+    constants_of,
+    operations,
+    predict,
+    product_widths,
+    step_work,
+    work_of,
+)
+from src.model.attention_kernels.scores import ScoreSpec
 from src.model.execution import Execution
-from src.model.flops import FlopsPerToken, flops_per_token
-from src.run import resolve_config
+from src.model.flops import FlopsPerToken
 from src.step.trace import trace_train_step
-from tests.tiny import BASE, LENGTH, load, make, spec_of
+from tests.tiny import LENGTH, load, make, spec_of
 
-CHIP = SimpleNamespace(memory_bandwidth=1e12, ici_bandwidth=1e11, dcn_bandwidth=1e9)
+CHIP = SimpleNamespace(kind="some GPU", memory_bandwidth=1e12, ici_bandwidth=1e11, dcn_bandwidth=1e9)
 PEAK = 1e14
-WORK = Work(FlopsPerToken(3e14, 4e14), FlopsPerToken(1e14, 2e14), whole_scores=False, memory_bytes=1e12)
+WORK = Work(FlopsPerToken(3e14, 4e14), FlopsPerToken(1e14, 2e14), Operations(4e14), memory_bytes=1e12)
+HALVES = Constants(
+    matmul=0.5, low_precision=0.5, experts=0.5, attention=0.25, memory=0.5, rounding=0.5, exposed=0.5, blocking=0.75,
+    narrow=100.0, waiting=0.1,
+)  # fmt: skip
 
 
-def sent(network, bytes_, links=1.0, times=1):
-    return Collective("all-gather", ("fsdp",), network, times, bytes_, bytes_, links)
+def sent(network, bytes_, links=1.0, times=1, asynchronous=True):
+    return Collective("all-gather", ("fsdp",), network, times, bytes_, bytes_, links, asynchronous=asynchronous)
 
 
 def test_each_resource_by_itself():
-    moved = [sent("ici", 1e10, links=0.5, times=5), sent("ici", 2e10), sent("dcn", 3e8)]
-    prediction = predict(WORK, CHIP, PEAK, moved)
-    # 4e14 operations at 85% of 1e14 per second, 1e12 bytes at 90% of 1e12; 5e10 bytes over half of the links.
-    assert prediction.compute_seconds == pytest.approx(4 / 0.85)
-    assert prediction.memory_seconds == pytest.approx(1 / 0.9)
+    moved = [sent("ici", 1e10, links=0.5, times=5), sent("ici", 2e10, asynchronous=False), sent("dcn", 3e8)]
+    prediction = predict(WORK, CHIP, PEAK, moved, constants=HALVES)
+    # 4e14 operations at half of 1e14 per second, 1e12 bytes at half of 1e12; 5e10 bytes over half of the links.
+    assert prediction.compute_seconds == pytest.approx(4 / 0.5)
+    assert prediction.memory_seconds == pytest.approx(1 / 0.5)
     assert prediction.ici_seconds == pytest.approx(1.0 + 0.2)
     assert prediction.dcn_seconds == pytest.approx(0.3)
-    # Half of the communication is hidden.
-    assert prediction.step_seconds == pytest.approx(4 / 0.85 + 1 / 0.9 + 1.5 / 2)
+    # Half of the weights' communication is hidden, and a quarter of what the next matmul waits for.
+    assert prediction.step_seconds == pytest.approx(8 + 2 + 1.3 * 0.5 + 0.2 * 0.75)
     assert prediction.bound == "compute"
     assert prediction.mfu == pytest.approx(3 / prediction.step_seconds)
     assert prediction.mfu_palm == pytest.approx(4 / prediction.step_seconds)
 
 
-def test_scores_that_are_masked_cost_time_where_the_kernel_computes_them():
-    whole = WORK._replace(whole_scores=True)
-    assert predict(whole, CHIP, PEAK, []).compute_seconds == pytest.approx(6 / 0.85)
+@pytest.mark.parametrize(
+    ("operations", "seconds"),
+    [
+        (Operations(0, low=2e14), 2 / 2 / 0.5 / 0.5),  # at twice the peak
+        (Operations(0, experts=1e14), 1 / 0.5 / 0.5),
+        (Operations(0, attention=1e14), 1 / 0.25 / 0.5),
+        (Operations(1e14, narrow=1e12), 2 / 0.5),  # 1 / m + 1 / k + 1 / n is a hundredth
+        (Operations(0, low=2e14, narrow_low=2e12), 2 * 2 / 2 / 0.5 / 0.5),
+    ],
+)
+def test_operations_take_as_long_as_what_computes_them(operations, seconds):
+    work = WORK._replace(operations=operations)
+    assert predict(work, CHIP, PEAK, [], 2 * PEAK, HALVES).compute_seconds == pytest.approx(seconds)
+
+
+def test_a_pipeline_idles_and_rounding_is_partly_fused():
+    work = WORK._replace(bubble=0.2, rounding_bytes=1e12)
+    prediction = predict(work, CHIP, PEAK, [], constants=HALVES)
+    assert prediction.compute_seconds == pytest.approx(8 / 0.8)
+    assert prediction.memory_seconds == pytest.approx(1.5 / 0.5)
+
+
+def test_a_job_waits_for_the_slowest_of_its_slices():
+    one, eight = (predict(WORK, CHIP, PEAK, [], constants=HALVES, slices=n).step_seconds for n in (1, 8))
+    assert eight == pytest.approx(one * 1.3)
 
 
 def test_a_step_is_never_shorter_than_its_communication():
-    prediction = predict(WORK, CHIP, PEAK, [sent("dcn", 1e12)])
+    prediction = predict(WORK, CHIP, PEAK, [sent("dcn", 1e12)], constants=HALVES)
     assert prediction.bound == "dcn"
     assert prediction.step_seconds >= prediction.dcn_seconds == pytest.approx(1000)
+
+
+def test_chips_without_published_runs_have_their_platforms_constants():
+    assert constants_of("TPU v5").matmul != constants_of("TPU v5 lite").matmul
+    assert constants_of("TPU v5")._replace(matmul=0) == constants_of("TPU v99")._replace(matmul=0)
+    assert constants_of("NVIDIA L40S") == constants_of("some GPU")
 
 
 def test_what_a_step_asks_of_a_device_is_its_share_of_the_mesh():
@@ -60,7 +101,8 @@ def test_what_a_step_asks_of_a_device_is_its_share_of_the_mesh():
     assert shared.model_flops.palm * 8 == whole.model_flops.palm
     assert shared.recomputed_flops.causal * 8 == whole.recomputed_flops.causal
     assert whole.memory_bytes / 8 < shared.memory_bytes < whole.memory_bytes / 2
-    assert whole.whole_scores  # dot_product, the kernel of CPUs
+    # dot_product, the kernel of CPUs, computes all scores: the operations are those of PaLM's count.
+    assert sum(whole.operations[:4]) == pytest.approx(whole.model_flops.palm + whole.recomputed_flops.palm)
 
 
 def test_what_is_computed_again_moves_through_memory_again():
@@ -76,67 +118,30 @@ def test_what_is_computed_again_moves_through_memory_again():
     assert scores.memory_bytes - kept.memory_bytes == 5 * 64 * 2 * (2 * 4 * 16) * 4
 
 
-@pytest.fixture(scope="module")
-def published():
-    """scripts/evidence/predict_published.py"""
-    path = Path(__file__).parents[2] / "scripts" / "evidence" / "predict_published.py"
-    spec = importlib.util.spec_from_file_location("predict_published", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_operations_are_counted_by_what_computes_them():
+    """A layer of experts with room for half more, in a model of known sizes, with blocks computed again."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24, "capacity_factor": 1.5}
+    spec = spec_of(load(**experts))
+    full = Execution(remat_policy="full")
+    dense, low, of_experts, attention, narrow, _ = operations(spec, 16, full, 1, "dot_product", (), 64, 1)
+    # Of 2 layers: query, key, value and output; the router; three products of two experts, the last not again.
+    in_attention, router, wi, wo = 32 * 8 * (4 + 2 + 2 + 4), 32 * 4, 2 * 32 * 2 * 24, 2 * 24 * 32
+    assert low == 0
+    assert of_experts == pytest.approx(2 * 1.5 * (8 * wi + 6 * wo))
+    assert dense == pytest.approx(2 * (8 * (in_attention + router)) + 6 * 32 * spec.vocab_size)
+    assert attention == 2 * 4 * 2 * 4 * (8 + 8) * 16
+    fewer = operations(spec, 16, full, 1, "dot_product", (), 32, 1).narrow
+    # Half the rows: 1 / 64 more for dense matmuls, and for experts, which each get half of the rows, 2 / 64.
+    assert fewer - narrow == pytest.approx((dense + 2 * of_experts) / 64)
 
 
-def test_predictions_are_near_what_was_published(published):
-    """Every cell, by the same constants; more slices are never predicted faster."""
-    rows = list(published.predicted())
-    assert len(rows) == 46
-    assert published.median_error(rows) < 4
-    for fewer, more in pairwise(rows):
-        if more.run == fewer.run:
-            assert more.slices > fewer.slices
-            assert more.predicted <= fewer.predicted
-
-
-# GB that a device sends in programs that XLA's TPU compiler made (jax 0.10.2), read by `collectives`.
-COMPILED = [
-    # 16B, 2 x v5e-256. Between slices it sums gradients on every device, for each to keep its part of them, which
-    # sends twice what a reduce-scatter does; on one slice it scatters.
-    (
-        {"global_parameter_scale": 16, "per_device_batch_size": 6, "remat_policy": "full"},
-        {"data": 1, "fsdp": 256, "tensor": 1},
-        2,
-        {("all-gather", "fsdp"): 62.69, ("all-reduce", "fsdp"): 63.08, ("all-reduce", "data"): 0.1248},
-    ),
-    # 32B, v5p-128. Gathers and scatters of weights that are fused with products send 17 parts for 15: left out.
-    (
-        {"global_parameter_scale": 32, "per_device_batch_size": 1, "remat_policy": "minimal"},
-        {"data": 1, "fsdp": 16, "tensor": 4},
-        1,
-        {("all-reduce", "tensor"): 26.17},
-    ),
-]
-
-
-@pytest.mark.parametrize(("keys", "mesh", "slices", "compiled"), COMPILED)
-def test_the_closed_form_is_what_compiled_programs_move(published, keys, mesh, slices, compiled):
-    config = resolve_config.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
-    execution = Execution(remat_policy=config.step.remat_policy)
-    tokens = config.batch.per_device_batch_size * 2048
-    moved = published.step_collectives(spec_of(config), execution, tokens, mesh, {}, slices)
-    sums = dict.fromkeys(compiled, 0.0)
-    for each in moved:
-        kind, times = (each.kind, 1) if each.kind != "reduce-scatter" or slices == 1 else ("all-reduce", 2)
-        if (kind, each.axes[0]) in sums:
-            sums[kind, each.axes[0]] += times * each.times * each.sent_bytes / 1e9
-    assert sums == pytest.approx(compiled, rel=0.01)
-
-
-def test_products_in_8_bits_take_the_time_of_their_own_peak():
-    """In a model whose layers' weights make all operations but a known part, half of them in 8 bits."""
-    work = WORK._replace(model_flops=FlopsPerToken(3e14, 4e14, 2e14), low_precision=0.5)
-    wide = predict(work, CHIP, PEAK, []).compute_seconds
-    assert wide == predict(WORK, CHIP, PEAK, []).compute_seconds
-    assert predict(work, CHIP, PEAK, [], 2 * PEAK).compute_seconds == pytest.approx(wide * (4 - 0.5) / 4)
+def test_kernels_compute_whole_blocks():
+    scores = ScoreSpec(num_heads=1, head_dim=64, value_dim=64, scale=1.0)
+    assert computed_keys(scores, 8192, "dot_product") == 8192
+    assert computed_keys(scores, 8192, "flash") == pytest.approx(8193 / 2 + 512)
+    window = replace(scores, window=128)
+    assert 128 + 256 <= computed_keys(window, 8192, "flash") <= 128 + 1024
+    assert computed_keys(window, 8192, "cudnn_flash") < computed_keys(window, 8192, "flash")
 
 
 @pytest.mark.parametrize(("kind", "gradients"), [("int8", 2), ("fp8", 1)])
@@ -150,8 +155,8 @@ def test_what_is_rounded_moves_through_memory(kind, gradients):
         rounded = step_work(plan.spec, execution, "flash", **arguments, quantization=plan.quantization)
         # Of 2 layers: what query, key and value take, and wi and wo; what these make, of 4, 2 and 2 heads of 8, ...
         taken, made = 2 * (32 + 32 + 64), 2 * (8 * 8 + 2 * 64 + 32)
-        assert rounded.memory_bytes - wide.memory_bytes == 64 * (times * taken + gradients * made) * (4 + 4 + 1)
-        assert 0 < rounded.low_precision < 1
+        assert rounded.rounding_bytes == 64 * (times * taken + gradients * made) * (4 + 4 + 1)
+        assert wide.operations.low == wide.rounding_bytes == 0 < rounded.operations.low < rounded.operations.dense * 99
 
 
 def test_what_experts_take_is_rounded_for_each():
@@ -160,10 +165,9 @@ def test_what_experts_take_is_rounded_for_each():
     assert product_widths(plan.spec, experts) == (2 * 2 * (32 + 24), 2 * 2 * (2 * 24 + 32))
 
 
-def test_the_share_in_8_bits_is_of_what_a_token_meets():
+def test_the_operations_in_8_bits_are_those_of_the_chosen_weights():
     _, plan = make(quantization="int8", quantization_exclude="[output,attention.*]")
-    attention, feed_forward = 32 * 8 * (4 + 2 + 2) + 4 * 8 * 32, 32 * 2 * 64 + 64 * 32
-    share = layer_share(plan.spec, {path[3:] for path in plan.quantization.matmuls})
-    assert share == feed_forward / (attention + feed_forward)
-    tokens = flops_per_token(plan.spec, LENGTH)
-    assert tokens.layers == 6 * 2 * (attention + feed_forward)
+    feed_forward = 32 * 2 * 64 + 64 * 32
+    chosen = {path[3:] for path in plan.quantization.matmuls}
+    counted = operations(plan.spec, LENGTH, Execution(), 1, "dot_product", chosen, 64, 1)
+    assert counted.low == 6 * 2 * feed_forward

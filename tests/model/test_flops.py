@@ -9,7 +9,7 @@ import pytest
 from src.extras.aot.roofline import recomputed_flops
 from src.model.attention import Attention
 from src.model.execution import Execution
-from src.model.flops import FlopsPerToken, count_params, flops_per_token
+from src.model.flops import FlopsPerToken, block_weights, count_params, flops_per_token
 from src.model.params import Weights, matmul, weight
 from src.model.parts import MIXERS
 from src.run import resolve_config
@@ -141,6 +141,11 @@ class GatedAttention(Attention):
     def __call__(self, x_BTD, context, cache):
         out_BTD, cache = super().__call__(x_BTD, context, cache)
         return out_BTD * jax.nn.sigmoid(matmul(x_BTD, self.gate[...], "BTD,DE->BTE")), cache
+
+
+def forget_counts():
+    count_params.cache_clear()
+    block_weights.cache_clear()
 
 
 @pytest.mark.parametrize("policy", [pytest.param("none", marks=pytest.mark.long), "full"])

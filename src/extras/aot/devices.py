@@ -9,6 +9,7 @@ from jax.experimental import topologies
 
 from src import installing
 from src.extras.aot.topology import Topology
+from src.parallel.chips import GPU_PROPERTIES
 from src.system.errors import UserError
 
 # libtpu's names for TPU generations.
@@ -91,11 +92,17 @@ def _gpus(topology: Topology) -> list[jax.Device]:
     versions = {field: _installed(package, topology).split(".")[:3] for field, package in packages.items()}
     chip = topology.chip
     assert chip
+    properties = _GPUS.get(chip.kind) or GPU_PROPERTIES.get(chip.kind)
+    if not properties:
+        raise UserError(
+            f"compile_topology={topology.name}: XLA needs the properties of a {chip.kind} to compile for it, which the "
+            "file does not have: add compiler (docs/plan.md)"
+        )
     target = f"""
         platform_name: "CUDA"
         device_description_str: "{chip.kind}"
         gpu_device_info {{
-            {_EVERY_GPU} {_GPUS[chip.kind]}
+            {_EVERY_GPU} {properties}
             device_memory_size: {chip.memory} memory_bandwidth: {int(chip.memory_bandwidth)}
             dnn_version: "{".".join(versions["dnn_version_info"])}"
         }}

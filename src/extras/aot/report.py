@@ -78,7 +78,7 @@ def make_report(
             report["no_prediction"] = "there are no published rates for CPUs"
         elif peak := run_peak(chip.kind, plan.spec.dtype, plan.step.matmul_precision):
             low_peak = peak_flops(chip.kind, plan.quantization.kind)
-            report["prediction"] = predict(work, chip, peak, communication, low_peak)._asdict()
+            report["prediction"] = predict(work, chip, peak, communication, low_peak, slices=topology.slices)._asdict()
             if topology.platform == "gpu":
                 replayed = replay(text, plan.layout.mesh, chip, peak)
                 report["replay"] = replayed._asdict() | {"exposed_seconds": replayed.exposed_seconds}

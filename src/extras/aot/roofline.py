@@ -1,19 +1,20 @@
-"""Predicts a step's duration from the published rates of its devices.
+"""Predicts a step's duration from the published rates of its devices, and constants fitted to published runs.
 
-A device computes matmuls, and between them moves arrays through its memory; both times add up. Communication adds what
-does not overlap with them. The reached fractions of published rates and the overlapped fraction of communication are
-constants, the same for all hardware, models and meshes. docs/aot.md compares predictions with published runs.
+A device computes matmuls and attention, and between them moves arrays through its memory; these times add up.
+Communication adds what does not overlap with them, and a job waits for the slowest of its slices or hosts. docs/plan.md
+explains each constant and compares predictions with published runs.
 """
 
+import math
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from src.extras.aot.hlo import Collective
 from src.extras.aot.memory import device_bytes
 from src.model import flops
-from src.model.attention_kernels.scores import CONTEXT
+from src.model.attention_kernels.scores import CONTEXT, ScoreSpec
 from src.model.execution import Execution
 from src.model.low_precision import FORMATS
 from src.model.parts import layer_costs
@@ -22,26 +23,74 @@ from src.model.spec import ModelSpec
 from src.parallel.chips import Chip
 from src.step.trace import TracedTrainStep
 
-# The best matmuls reach 86% of the published peak on an A100 and 80% on an H100, whose clock falls under load (Bekman,
-# "Machine Learning Engineering", maximum achievable matmul FLOPS); on TPUs whole training steps have reached 80%.
-COMPUTE_REACHED = 0.85
-# Fraction that a copy in an H100's memory reaches.
-MEMORY_REACHED = 0.9
 NONE = Quantization()
-# Weights are gathered while the previous layer computes, but a sum of activations blocks the next matmul. The program
-# does not show how much of either overlaps: assume half.
-HIDDEN = 0.5
+
+
+class Constants(NamedTuple):
+    """What devices reach of their published rates in training steps (docs/plan.md, "How the estimate works")."""
+
+    matmul: float = 0.72  # fraction of the peak that large matmuls reach
+    low_precision: float = 0.75  # the same of 8-bit ones, relative to `matmul`
+    experts: float = 0.6  # of matmuls grouped by expert, relative to `matmul`
+    attention: float = 0.5  # of attention kernels, relative to `matmul`
+    memory: float = 0.9  # fraction of the memory bandwidth
+    rounding: float = 0.5  # fraction of the bytes of rounding to 8 bits that is not fused with other kernels
+    exposed: float = 0.5  # fraction of the communication of weights and gradients that is not hidden
+    blocking: float = 1.0  # the same of communication that the next matmul waits for
+    narrow: float = 64.0  # a matmul of sizes m, k, n takes 1 + narrow (1/m + 1/k + 1/n) times as long
+    waiting: float = 0.01  # added for each doubling of the number of slices or hosts
+
+
+# Fitted to published runs by scripts/evidence/predict_published.py, which prints these lines.
+_SHARED = {
+    "tpu": Constants(
+        matmul=0.827, low_precision=0.962, experts=0.756, attention=0.37, memory=0.935,
+        rounding=0.474, exposed=0.553, blocking=0.485, narrow=49.1, waiting=0.00942,
+    ),
+    "gpu": Constants(
+        matmul=0.723, low_precision=0.991, experts=0.6, attention=0.551, memory=0.508,
+        rounding=0.559, exposed=0.465, blocking=0.657, narrow=56.4, waiting=0.00621,
+    ),
+}  # fmt: skip
+_MATMUL: dict[str, float] = {
+    "NVIDIA B200": 0.66,
+    "NVIDIA H100 80GB HBM3": 0.888,
+    "NVIDIA H100 96GB HBM2e": 0.626,
+    "NVIDIA H200": 0.744,
+    "TPU v4": 0.813,
+    "TPU v5": 0.92,
+    "TPU v5 lite": 0.95,
+    "TPU v6 lite": 0.775,
+    "TPU7x": 0.816,
+}
+
+
+def constants_of(device_kind: str) -> Constants:
+    """Constants of a device; for one without published runs, those of its platform."""
+    shared = _SHARED["tpu" if device_kind.startswith("TPU") else "gpu"]
+    return shared._replace(matmul=_MATMUL.get(device_kind, shared.matmul))
 
 
 class Work(NamedTuple):
-    """One device's work in a step, without communication."""
+    """One device's work in a step, without communication; operations are those of matmuls, with the recomputed ones."""
 
     model_flops: flops.FlopsPerToken  # for the device's share of the step's tokens
     recomputed_flops: flops.FlopsPerToken  # added by rematerialization
-    whole_scores: bool  # whether attention also computes masked scores
+    operations: "Operations"
     memory_bytes: float  # read and written between matmuls
-    low_precision: float = 0.0  # share of the matmuls with layer weights that run in 8 bits
+    rounding_bytes: float = 0.0  # and to round the inputs of 8-bit matmuls
     bubble: float = 0.0  # fraction of the time that a pipeline stage is idle
+
+
+class Operations(NamedTuple):
+    """Operations by what computes them."""
+
+    dense: float  # matmuls with weights, and a layer's other ones
+    low: float = 0.0  # matmuls with weights, in 8 bits
+    experts: float = 0.0  # matmuls grouped by expert
+    attention: float = 0.0  # attention kernels, with the scores of blocks that a mask only partly hides
+    narrow: float = 0.0  # of `dense` and `experts`: the sum of operations over a matmul's three sizes
+    narrow_low: float = 0.0  # the same of `low`
 
 
 class Prediction(NamedTuple):
@@ -58,29 +107,44 @@ class Prediction(NamedTuple):
 
 
 def predict(
-    work: Work, chip: Chip, peak: float, moved: Sequence[Collective], low_peak: float | None = None
+    work: Work,
+    chip: Chip,
+    peak: float,
+    moved: Sequence[Collective],
+    low_peak: float | None = None,
+    constants: Constants | None = None,
+    slices: int = 1,
 ) -> Prediction:
-    """Predicts a step on devices with `peak` matmul operations per second in its dtype, and `low_peak` in 8 bits."""
-    model, again = work.model_flops, work.recomputed_flops
-    operations = model.palm + again.palm if work.whole_scores else model.causal + again.causal
-    low = work.low_precision * (model.layers + again.layers)
+    """Predicts a step on devices with `peak` matmul operations per second in its dtype, and `low_peak` in 8 bits.
+
+    A job on several `slices` or hosts waits for the slowest. `constants` are by default the chip's.
+    """
+    constants = constants or constants_of(chip.kind)
+    dense, low, experts, attention, narrow, narrow_low = work.operations
+    matmuls = dense + experts / constants.experts + attention / constants.attention + constants.narrow * narrow
+    low = (low + constants.narrow * narrow_low) / constants.low_precision
+    matmul_seconds = matmuls / peak + low / (low_peak or peak)
     sent = {"ici": 0.0, "dcn": 0.0}
+    exposed = 0.0
     for each in moved:  # scaled to all of the device's links: using half of them costs twice the bytes
-        sent[each.network] += each.times * each.sent_bytes / each.links
+        bandwidth = chip.ici_bandwidth if each.network == "ici" else chip.dcn_bandwidth
+        taken = each.times * each.sent_bytes / each.links / bandwidth
+        sent[each.network] += taken
+        exposed += taken * (constants.exposed if each.asynchronous else constants.blocking)
     seconds = {
-        "compute": ((operations - low) / peak + low / (low_peak or peak)) / (COMPUTE_REACHED * (1 - work.bubble)),
-        "memory": work.memory_bytes / (MEMORY_REACHED * chip.memory_bandwidth),
-        "ici": sent["ici"] / chip.ici_bandwidth,
-        "dcn": sent["dcn"] / chip.dcn_bandwidth,
+        "compute": matmul_seconds / (constants.matmul * (1 - work.bubble)),
+        "memory": (work.memory_bytes + constants.rounding * work.rounding_bytes)
+        / (constants.memory * chip.memory_bandwidth),
+        **sent,
     }
-    on_device, network = seconds["compute"] + seconds["memory"], seconds["ici"] + seconds["dcn"]
-    step = on_device + network - min(HIDDEN * network, on_device)
+    on_device, network = seconds["compute"] + seconds["memory"], sent["ici"] + sent["dcn"]
+    step = max(on_device + min(exposed, network), network) * (1 + constants.waiting * math.log2(slices))
     return Prediction(
         **{f"{name}_seconds": value for name, value in seconds.items()},
         step_seconds=step,
         bound=max(seconds, key=seconds.__getitem__),
-        mfu=model.causal / step / peak,
-        mfu_palm=model.palm / step / peak,
+        mfu=work.model_flops.causal / step / peak,
+        mfu_palm=work.model_flops.palm / step / peak,
     )
 
 
@@ -100,6 +164,7 @@ def work_of(traced: TracedTrainStep) -> Work:
         quantization=plan.quantization,
         # For each micro-batch of a pipeline, a device reads only its stage's weights.
         micro_batches=plan.accumulation.micro_batches * (schedule.micro_batches / stages if schedule else 1),
+        expert_shards=layout.shards("expert"),
     )
 
 
@@ -115,12 +180,14 @@ def step_work(
     vocab_tiles: int = 1,
     quantization: Quantization = NONE,
     micro_batches: float = 1,
+    expert_shards: int = 1,
 ) -> Work:
     """Computes one device's work in a step.
 
     A device has `tokens` of the step in sequences of `length`, and computes them together with `sharing` devices, over
     which heads and hidden units are sharded. `kernel` is the attention kernel; `state_bytes` covers weights and
-    optimizer on the device; `vocab_tiles` is the number of loss tiles; the weights are read in `micro_batches` passes.
+    optimizer on the device; `vocab_tiles` is the number of loss tiles; the weights, and one of `expert_shards` of the
+    experts' weights, are read in `micro_batches` passes.
     For `quantization`, matmuls use their own peak, and quantizing activations and gradients counts; quantizing weights
     does not, since each device quantizes only its shard.
     """
@@ -141,7 +208,7 @@ def step_work(
     activations = passes * tokens * arrays * itemsize
     if kernel in ("dot_product", "blocked"):  # scores and attention weights per key, in float32
         activations += passes * tokens * 2 * pairs * 4
-    quantized = {path[3:] for path in quantization.matmuls}
+    rounding, quantized = 0.0, {path[3:] for path in quantization.matmuls}
     if quantized:
         inputs, outputs = product_widths(spec, quantized)
         # Quantizing reads an array for its absmax, reads it again, and writes codes: for a matmul's inputs in the
@@ -149,20 +216,29 @@ def step_work(
         # tensor.
         forward = 1 if passes == 5 else 2
         if quantization.kind == "mxfp8":  # blocks are read once, and again for the weight gradient
-            activations += tokens * ((forward + 1) * inputs + 2 * outputs) * (itemsize + 1)
+            rounding = tokens * ((forward + 1) * inputs + 2 * outputs) * (itemsize + 1)
         else:
             rounded = forward * inputs + (2 if FORMATS[quantization.kind].per_channel else 1) * outputs
-            activations += tokens * rounded * (2 * itemsize + 1)
+            rounding = tokens * rounded * (2 * itemsize + 1)
     # Forward and backward in float32: the logits and their gradient are written and read.
     logits = 4 * tokens * (1 + spec.mtp_num_layers) * spec.padded_vocab_size * 4
     # A weight is gathered (written) and read, forward and backward; its gradient is written, and read to be summed.
-    weights = 6 * micro_batches * flops.count_params(spec) / sharing * itemsize
+    of_experts = sum(
+        count * each.size
+        for layer, count in flops.all_layers(spec).items()
+        for each in flops.block_weights(layer, spec)
+        if each.used < each.size
+    )
+    elements = flops.count_params(spec) - of_experts * (1 - 1 / expert_shards)
+    weights = 6 * micro_batches * elements / sharing * itemsize
+    rows = tokens * sharing / micro_batches
+    of_token = operations(spec, length, execution, vocab_tiles, kernel, quantized, rows, sharing)
     return Work(
         model_flops=flops.FlopsPerToken(*(tokens * count for count in model)),
         recomputed_flops=flops.FlopsPerToken(*(tokens * count for count in again)),
-        low_precision=layer_share(spec, quantized),
-        whole_scores=kernel == "dot_product",
+        operations=Operations(*(tokens * count for count in of_token)),
         memory_bytes=activations + logits + weights + 2 * state_bytes,
+        rounding_bytes=rounding,
         bubble=execution.schedule.bubble if execution.schedule else 0.0,
     )
 
@@ -170,10 +246,61 @@ def step_work(
 # ---- What the backward pass recomputes, and what matmuls with chosen weights read and write
 
 
-def layer_share(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> float:
-    """Share of the layers' weight matmuls that use the weights with these paths in their block."""
-    products = list(flops.layer_matmuls(spec))
-    return sum(used for path, used in products if path in paths) / sum(used for _, used in products)
+def operations(
+    spec: ModelSpec,
+    length: int,
+    execution: Execution,
+    vocab_tiles: int,
+    kernel: str,
+    quantized: Collection[Any],
+    rows: float,
+    sharing: int,
+) -> Operations:
+    """Counts a step's operations per token, forward, backward and recomputed, by what computes them.
+
+    `quantized` has the paths in a block of the weights that 8-bit matmuls use. A device multiplies `rows` tokens at a
+    time, and `sharing` devices share heads and hidden units. Experts of a limited capacity compute all their slots.
+    """
+    dense = (8 if vocab_tiles > 1 else 6) * flops.head_elements(spec)
+    dense += (6 + 2 * _recomputes_inputs(execution)) * spec.mtp_num_layers * 2 * spec.emb_dim**2
+    low = experts = attention = narrow_low = 0.0
+    narrow = dense * (1 / rows + 1 / spec.emb_dim + sharing / spec.padded_vocab_size)
+    again = execution.remat_policy != "none"
+    for layer, count in flops.all_layers(spec).items():
+        costs = layer_costs(layer)
+        for weight in flops.block_weights(layer, spec):
+            of_weight = 2 * count * (3 + _is_recomputed(weight, execution)) * weight.used * bool(weight.input)
+            # Of the sizes that it sums over and that it makes, the one of heads or hidden units is sharded.
+            made, of_experts = weight.used / weight.summed, weight.used < weight.size
+            if of_experts:
+                of_weight *= max(layer.capacity_factor, 1.0)
+                made /= layer.num_experts_per_tok
+            sizes = (weight.summed, made / sharing) if "embed" in weight.input else (weight.summed / sharing, made)
+            thin = of_weight * (1 / sizes[0] + 1 / sizes[1] + weight.size / weight.used / rows)
+            if weight.path in quantized:
+                low, narrow_low = low + of_weight, narrow_low + thin
+            elif of_experts:
+                experts, narrow = experts + of_weight, narrow + thin
+            else:
+                dense, narrow = dense + of_weight, narrow + thin
+        dense += count * (3 + again) * sum(part.other_flops for part in costs.values())
+        if scores := costs["attention"].scores:
+            passes = 3 + _attends_again(kernel, execution)
+            # A TPU multiplies by whole tiles of 128 columns.
+            tile = 128 if kernel == "flash" else 1
+            widths = sum(math.ceil(size / tile) * tile for size in (scores.head_dim, scores.value_dim))
+            attention += count * passes * 2.0 * scores.num_heads * widths * computed_keys(scores, length, kernel)
+    return Operations(dense, low, experts, attention, narrow, narrow_low)
+
+
+def computed_keys(scores: ScoreSpec, length: int, kernel: str) -> float:
+    """Mean number of keys whose scores a kernel computes for a query: whole blocks, in which a mask hides some."""
+    if kernel == "dot_product":
+        return length
+    block = {"flash": 512 if scores.window else 1024, "blocked": 512}.get(kernel, 128)
+    keys = flops.mean_keys(scores, length)
+    reach = min(scores.window or length, scores.chunk or length, length)
+    return min(keys + block * (0.5 if reach == length else 1.0), length)
 
 
 def product_widths(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> tuple[float, float]:
@@ -202,13 +329,28 @@ def recomputed_flops(
     elements = flops.head_elements(spec) if vocab_tiles > 1 else 0
     if execution.remat_policy == "none":
         return flops.FlopsPerToken(2.0 * elements, 2.0 * elements)
-    kept = {name for names in execution.saved_names for name in names}
-    if "decoder_layer_input" not in kept:
+    if _recomputes_inputs(execution):
         elements += spec.mtp_num_layers * 2 * spec.emb_dim**2
     in_layers = 0.0
     for layer, count in flops.all_layers(spec).items():
-        products = [weight for weight in flops.block_weights(layer, spec) if weight.input and not weight.ends_block]
-        again = [weight for weight in products if not weight.saved_by or not kept.issuperset(weight.saved_by)]
-        in_layers += count * sum(weight.used for weight in again)
-    attends = kernel == "dot_product" or CONTEXT not in kept
-    return flops.matmul_flops(1, elements, in_layers, spec, length, attends)
+        products = [weight for weight in flops.block_weights(layer, spec) if weight.input]
+        in_layers += count * sum(weight.used for weight in products if _is_recomputed(weight, execution))
+    return flops.matmul_flops(1, elements, in_layers, spec, length, _attends_again(kernel, execution))
+
+
+def _kept(execution: Execution) -> set[str]:
+    return {name for names in execution.saved_names for name in names}
+
+
+def _recomputes_inputs(execution: Execution) -> bool:
+    return execution.remat_policy != "none" and "decoder_layer_input" not in _kept(execution)
+
+
+def _is_recomputed(weight: flops.BlockWeight, execution: Execution) -> bool:
+    if execution.remat_policy == "none" or weight.ends_block:
+        return False
+    return not weight.saved_by or not _kept(execution).issuperset(weight.saved_by)
+
+
+def _attends_again(kernel: str, execution: Execution) -> bool:
+    return execution.remat_policy != "none" and (kernel == "dot_product" or CONTEXT not in _kept(execution))

@@ -4,6 +4,7 @@ import math
 import re
 from typing import NamedTuple
 
+from src.extras.aot import chip_file
 from src.parallel.chips import GPU_HOSTS, TPU_7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, Chip
 from src.system.errors import UserError, did_you_mean
 
@@ -68,10 +69,18 @@ def parse_topology(name: str, slices: int) -> Topology:
     """Parses the keys `compile_topology` and `compile_topology_num_slices`.
 
     A name is a TPU slice as Google names it (v5p-128) or by its chips (v5p:4x4x4), a GPU host (a3) or some of its GPUs
-    (a3:1), or cpu-N. Raises UserError if there is no such slice or host, or not that many of them.
+    (a3:1), a chip file (src/extras/aot/chip_file.py) or cpu-N. Raises UserError if there is no such slice or host, or
+    not that many of them.
     """
     if slices < 1:
         raise UserError(f"compile_topology_num_slices={slices}: expected a number of slices or hosts, at least 1")
+    host, _, gpus = name.partition(":")
+    if path := chip_file.find(host):
+        hardware = chip_file.read(path)
+        joined = hardware.devices_per_host
+        if gpus and gpus not in map(str, range(1, joined + 1)):
+            raise UserError(f"compile_topology={name}: expected 1 to {joined} GPUs of a host")
+        return Topology(name, "gpu", hardware.chip, (int(gpus or joined),), 1, slices)
     name = name.lower()
     host, _, gpus = name.partition(":")
     if host in GPU_HOSTS and (name == host or gpus in map(str, range(1, _GPUS_PER_HOST + 1))):
@@ -91,11 +100,12 @@ def parse_topology(name: str, slices: int) -> Topology:
         gpu_of = {each: re.findall(r"[a-z]\d00", chip.kind.lower())[0] for each, chip in GPU_HOSTS.items()}  # a3: h100
         of_gpu = [f" Did you mean {each}?" for each, gpu in gpu_of.items() if gpu in name]
         gpus = ", ".join(f"{each}: {chip.kind}" for each, chip in GPU_HOSTS.items())
-        hint = of_gpu[0] if of_gpu else did_you_mean(name, [*GPU_HOSTS, *families])
+        hint = of_gpu[0] if of_gpu else did_you_mean(name, [*GPU_HOSTS, *families, *chip_file.shipped_names()])
         raise UserError(
             f"compile_topology={name} is unknown.{hint} Expected a TPU slice "
             f"({', '.join(f'{each}-N' for each in _GENERATIONS)}, or its chips, such as v5p:4x4x8), a host of "
-            f"{_GPUS_PER_HOST} GPUs ({gpus}) or cpu-N."
+            f"{_GPUS_PER_HOST} GPUs ({gpus}), one with a file ({', '.join(chip_file.shipped_names())}, or the path of "
+            "your own .yml; docs/plan.md) or cpu-N."
         )
     generation = _GENERATIONS[family]
     if shape:

@@ -70,8 +70,9 @@ class DeclaredWeight(NamedTuple):
     axes: tuple[str | None, ...]  # logical, of each dim
     itemsize: int
     trained: bool
+    block: tuple[Any, ...]  # segment and position in its pattern; empty: not a layer's
     layers: int  # repeats that are stacked in it; 0: not a layer's
-    shared: int = 1  # times that a step's forward pass uses it
+    shared: int  # times that a step's forward pass uses it
 
 
 class Declared(NamedTuple):
@@ -118,6 +119,7 @@ def declared(config: Config, layout: AbsentLayout, kernel: str) -> Declared:
                     axes[path],
                     leaf.dtype.itemsize,
                     roles[path] == "trainable",
+                    path[1:3] if path[0] == "segments" else (),
                     *_layers(path, spec, leaf.shape),
                 )
                 for path, leaf in shapes.items()
@@ -176,9 +178,10 @@ def block_arrays(
 ) -> BlockArrays:
     """Lists the arrays of a layer under a remat policy, from its traced forward and backward pass."""
     custom = tuple(sorted(execution.remat_custom.items()))
-    key = (layer, spec, execution.remat_policy, custom, kernel, packed, length, layout.device.device_kind)
+    in_halves = execution.mlp_in_halves and layout.shards("mlp") == 1
+    key = (layer, spec, execution.remat_policy, custom, kernel, packed, length, layout.device.device_kind, in_halves)
     if key not in _blocks:
-        _blocks[key] = _trace_block(layer, spec, execution, kernel, packed, length, _one_device(layout))
+        _blocks[key] = _trace_block(layer, spec, execution, kernel, packed, length, _one_device(layout), in_halves)
     return _blocks[key]
 
 
@@ -186,7 +189,14 @@ _blocks: dict[tuple[Any, ...], BlockArrays] = {}
 
 
 def _trace_block(
-    layer: LayerSpec, spec: ModelSpec, execution: Execution, kernel: str, packed: bool, length: int, layout: MeshLayout
+    layer: LayerSpec,
+    spec: ModelSpec,
+    execution: Execution,
+    kernel: str,
+    packed: bool,
+    length: int,
+    layout: MeshLayout,
+    in_halves: bool,
 ) -> BlockArrays:
     graphdef, declarations = abstract(functools.partial(Block, layer, spec))
     weights = values(declarations)
@@ -194,7 +204,7 @@ def _trace_block(
     def run(stacked: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
         context = ForwardContext(
             ids, ids, layout, kernel, packed, grad_barriers=execution.grad_barriers,
-            separate_factors=execution.for_gpu, mlp_in_halves=execution.mlp_in_halves,
+            separate_factors=execution.for_gpu, mlp_in_halves=in_halves,
         )  # fmt: skip
         block = execution.remat(lambda x, weights: nnx.merge(graphdef, weights)(x, context, None, 0)[0], 2)
         return jnp.sum(jax.lax.scan(lambda x, weights: (block(x, weights), None), x, stacked)[0].astype(jnp.float32))

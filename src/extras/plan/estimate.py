@@ -11,8 +11,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from src.config.schema import Config
+from src.extras.aot.hlo import Collective
 from src.extras.aot.memory import LOGITS, SAVED, Memory
-from src.extras.aot.roofline import predict, step_work
+from src.extras.aot.roofline import Constants, Prediction, Work, constants_of, predict, step_work
 from src.extras.aot.topology import Topology
 from src.extras.plan.declared import (
     AbsentLayout,
@@ -32,7 +33,7 @@ from src.model.moe.dispatch import BUFFER_SLACK
 from src.model.parts import kernel_for, layer_costs
 from src.model.spec import ModelSpec
 from src.model.vocab_tiles import vocab_tiles
-from src.parallel.chips import peak_flops, run_peak
+from src.parallel.chips import Chip, peak_flops, run_peak
 from src.parallel.mesh import global_batch_size
 from src.parallel.sequence import zigzag_order
 from src.system.errors import UserError
@@ -72,12 +73,48 @@ class Point(NamedTuple):
     shares: Shares
 
 
-def estimate(config: Config, topology: Topology) -> Estimate:
-    """Estimates the step of a checked config on a topology.
+class Costs(NamedTuple):
+    """What a step costs each device, whatever the devices reach of their published rates."""
+
+    work: Work
+    moved: list[Collective]
+    memory: Memory
+    tokens_per_step: int
+    chip: Chip
+    peak: float
+    low_peak: float | None
+    slices: int
+
+    def predict(self, constants: Constants) -> Prediction:
+        """Predicts the duration on devices that reach these fractions."""
+        return predict(self.work, self.chip, self.peak, self.moved, self.low_peak, constants, self.slices)
+
+
+def estimate(config: Config, topology: Topology, constants: Constants | None = None) -> Estimate:
+    """Estimates the step of a checked config on a topology; None: with the constants of its devices.
 
     Raises UserError if the mesh, the weights, the batch or the kernel do not fit it, as compiling the step would, or if
     no peak rate of these devices is published.
     """
+    costs = step_costs(config, topology)
+    prediction = costs.predict(constants or constants_of(costs.chip.kind))
+    return Estimate(
+        costs.memory.total,
+        {**costs.memory.arguments, **costs.memory.temporaries},
+        prediction.compute_seconds,
+        prediction.memory_seconds,
+        prediction.ici_seconds,
+        prediction.dcn_seconds,
+        costs.work.bubble,
+        prediction.step_seconds,
+        prediction.bound,
+        prediction.mfu,
+        costs.tokens_per_step,
+    )
+
+
+def step_costs(config: Config, topology: Topology) -> Costs:
+    """Counts what a step costs each device of a topology; raises as `estimate`."""
     chip = topology.chip
     peak = chip and run_peak(chip.kind, config.step.dtype, config.step.matmul_precision)
     if not chip or not peak:
@@ -98,21 +135,17 @@ def estimate(config: Config, topology: Topology) -> Estimate:
         vocab_tiles=step.tiles,
         quantization=model.plan.quantization,
         micro_batches=step.micro_batches * (schedule.micro_batches / stages if schedule else 1),
+        expert_shards=layout.shards("expert"),
     )
-    low_peak = peak_flops(chip.kind, model.plan.quantization.kind)
-    prediction = predict(work, chip, peak, collectives(step, model.weights), low_peak)
-    return Estimate(
-        memory.total,
-        {**memory.arguments, **memory.temporaries},
-        prediction.compute_seconds,
-        prediction.memory_seconds,
-        prediction.ici_seconds,
-        prediction.dcn_seconds,
-        work.bubble,
-        prediction.step_seconds,
-        prediction.bound,
-        prediction.mfu,
+    return Costs(
+        work,
+        collectives(step, model.weights),
+        memory,
         point.rows * step.micro_batches * length,
+        chip,
+        peak,
+        peak_flops(chip.kind, model.plan.quantization.kind),
+        topology.slices,
     )
 
 
@@ -185,12 +218,11 @@ def estimate_memory(config: Config, point: Point) -> Memory:
         arrays = block_arrays(layer, spec, step.execution, kernel, config.batch.packing, length, layout)
         saved += count * passes * _bytes(arrays.saved, layout)
         computed.append(in_block * _bytes(arrays.computed, layout))
-    in_layer = [
-        gathered_elements(w, layout) / max(w.layers / (stages if "layers" in w.axes else 1), 1)
-        for w in model.weights
-        if w.layers and gathered_elements(w, layout) > math.prod(w.shape) / layout.size(_axes(w, layout))
-    ]
-    gathered = sum(in_layer) / max(len(_patterns(spec)), 1) * itemsize
+    gathered = dict.fromkeys((weight.block for weight in model.weights), 0.0)
+    for weight in model.weights:
+        elements, on_stage = gathered_elements(weight, layout), stages if "layers" in weight.axes else 1
+        if weight.block and elements > math.prod(weight.shape) / layout.size(_axes(weight, layout)):
+            gathered[weight.block] += elements * on_stage / weight.layers * itemsize
     workspace = _workspace(spec, rows, length, step, kernel, config)
     return Memory(
         arguments={
@@ -202,15 +234,11 @@ def estimate_memory(config: Config, point: Point) -> Memory:
             SAVED: round(saved),
             LOGITS: round(2 * logits),
             "gradients": round(gradients),
-            "a block's weights, gathered": round(gathered),
+            "a block's weights, gathered": round(max(gathered.values())),
             "what a block computes": round(max(computed)) + workspace,
         },
         on_host=round(shares.optimizer) if on_host else 0,
     )
-
-
-def _patterns(spec: ModelSpec) -> list[object]:
-    return [layer for group in spec.layer_groups for layer in group.pattern]
 
 
 def _axes(weight: DeclaredWeight, layout: AbsentLayout) -> list[str]:

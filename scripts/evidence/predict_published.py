@@ -43,8 +43,8 @@ HALVES = (
         "mintext-h200",
     ),
 )
-# A priori: the constants of either platform, with the standard deviation of their logarithm, and that of a chip's
-# `matmul` around its platform's. Sources in docs/plan.md.
+# Assumed before the fit: constants of either platform, the standard deviations of their logarithms, and how much a
+# chip's `matmul` deviates from its platform's.
 START = Constants()
 SPREAD = {
     **{"matmul": 0.15, "low_precision": 0.2, "experts": 0.3, "attention": 0.4, "memory": 0.3, "rounding": 0.5},

@@ -66,13 +66,13 @@ _MATMUL: dict[str, float] = {
 
 
 def constants_of(device_kind: str) -> Constants:
-    """Constants of a device; for one without published runs, those of its platform."""
+    """Constants of a device, or of its platform if no runs on it are published."""
     shared = _SHARED["tpu" if device_kind.startswith("TPU") else "gpu"]
     return shared._replace(matmul=_MATMUL.get(device_kind, shared.matmul))
 
 
 class Work(NamedTuple):
-    """One device's work in a step, without communication; operations are those of matmuls, with the recomputed ones."""
+    """One device's work in a step, without communication. Operations of matmuls include the recomputed ones."""
 
     model_flops: flops.FlopsPerToken  # for the device's share of the step's tokens
     recomputed_flops: flops.FlopsPerToken  # added by rematerialization
@@ -270,7 +270,7 @@ def operations(
         costs = layer_costs(layer)
         for weight in flops.block_weights(layer, spec):
             of_weight = 2 * count * (3 + _is_recomputed(weight, execution)) * weight.used * bool(weight.input)
-            # Of the sizes that it sums over and that it makes, the one of heads or hidden units is sharded.
+            # A matmul's input or output has the heads or hidden units, which are sharded.
             made, of_experts = weight.used / weight.summed, weight.used < weight.size
             if of_experts:
                 of_weight *= max(layer.capacity_factor, 1.0)

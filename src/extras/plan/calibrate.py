@@ -1,4 +1,4 @@
-"""Fits what devices reach of their published rates to measured steps, such as those of finished runs.
+"""Fits the constants of predictions to measured steps, such as the steps of finished runs.
 
 `python -m src.plan calibrate RUN ... compile_topology=a3` reads each run's config.yml and metrics.jsonl.
 """
@@ -22,14 +22,14 @@ from src.run import resolve_config
 from src.run.metrics import read_entry
 from src.system.errors import UserError, counted, show
 
-# What a few runs of one chip can tell apart, with the standard deviation of its logarithm among chips and models.
+# Constants that a few runs of one chip can tell apart, and the standard deviation of their logarithms among chips.
 FEW = {"matmul": 0.15, "memory": 0.3, "exposed": 0.4}
 LARGEST = Constants(
     matmul=0.95, low_precision=1.0, experts=1.0, attention=1.0, memory=0.95, rounding=1.0, exposed=1.0, blocking=1.0,
     narrow=1000.0, waiting=0.1,
 )  # fmt: skip
 NOISE = 0.05  # standard deviation of a predicted duration's logarithm
-FIRST = 2  # of a run's steps that are left out: they compile, and wait for the first data
+FIRST = 2  # steps to leave out: they compile, and wait for the first data
 TOPOLOGY, SLICES, OUTPUT = "compile_topology", "compile_topology_num_slices", "calibration"
 
 

@@ -154,9 +154,9 @@ def test_a_weight_that_a_block_declares_is_counted_wherever_operations_are(monke
     with monkeypatch.context() as patch:
         patch.setitem(MIXERS, "global", GatedAttention)
         gated, gated_plan = counted_by_jax.__wrapped__(remat_policy=policy)
-        count_params.cache_clear()
+        forget_counts()
         gated_counts = [count_params(gated_plan.spec), *operations(gated_plan)]
-    count_params.cache_clear()
+    forget_counts()
     for count, with_gate, expected in zip(
         [count_params(plan.spec), *operations(plan)], gated_counts, [1, 6, 2 * (policy == "full")], strict=True
     ):

@@ -14,7 +14,7 @@ from src.config.schema import Config
 from src.config.usage import Usage
 from src.extras.command_files import check_outputs
 from src.extras.verify import golden, meshes, report
-from src.extras.verify.shrink import shrink
+from src.extras.verify.shrink import Shrunk, shrink
 from src.extras.verify.subject import FAIL, LENGTH, LONGER, NOT_APPLICABLE, PASS, NotApplicable, Row, Subject
 from src.model.spec import layer_models
 from src.run.run_setup import configured
@@ -58,6 +58,14 @@ class Report(NamedTuple):
         return FAILED * any(row.status == FAIL for row in self.rows)
 
 
+class Prepared(NamedTuple):
+    """A small config, and the meshes on which it is checked."""
+
+    small: Shrunk
+    where: list[dict[str, int]]  # its steps run
+    compiled: list[dict[str, int]]  # its program is looked at
+
+
 def main(argv: Sequence[str]) -> Report | None:
     """Runs the command line `argv`; returns its report, None for --help.
 
@@ -72,12 +80,7 @@ def main(argv: Sequence[str]) -> Report | None:
         return None
     if own["report"]:
         check_outputs({report.KIND: own["report"]})
-    has_chunks = any(layer.attention_type == "gated_delta" for layer, _ in layer_models(config.model))
-    length = LONGER if has_chunks else LENGTH
-    small = shrink(config, length)
-    where = meshes.chosen(own["mesh"], small.config, config.mesh)
-    compiled = where if "=" in own["mesh"] else meshes.compiled(small.config, config.mesh)
-    small = shrink(config, length, [*(where if "a" in letters else []), *(compiled if "j" in letters else [])])
+    small, where, compiled = prepared(config, own["mesh"], letters)
     if own["golden"]:
         golden.check_file(Path(own["golden"]), small.config)
     for line in small.kept:
@@ -111,6 +114,17 @@ def main(argv: Sequence[str]) -> Report | None:
     listed = ", ".join(f"{count} {status}" for status, count in counts.items())
     show(f"{listed}; {time.monotonic() - begun:.0f} s")
     return Report(rows)
+
+
+def prepared(config: Config, mesh: str, letters: str) -> Prepared:
+    """Shrinks a config, and reads `mesh=` for these checks; raises UserError as `shrink` and `meshes.chosen`."""
+    has_chunks = any(layer.attention_type == "gated_delta" for layer, _ in layer_models(config.model))
+    length = LONGER if has_chunks else LENGTH
+    small = shrink(config, length)
+    where = meshes.chosen(mesh, small.config, config.mesh)
+    compiled = where if "=" in mesh else meshes.compiled(small.config, config.mesh)
+    used = [*(where if "a" in letters else []), *(compiled if "j" in letters else [])]
+    return Prepared(shrink(config, length, used), where, compiled)
 
 
 def _checks(letters: str, arguments: Mapping[str, dict[str, Any]], golden_path: str) -> list[Check]:

@@ -179,7 +179,7 @@ class TestOptimizer:
         scaled = optimizer.scaled
         monkeypatch.setattr(optimizer, "scaled", lambda *args: 2 * scaled(*args))
         notes = self.notes(optimizer_rules=self.RULES)
-        assert "attention.query; 1 of" in notes["AdamW's first update is its learning rate"]
+        assert "attention.query; 1 of" in notes["AdamW's second update follows from its keys"]
 
     def test_gradients_clipped_one_by_one_are_found(self, monkeypatch):
         def of_its_own(gradients, norm, threshold):

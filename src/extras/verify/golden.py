@@ -70,7 +70,7 @@ def _steps(subject: Subject) -> dict[str, list[Any]]:
     """
     plan, rng = subject.reference_plan, np.random.default_rng(1)
     start, state, figures = flat(plan.split(subject.weights).trainable), subject.first_state(plan), {}
-    steps = subject.steps(plan, state, plan.step.learning_rate, count=STEPS)
+    steps = subject.steps(plan, state, [plan.step.learning_rate] * STEPS)
     for step in range(STEPS):
         state, metrics = next(steps)
         for name in ("loss", "grad_norm"):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from src.extras.verify.derivatives import LEFT_OUT, Loss, worst
-from src.extras.verify.subject import NOT_APPLICABLE, PASS, PLAIN_DESCENT, Row, Subject, differences, flat
+from src.extras.verify.subject import NOT_APPLICABLE, PASS, PLAIN_DESCENT, ROWS, Row, Subject, differences, flat
 from src.model.params import by_path, dotted, matches, nested
 from src.step.optimizer_rules import Rule
 from src.step.plan import StepPlan
@@ -26,9 +26,9 @@ EMA_DECAY, EMA_BOUND = 0.75, 0.05
 # 0.1, and 3e-3 if it is the least; a weight that decays and should not 1. The learning rate is so high that the highest
 # rate takes an eighth of a weight.
 DECAY_BOUND, DECAYED, LEAST_DECAY = 0.03, 0.125, 1e-4
-# Relative to what an entry should move: rounding gives 4e-7, a step too many in Adam's count 0.3, and gradients that
-# are clipped one by one 3.
-RATE_BOUND = 0.01
+# Relative to what an entry should move: rounding gives 8e-7, exchanged betas 0.03 to 0.05, a step too many in the count
+# 0.3, and gradients that are clipped one by one 3.
+RATE_BOUND = 5e-3
 # More than any score of a router, and little enough for its bias to show a step of 0.001. Changed by it, a weight that
 # is used at least makes the loss round otherwise.
 FAR = 64.0
@@ -118,9 +118,9 @@ def step(subject: Subject, plan: StepPlan, waits: bool = False) -> tuple[TrainSt
     state = subject.first_state(plan)
     before = jax.device_get(dataclasses.replace(state, ema=jax.tree.map(lambda x: x[::-1], state.ema)))
     if waits:
-        ((state, _),) = subject.steps(plan, before, 0.0)
+        ((state, _),) = subject.steps(plan, before, [0.0])
         before = jax.device_get(state)
-    ((after, _),) = subject.steps(plan, before, plan.step.learning_rate)
+    ((after, _),) = subject.steps(plan, before, [plan.step.learning_rate])
     return before, jax.device_get(after)
 
 
@@ -128,10 +128,11 @@ def optimizer(subject: Subject) -> Iterator[Row]:
     """Compares a step of the config's own optimizer with what its keys say of each weight.
 
     A step without decay differs from it by the weight times its rule's rate, or adam_weight_decay if the weight decays,
-    which norms' scales and biases never do by default. And AdamW's first step without decay moves an entry by its
-    learning rate (Kingma and Ba 2015, section 2.1), but for epsilon.
+    which norms' scales and biases never do by default. And AdamW moves an entry with gradients g and h in its first two
+    steps by its learning rate times m / (sqrt(v) + eps) in the second (Kingma and Ba 2015, algorithm 1), where
+    m = (b1 g + h) / (1 + b1) and v = (b2 g^2 + h^2) / (1 + b2). The first has the rate 0, so that weights stay.
     """
-    names = "weight decay takes its rate of each weight", "AdamW's first update is its learning rate"
+    names = "weight decay takes its rate of each weight", "AdamW's second update follows from its keys"
     keys, plan, rules = subject.config.step, subject.reference_plan, {}
     for path, declared in by_path(plan.split(plan.decays).trainable).items():
         is_vector = any(word in path[-1] for word in VECTORS)
@@ -141,31 +142,40 @@ def optimizer(subject: Subject) -> Iterator[Row]:
     highest = max(rule.weight_decay for rule in rules.values())
     rate = DECAYED / max(highest, LEAST_DECAY)
     without = tuple({**rule, "weight_decay": 0.0} for rule in keys.optimizer_rules)
+    of_one_row = subject.batch["loss_mask"] * (np.arange(ROWS)[:, None] == 0)
+    batches = [{**subject.batch, "loss_mask": of_one_row}, subject.batch]
     old = flat(plan.split(subject.weights).trainable)
-    new, plain = (
-        flat(jax.device_get(after.weights.trainable))
+    (_, new), (_, plain) = (
+        [
+            flat(jax.device_get(after.weights.trainable))
+            for after, _ in subject.steps(each, jax.device_get(subject.first_state(each)), [0.0, rate], batches)
+        ]
         for each in (plan, subject.plan(adam_weight_decay=0.0, optimizer_rules=without))
-        for after, _ in subject.steps(each, subject.first_state(each), rate)
     )
-    taken, moved, gradients = {}, {}, subject.reference.gradients
-    least = NONE * max(float(np.max(np.abs(gradient))) for gradient in gradients.values())
-    norm = float(np.sqrt(sum(np.sum(np.square(gradient)) for gradient in gradients.values())))
-    clipped = min(1.0, (keys.gradient_clipping_threshold or np.inf) / norm)
+    results = subject.result(subject.plan(**PLAIN_DESCENT), batches[0]), subject.reference
+    g, h = (clipped(result.gradients, keys.gradient_clipping_threshold) for result in results)
+    taken, moved, least = {}, {}, NONE * max(float(np.max(np.abs(gradient))) for gradient in h.values())
     for path, rule in rules.items():
         scale = rule.learning_rate_scale
         error = np.float64(plain[path]) - new[path] - rate * scale * rule.weight_decay * np.float64(old[path])
         taken[path] = float(np.max(np.abs(error)) / np.max(np.abs(old[path]))) / (DECAYED * (scale or 1.0))
-        gradient = clipped * gradients[path]
-        strong = np.abs(gradients[path]) > max(STRONG * float(np.max(np.abs(gradients[path]))), least)
+        strong = np.abs(h[path]) > max(STRONG * float(np.max(np.abs(h[path]))), least)
         if rule.opt_type == "adamw" and np.any(strong):
-            wanted = -rate * scale * gradient / (np.abs(gradient) + keys.adam_eps)
-            error = np.abs(np.float64(plain[path]) - old[path] - wanted)[strong]
-            moved[path] = float(np.max(error)) / (rate * (scale or 1.0))
+            m = (keys.adam_b1 * g[path] + h[path]) / (1 + keys.adam_b1)
+            v = (keys.adam_b2 * g[path] ** 2 + h[path] ** 2) / (1 + keys.adam_b2)
+            error = np.float64(plain[path]) - old[path] + rate * scale * m / (np.sqrt(v) + keys.adam_eps)
+            moved[path] = float(np.max(np.abs(error[strong]))) / (rate * (scale or 1.0))
     has_decay = highest >= LEAST_DECAY
     yield worst("e", names[0], taken if has_decay else {}, DECAY_BOUND, otherwise=f"the highest rate is {highest:g}")
     factors = keys.mup_base_emb_dim or keys.adam_clip_threshold
     why = "adam_clip_threshold or mup_base_emb_dim scales updates" if factors else "no weight has opt_type=adamw"
     yield worst("e", names[1], {} if factors else moved, RATE_BOUND, otherwise=why)
+
+
+def clipped(gradients: Arrays, threshold: float) -> Arrays:
+    """Scales all gradients to the norm `threshold` if theirs is larger; 0 is no threshold."""
+    norm = float(np.sqrt(sum(np.sum(np.square(gradient)) for gradient in gradients.values())))
+    return {path: min(1.0, (threshold or np.inf) / norm) * gradient for path, gradient in gradients.items()}
 
 
 def clipping(subject: Subject) -> Row:
@@ -175,8 +185,7 @@ def clipping(subject: Subject) -> Row:
         return Row("e", name, NOT_APPLICABLE, note="gradient_clipping_threshold is 0")
     norm = float(np.sqrt(sum(np.sum(np.square(gradient)) for gradient in gradients.values())))
     found = subject.result(subject.plan(**PLAIN_DESCENT | {"gradient_clipping_threshold": norm / 4}))
-    quarters = {path: gradient / 4 for path, gradient in gradients.items()}
-    return worst("e", name, dict(differences(found.gradients, quarters)), RATE_BOUND)
+    return worst("e", name, dict(differences(found.gradients, clipped(gradients, norm / 4))), RATE_BOUND)
 
 
 def router_biases(subject: Subject) -> Row:

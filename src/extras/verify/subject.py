@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -122,7 +122,9 @@ class Subject:
         """
         before = plan.split(self.weights)
         zeros: Any = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_state(plan))
-        ((state, metrics),) = self.steps(plan, dataclasses.replace(zeros, weights=before), SGD_RATE, batch)
+        ((state, metrics),) = self.steps(
+            plan, dataclasses.replace(zeros, weights=before), [SGD_RATE], [batch or self.batch]
+        )
         old, new = flat(before.trainable), flat(jax.device_get(state.weights.trainable))
         gradients: dict[str, Any] = {path: (np.float64(old[path]) - np.float64(new[path])) / SGD_RATE for path in old}
         numbers: dict[str, float] = {
@@ -131,9 +133,9 @@ class Subject:
         return Result(gradients, numbers, flat(jax.device_get(state.weights.stats)))
 
     def steps(
-        self, plan: StepPlan, state: TrainState, rate: float, batch: dict[str, Any] | None = None, count: int = 1
+        self, plan: StepPlan, state: TrainState, rates: Sequence[float], batches: Sequence[dict[str, Any]] = ()
     ) -> Iterator[tuple[TrainState, Any]]:
-        """Yields the state and metrics after each of `count` training steps, at this learning rate.
+        """Yields the state and metrics after each training step, at these learning rates, on `batches` or on the batch.
 
         A state is valid until the next one. Raises NotApplicable as `check_fields`, and as `check_finite`.
         """
@@ -141,9 +143,9 @@ class Subject:
         abstract = abstract_state(plan)
         train_step, _ = compile_steps(plan, abstract, loss=self.loss)
         state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, abstract))
-        placed = jax.device_put(batch or self.batch, batch_sharding(plan.layout, plan.fields))
-        hparams = hparams_at(plan.step, self.config.run.steps, 0) | {"learning_rate": np.float32(rate)}
-        for _ in range(count):
+        for rate, batch in zip(rates, batches or [self.batch] * len(rates), strict=True):
+            placed = jax.device_put(batch, batch_sharding(plan.layout, plan.fields))
+            hparams = hparams_at(plan.step, self.config.run.steps, 0) | {"learning_rate": np.float32(rate)}
             state, metrics = train_step(state, placed, hparams)
             check_finite(metrics)
             yield state, metrics

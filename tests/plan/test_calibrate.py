@@ -129,7 +129,9 @@ def test_a_run_that_took_no_step_is_refused(finished):
         calibrate([folder, *HARDWARE])
 
 
-# GB that a device sends in programs that XLA's TPU compiler made (jax 0.10.2), read by `hlo.collectives`.
+GPU = {"max_target_length": 4096, "remat_policy": "minimal"}
+# GB that a device sends in programs that XLA's compilers for TPUs (jax 0.10.2) and GPUs (jax 0.11.2) made, read by
+# `hlo.collectives`.
 COMPILED = [
     # Between slices it sums gradients on every device, for each to keep its part of them, which sends twice what a
     # reduce-scatter does.
@@ -147,11 +149,38 @@ COMPILED = [
         ("v5p-128", 1),
         {("all-reduce", "tensor"): 26.17},
     ),
+    # GPUs sum replicas in float32; without norm_length over tensor, each projection's input gradient by itself.
+    (
+        {**GPU, "model_name": "llama2-7b", "per_device_batch_size": 2, "remat_policy": "full"},
+        ("a3", 2),
+        {("all-gather", "fsdp"): 23.125, ("all-reduce", "fsdp"): 2 * 11.79, ("all-reduce", "data"): 3.308},
+    ),
+    (
+        {**GPU, "model_name": "llama2-7b", "per_device_batch_size": 2, "ici_tensor_parallelism": 4},
+        ("a3", 2),
+        {("all-gather", "fsdp"): 3.304, ("all-reduce", "data"): 3.369, ("all-reduce", "tensor"): 91.81},
+    ),
+    (
+        {
+            **{**GPU, "model_name": "llama2-7b", "per_device_batch_size": 2, "ici_tensor_parallelism": 4},
+            "logical_axis_rules.norm_length": "[context,tensor]",
+        },
+        ("a3", 2),
+        {("all-gather", "tensor"): 13.0, ("all-reduce", "tensor"): 52.3},  # of 39.06 gathered and 26.17 scattered
+    ),
+    (
+        {
+            **{**GPU, "model_name": "mixtral-8x7b", "per_device_batch_size": 1, "remat_policy": "full"},
+            **{"ici_expert_parallelism": 8, "dcn_data_parallelism": 1, "dcn_fsdp_parallelism": 2},
+        },
+        ("a3", 2),
+        {("all-to-all", "expert"): 9.397, ("all-gather", "fsdp"): 11.274 + 4.626 + 0.661},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("keys", "hardware", "compiled"), COMPILED)
-def test_the_closed_form_is_what_compiled_tpu_programs_move(keys, hardware, compiled):
+def test_the_closed_form_is_what_compiled_programs_move(keys, hardware, compiled):
     config = resolve_config.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
     point = check_point(config, parse_topology(*hardware))
     sums = dict.fromkeys(compiled, 0.0)
@@ -159,7 +188,7 @@ def test_the_closed_form_is_what_compiled_tpu_programs_move(keys, hardware, comp
         kind, times = (each.kind, 1) if each.kind != "reduce-scatter" else ("all-reduce", 2)
         if (kind, each.axes[0]) in sums:
             sums[kind, each.axes[0]] += times * each.times * each.sent_bytes / 1e9
-    assert sums == pytest.approx(compiled, rel=0.01)
+    assert sums == pytest.approx(compiled, rel=0.03)
 
 
 @pytest.fixture(scope="module")

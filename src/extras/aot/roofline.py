@@ -44,24 +44,24 @@ class Constants(NamedTuple):
 # Fitted to published runs by scripts/evidence/predict_published.py, which prints these lines.
 _SHARED = {
     "tpu": Constants(
-        matmul=0.827, low_precision=0.962, experts=0.756, attention=0.37, memory=0.935,
-        rounding=0.474, exposed=0.553, blocking=0.485, narrow=49.1, waiting=0.00942,
+        matmul=0.82, low_precision=0.966, experts=0.757, attention=0.374, memory=0.941,
+        rounding=0.475, exposed=0.547, blocking=0.4, narrow=48.9, waiting=0.00944,
     ),
     "gpu": Constants(
-        matmul=0.723, low_precision=0.991, experts=0.6, attention=0.551, memory=0.508,
-        rounding=0.559, exposed=0.465, blocking=0.657, narrow=56.4, waiting=0.00621,
+        matmul=0.731, low_precision=0.997, experts=0.6, attention=0.492, memory=0.571,
+        rounding=0.583, exposed=0.532, blocking=0.656, narrow=56.2, waiting=0.00578,
     ),
 }  # fmt: skip
 _MATMUL: dict[str, float] = {
-    "NVIDIA B200": 0.66,
-    "NVIDIA H100 80GB HBM3": 0.888,
-    "NVIDIA H100 96GB HBM2e": 0.626,
-    "NVIDIA H200": 0.744,
-    "TPU v4": 0.813,
-    "TPU v5": 0.92,
+    "NVIDIA B200": 0.666,
+    "NVIDIA H100 80GB HBM3": 0.895,
+    "NVIDIA H100 96GB HBM2e": 0.614,
+    "NVIDIA H200": 0.745,
+    "TPU v4": 0.81,
+    "TPU v5": 0.918,
     "TPU v5 lite": 0.95,
-    "TPU v6 lite": 0.775,
-    "TPU7x": 0.816,
+    "TPU v6 lite": 0.77,
+    "TPU7x": 0.81,
 }
 
 
@@ -275,7 +275,8 @@ def operations(
             if of_experts:
                 of_weight *= max(layer.capacity_factor, 1.0)
                 made /= layer.num_experts_per_tok
-            sizes = (weight.summed, made / sharing) if "embed" in weight.input else (weight.summed / sharing, made)
+            reads_stream = not {"embed", "expert_embed"}.isdisjoint(weight.input)
+            sizes = (weight.summed, made / sharing) if reads_stream else (weight.summed / sharing, made)
             thin = of_weight * (1 / sizes[0] + 1 / sizes[1] + weight.size / weight.used / rows)
             if weight.path in quantized:
                 low, narrow_low = low + of_weight, narrow_low + thin

@@ -183,7 +183,7 @@ def check_devices(path: str, entry: Any, costs: Costs, topology: Topology) -> No
     tokens = round(entry["tokens_per_second"] * entry["step_time_seconds"])
     if abs(tokens / costs.tokens_per_step - 1) > 0.02:
         raise UserError(
-            f"{path} trained {tokens:,} tokens a step, but on {topology.name} x {topology.slices} it would be "
+            f"{path} trained {tokens:,} tokens per step, but on {topology.name} x {topology.slices} it would be "
             f"{costs.tokens_per_step:,}: the run was on another number of devices. Give its {TOPOLOGY} and {SLICES}"
         )
     if entry.get("mfu") and entry.get("tflops_per_device"):

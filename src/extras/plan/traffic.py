@@ -72,13 +72,13 @@ def _of_weights(step: Step, weights: Sequence[DeclaredWeight]) -> Iterator[Colle
         yield from _collective(step, "all-gather", over, gathers, whole, True)
         if not weight.trained:
             continue
-        # The embedding's gradient has random rows, so every device sums it whole.
-        kind = "all-reduce" if weight.axes[0] == "vocab" and not in_layer else "reduce-scatter"
+        # XLA on TPUs sums the embedding's gradient, of random rows, on every device.
+        kind = "all-reduce" if step.torus and weight.axes[0] == "vocab" and not in_layer else "reduce-scatter"
         yield from _collective(step, kind, over, passes * weight.shared, whole, True)
         used = {name for axis in weight.axes if axis for name in layout.axes(axis)}
         replicas = tuple(name for name in tokens if name not in used)
-        once = step.micro_batches > 1 or schedule is not None
-        yield from _collective(step, "all-reduce", replicas, 1, shard * (4 if once else itemsize), True)
+        wide = step.micro_batches > 1 or schedule is not None or step.execution.for_gpu
+        yield from _collective(step, "all-reduce", replicas, 1, shard * (4 if wide else itemsize), True)
 
 
 def _of_tokens(step: Step) -> Iterator[Collective]:
@@ -94,8 +94,14 @@ def _of_tokens(step: Step) -> Iterator[Collective]:
         times = count * passes
         # The sum after attention is needed again for the feed-forward layer's derivatives, unless it is saved.
         again = 0 if saves_all or "out_proj" in kept else 1
-        yield from _collective(step, "all-reduce", heads, times * (2 + again), stream, False)
-        yield from _collective(step, "all-reduce", units, times * 2, stream, False)
+        # Backward, XLA on TPUs adds up the gradients of a part's input before it sums them over devices.
+        merged = bool(step.torus) or layout.shards("norm_length") > layout.shards("length")
+        factors = len(layer.mlp_activations) if step.execution.for_gpu and not merged else 1
+        yield from _collective(step, "all-reduce", heads, times * (1 + (1 if merged else 3) + again), stream, False)
+        yield from _collective(step, "all-reduce", units, times * (1 + factors), stream, False)
+        # A part's input that is sharded between blocks is gathered again for the gradients of its weights.
+        between = tuple(name for name in layout.axes("norm_length") if name not in layout.axes("length"))
+        yield from _collective(step, "all-gather", between, times * 2 * (not saves_all), stream, False)
         if layout.shards("length") > 1:
             width = _key_value_width(layer) / layout.shards("kv_heads")
             whole = step.tokens * layout.shards("length") * width * itemsize
@@ -105,8 +111,7 @@ def _of_tokens(step: Step) -> Iterator[Collective]:
             yield from _collective(step, "reduce-scatter", over, times, whole, False)
         if layer.num_experts > 1 and layout.axes("expert"):
             rows = step.tokens * layer.num_experts_per_tok * spec.emb_dim * itemsize
-            again = 0 if saves_all else 1 if "mlpwi" in kept else 2
-            yield from _collective(step, "all-to-all", layout.axes("expert"), times * (4 + again), rows, False)
+            yield from _collective(step, "all-to-all", layout.axes("expert"), times * (5 - saves_all), rows, False)
     yield from _collective(step, "all-reduce", vocab, step.micro_batches * 2, stream, False)
     if schedule:
         rows = stream / schedule.micro_batches

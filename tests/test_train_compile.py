@@ -13,7 +13,7 @@ import pytest
 
 from src.extras.aot.report import typed
 from src.extras.aot.topology import parse_topology
-from src.extras.aot.train_compile import _compile, command, main
+from src.extras.aot.train_compile import compile_lowered, command, main
 from src.system.errors import UserError
 from src.system.exit_codes import run_command
 from tests import quick_compilation
@@ -152,7 +152,7 @@ def test_another_memory_than_the_devices_main_one_is_no_question_of_size():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 18M of 16M")
 
     with pytest.raises(UserError, match=r"failed with RESOURCE_EXHAUSTED(.|\n)*vmem"):
-        _compile(SimpleNamespace(compile=refuse), parse_topology("v5e-4", 1), {})
+        compile_lowered(SimpleNamespace(compile=refuse), parse_topology("v5e-4", 1), {})
 
 
 def test_a_compiler_that_fails_is_quoted_with_what_to_try():
@@ -160,7 +160,7 @@ def test_a_compiler_that_fails_is_quoted_with_what_to_try():
         raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes that satisfy hlo %fusion.3")
 
     with pytest.raises(UserError) as said:
-        _compile(SimpleNamespace(compile=refuse), parse_topology("a3", 1), {})
+        compile_lowered(SimpleNamespace(compile=refuse), parse_topology("a3", 1), {})
     assert "the compiler for a3 failed with INTERNAL" in str(said.value)
     assert "Couldn't find output tile sizes that satisfy hlo %fusion.3" in str(said.value)
     assert "max_target_length as a multiple of 128, another attention" in str(said.value)

@@ -87,7 +87,7 @@ def test_a_profile_changes_the_schedule_of_the_same_program(for_gpus, tmp_path):
     lowered, header, plain = for_gpus
     before_schedule = re.search(r'fingerprint_before_lhs="(\w+)"', plain)[1]
     path = slow_gathers(tmp_path / "profile", header, before_schedule, plain)
-    compiled, _ = train_compile._compile(lowered, parse_topology("a3", 1), pgle.options(path, header))
+    compiled, _ = train_compile.compile_lowered(lowered, parse_topology("a3", 1), pgle.options(path, header))
     text = compiled.as_text()
     assert re.search(r'fingerprint_before_lhs="(\w+)"', text)[1] == before_schedule
     assert instructions(text) != instructions(plain)

@@ -44,21 +44,7 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     config = configured(argv, USAGE, joins=False)
     if config is None:
         return None
-    if not config.aot.compile_topology:
-        raise UserError("compile_topology is empty: name the devices to compile for, such as compile_topology=v5p-128")
-    topology = parse_topology(config.aot.compile_topology, config.aot.compile_topology_num_slices)
-    if config.run.hardware not in ("", topology.platform):
-        raise UserError(
-            f"hardware={config.run.hardware}, but {topology.name} is a {topology.platform}. Leave hardware empty."
-        )
-    pgle.check_platform(config.aot, topology.platform)
-    if config.aot.pgle:
-        raise UserError(
-            f"pgle={config.aot.pgle} measures a run, but src.train_compile only takes a finished profile: "
-            "give pgle_profile"
-        )
-    report.device_capacity(topology)  # raises a clearer error than JAX for an invalid fraction in the environment
-    check_environment(uses_tpu=topology.platform == "tpu")
+    topology = checked_topology(config)
     program_path, report_path = config.aot.compiled_trainstep_file, config.aot.compile_report
     outputs = {"compiled_trainstep_file": program_path, "compile_report": report_path}
     check_outputs({key: path for key, path in outputs.items() if path})
@@ -82,7 +68,7 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     header = program.header(traced, config.model, config.step, config.batch, config.mesh)
     profile = pgle.options(config.aot.pgle_profile, header) if config.aot.pgle_profile else {}
     times.append(time.monotonic())
-    compiled, refusal = _compile(lowered, topology, profile)
+    compiled, refusal = compile_lowered(lowered, topology, profile)
     times.append(time.monotonic())
     if profile and compiled:
         pgle.check_used(config.aot.pgle_profile, profile, compiled.as_text() or "")
@@ -96,7 +82,7 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     print_header(report.lines(result))
     fits = result["memory"]["fits"]
     if not fits:
-        _advise(result, config, topology, devices, traced)
+        advise(result, config, topology, devices, traced)
         print_header([("would help ", "\n".join(report.change_lines(result)))])
 
     if program_path and compiled and fits:
@@ -109,7 +95,27 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     return result
 
 
-def _compile(
+def checked_topology(config: Config) -> Topology:
+    """Returns the config's topology; raises UserError for keys or an environment that no compilation accepts."""
+    if not config.aot.compile_topology:
+        raise UserError("compile_topology is empty: name the devices to compile for, such as compile_topology=v5p-128")
+    topology = parse_topology(config.aot.compile_topology, config.aot.compile_topology_num_slices)
+    if config.run.hardware not in ("", topology.platform):
+        raise UserError(
+            f"hardware={config.run.hardware}, but {topology.name} is a {topology.platform}. Leave hardware empty."
+        )
+    pgle.check_platform(config.aot, topology.platform)
+    if config.aot.pgle:
+        raise UserError(
+            f"pgle={config.aot.pgle} measures a run, but src.train_compile only takes a finished profile: "
+            "give pgle_profile"
+        )
+    report.device_capacity(topology)  # raises a clearer error than JAX for an invalid fraction in the environment
+    check_environment(uses_tpu=topology.platform == "tpu")
+    return topology
+
+
+def compile_lowered(
     lowered: jax.stages.Lowered, topology: Topology, profile: Mapping[str, bytes]
 ) -> tuple[jax.stages.Compiled | None, str]:
     """Returns (program, ""), or (None, message) if it exceeds a TPU's HBM; raises UserError for any other failure."""
@@ -129,7 +135,7 @@ def _compile(
     )
 
 
-def _advise(
+def advise(
     result: report.Report, config: Config, topology: Topology, devices: list[jax.Device], traced: TracedTrainStep
 ) -> None:
     """Adds changes that reduce the step's memory to the report, compiling each until one fits or time runs out."""
@@ -139,7 +145,7 @@ def _advise(
         print(f"compiling with {report.typed(keys)}, estimated at {report.readable(estimated)}", flush=True)
         memory = {"needed": needed, "fits": False}
         with contextlib.suppress(UserError):  # the compiler failed: not a useful suggestion
-            compiled, refusal = _compile(changed.jax_traced.lower(), topology, {})
+            compiled, refusal = compile_lowered(changed.jax_traced.lower(), topology, {})
             memory = report.device_memory(topology, changed, compiled, refusal)
         if memory["needed"] < needed:
             entry = {"keys": keys, "cost": cost, "estimated": estimated}

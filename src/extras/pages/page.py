@@ -24,6 +24,9 @@ from src.run.metrics import TRAIN_KEYS
 from src.system.errors import UserError, counted
 
 _FOLDER = Path(__file__).parent
+_CHARTS = """<noscript><p class="card">The charts are drawn by JavaScript, which is off.</p></noscript>
+<div class="grid-of-cards" id="charts"></div>
+<p class="status">Drag over a chart to zoom in all of them, double-click to see the whole run.</p>"""
 
 
 def page(folder: epath.Path, history: History) -> str:
@@ -60,7 +63,7 @@ def page(folder: epath.Path, history: History) -> str:
 def whole_page(
     histories: Mapping[str, History], title: str, status: str, top: str, sections: Iterable[str], unit: str
 ) -> str:
-    """Renders a page of HTML parts, with the charts of one run or several, whose losses have this `unit`."""
+    """Renders a page of HTML parts, with the charts of one run, several, or none, whose losses have this `unit`."""
     written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     invalid = [counted(run.invalid_lines, "line") for run in histories.values() if run.invalid_lines]
     left_out = [f" Left out: {lines} of metrics.jsonl without the metrics of a step." for lines in invalid]
@@ -72,7 +75,8 @@ def whole_page(
         top=top,
         sections="\n".join(sections),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),  # no "</script>"
-        script=(_FOLDER / "charts.js").read_text(encoding="utf-8"),
+        charts=_CHARTS if histories else "",
+        script=(_FOLDER / "charts.js").read_text(encoding="utf-8") if histories else "",
     )
 
 

@@ -44,6 +44,7 @@ ELSEWHERE = {  # the first expression that a command has says why it is not run
     r"^scripts/(?!.*--dry-run)": "needs a cluster: tests/test_launch.py has stand-ins for its commands",
     r"on_gpu\.sh(?!.*platform cpu)|bench\.py|pgle|quantization=": "needs a GPU or TPU",
     r"^\.venv\S+ -m src\.train configs/(recipes/|base\.yml (?!.*=(hf|runs)/))": "a billion parameters and more",
+    r"-m src\.plan": "minutes of compiling: tests/plan searches for a tiny model",
     r"bench_context": "an hour of the TPU's compiler, for figures that docs/performance.md has",
     r"program_memory\.py dump": "reads what XLA_FLAGS made another command write: tests/aot has such folders",
 }

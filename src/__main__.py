@@ -8,7 +8,7 @@ from src.system.exit_codes import end
 
 COMMANDS = (
     *("train", "train_compile", "train_dpo", "evaluate", "decode", "convert", "report"),
-    *("inspect_data", "tokenize_dataset", "train_tokenizer", "verify"),
+    *("inspect_data", "tokenize_dataset", "train_tokenizer", "verify", "plan"),
 )
 USAGE = f"usage: mintext COMMAND ...\n\nCOMMAND is one of {', '.join(COMMANDS)}; each explains itself with --help."
 

@@ -88,6 +88,7 @@ COMMANDS = {
     "pages": ["report", "runs/a"],
     "datasets": ["inspect_data", "configs/base.yml"],
     "verify": ["verify", "configs/base.yml"],
+    "plan": ["plan", "configs/base.yml", "compile_topology=cpu-8"],
     "trackers": ["train", "configs/quickstart.yml", "report_to=[wandb]"],
     "readers": ["train", "configs/base.yml", "dataset_type=parquet", "dataset_path=a.parquet"],
     "stack_traces": ["train", "configs/quickstart.yml", "collect_stack_trace=true"],

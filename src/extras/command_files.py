@@ -24,6 +24,9 @@ _BEGINNINGS = {
     "pgle_profile": rb"MinText PGLE profile, ",
     "report": rb"<!doctype html>.*\n  --page: #",
     "report of src.verify": rb'\{\n  "model_name": ',
+    "calibration": rb'\{\n  "kind": ',
+    "report of src.plan": rb'\{\n  "plan": ',
+    "page of src.plan": rb"<!doctype html>.*\n  --page: #",
 }
 
 

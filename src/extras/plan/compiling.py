@@ -1,0 +1,178 @@
+"""Compiles points, each in a process of its own, and keeps what was found in a folder."""
+
+import functools
+import hashlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
+import jax
+
+from src import FOLDER
+from src.config.schema import Config
+from src.config.yaml import dump
+from src.extras.aot import eight_bits, report
+from src.extras.aot.devices import CUDA, abstract_devices
+from src.extras.aot.program import JAX_SETTINGS, RUN_TIME_KEYS
+from src.extras.aot.topology import Topology
+from src.extras.aot.train_compile import advise, checked_topology, compile_lowered
+from src.parallel.chips import GPU_HOSTS, GPU_PROPERTIES
+from src.run import resolve_config
+from src.run.run_setup import configure_jax
+from src.step.compiler_flags import compiler_options, environment_flags
+from src.step.trace import trace_train_step
+from src.system.disk import new_file
+from src.system.errors import UserError
+from src.system.exit_codes import run_command
+
+PROCESS_BYTES = 3 * 2**30  # a compilation's, at most
+COMMAND = "src.train_compile"  # whose keys and programs these are
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", f"jax-cuda{CUDA}-plugin", f"jax-cuda{CUDA}-pjrt")
+SOURCES = ("config", "data", "model", "parallel", "step", "extras/aot")  # of src, which make the program and its report
+USER_FUNCTIONS = ("loss", "batch_transform", "eval_metrics")
+MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+ADVISED = "-advised"  # in a record's name
+
+Record = dict[str, Any]  # the report of train_compile, `failed` (the compiler's message or ""), `cpu_seconds`
+
+
+class Running(NamedTuple):
+    """A compilation that has been started."""
+
+    process: subprocess.Popen[bytes]
+    file: Path  # of its record
+    begun: float
+
+    def result(self) -> Record | None:
+        """Returns its record, None while it runs; a process that died is a failure, which is not kept."""
+        if self.process.poll() is None:
+            return None
+        if (record := kept(self.file)) is not None:
+            return record
+        log = self.file.with_suffix(".log").read_text(errors="replace").strip().splitlines()
+        code = self.process.returncode
+        why = log[-1] if log and code > 0 else f"it was ended by signal {-code}"
+        return {"failed": f"its process did not finish: {why}"}
+
+    def end(self) -> None:
+        """Ends the process if it still runs."""
+        self.process.kill()
+        self.process.wait()
+
+
+class Folder(NamedTuple):
+    """Where records are kept, and what besides a config's keys they depend on."""
+
+    path: Path
+    surroundings: str
+
+    @classmethod
+    def of(cls, config: Config, topology: Topology) -> "Folder":
+        """Makes the folder below `jax_cache_dir`; a temporary one if that is empty, or users' functions may change."""
+        kept = "" if any(config[key] for key in USER_FUNCTIONS) else config.step.jax_cache_dir
+        path = Path(os.path.expanduser(kept)) / "plan" if kept else Path(tempfile.mkdtemp(prefix="mintext-plan-"))
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"jax_cache_dir={kept}: cannot keep compiled points there: {error}") from None
+        installed = sorted((each.name, each.version) for each in metadata.distributions() if each.name in PACKAGES)
+        fractions = {name: os.environ.get(name) for name in MEMORY_FRACTIONS}
+        settings = {name: str(jax.config.values[name]) for name in JAX_SETTINGS if name in jax.config.values}
+        flags = environment_flags(), config.aot.compile_xla_flags
+        chip = topology, GPU_PROPERTIES.get(topology.chip.kind if topology.chip else "")
+        return cls(path, repr((chip, installed, fractions, settings, flags, _sources())))
+
+    def file(self, config: Config, advises: bool = False) -> Path:
+        """Names the record of a config: by a digest of its program's keys, versions, flags and sources."""
+        sections = (config.model, config.step, config.batch, config.mesh)
+        keys = {key: dump(value) for section in sections for key, value in vars(section).items()}
+        keys = {key: value for key, value in keys.items() if key not in RUN_TIME_KEYS}
+        digest = hashlib.sha256(f"{self.surroundings}{sorted(keys.items())}".encode()).hexdigest()
+        return self.path / f"{digest}{ADVISED * advises}.json"
+
+    def start(self, config: Config, words: Sequence[str], advises: bool = False) -> Running:
+        """Starts compiling the config that `words` resolve to, and with `advises` changes that reduce its memory."""
+        file = self.file(config, advises)
+        arguments = [sys.executable, "-m", __spec__.name, str(file), *words]
+        path = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
+        with file.with_suffix(".log").open("wb") as log:
+            # In a session of its own: Ctrl-C reaches only the search, which then ends the others.
+            process = subprocess.Popen(
+                arguments, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": path}, start_new_session=True
+            )
+        return Running(process, file, time.monotonic())
+
+
+def rated(topology: Topology) -> Topology:
+    """Gives a topology of CPUs the published rates of H100s, so that the command can be tried anywhere."""
+    return topology if topology.chip else topology._replace(chip=GPU_HOSTS["a3"])
+
+
+def processes() -> int:
+    """Number of compilations to run at a time: one per core, if memory suffices."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(os.cpu_count() or 1, memory // PROCESS_BYTES))
+
+
+def kept(file: Path) -> Record | None:
+    """Reads a record; None if there is none."""
+    try:
+        record = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and "failed" in record else None
+
+
+def main(argv: Sequence[str]) -> None:
+    """Compiles the config of a command line as train_compile does, and writes the record `argv[0]`.
+
+    A record that is ADVISED also has changes that reduce the memory of a step that does not fit.
+    """
+    file, *words = argv
+    config = resolve_config.load(words, [], command=COMMAND)
+    configure_jax(config.step)
+    try:
+        record: Record = {**compiled_report(config, Path(file).stem.endswith(ADVISED)), "failed": ""}
+    except UserError as error:
+        record = {"failed": str(error)}
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    record |= {"cpu_seconds": used.ru_utime + used.ru_stime, "host_peak_bytes": used.ru_maxrss * 1024, "words": words}
+    with new_file(Path(file)) as opened:
+        opened.write(json.dumps(record).encode())
+
+
+def compiled_report(config: Config, advises: bool) -> report.Report:
+    """Compiles a config's step for its topology; returns the report of train_compile."""
+    topology = rated(checked_topology(config))
+    jax.config.update("jax_enable_compilation_cache", False)
+    devices, begun = abstract_devices(topology), time.monotonic()
+    options = compiler_options(config.aot.compile_xla_flags, devices[0], topology.slices)
+    traced = trace_train_step(config, devices, options)
+    compiled, refusal = compile_lowered(traced.jax_traced.lower(), topology, {})
+    if compiled:
+        eight_bits.check(compiled, traced.plan)
+    result = report.make_report(topology, traced, compiled, refusal, {"compiling": time.monotonic() - begun})
+    if advises and not result["memory"]["fits"]:
+        advise(result, config, topology, devices, traced)
+    return result
+
+
+@functools.cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for file in sorted(file for folder in SOURCES for file in (FOLDER / folder).rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    run_command(main)

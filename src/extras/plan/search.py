@@ -1,0 +1,179 @@
+"""Compiles the most promising candidates, and chooses the next ones by what the compiler found."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from src.config.schema import Config
+from src.extras.aot.hlo import Collective
+from src.extras.aot.memory import SAVED
+from src.extras.aot.report import readable
+from src.extras.aot.roofline import Prediction
+from src.extras.plan import host
+from src.extras.plan.compiling import Folder, Record, Running, kept, processes
+from src.extras.plan.costing import NEAREST, Candidate, Costing
+from src.extras.plan.points import Point, Space
+from src.run.metrics import duration
+from src.system.errors import counted
+
+UNKNOWN_ERROR = 1.1  # times the memory that a first point may need by its estimate
+
+
+class Result(NamedTuple):
+    """A candidate and what its compilation found."""
+
+    candidate: Candidate
+    record: Record
+    prediction: Prediction | None  # from the compiled program's collectives; None without a program
+    host_seconds: float  # waiting for copies to host memory and back
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiler says that it fits."""
+        return not self.record["failed"] and self.record["memory"]["fits"]
+
+    @property
+    def needed(self) -> float:
+        """Bytes per device; infinite if the compiler failed."""
+        return math.inf if self.record["failed"] else self.record["memory"]["needed"]
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted duration of a step; infinite without a program."""
+        return self.prediction.step_seconds + self.host_seconds if self.prediction else math.inf
+
+    @property
+    def speed(self) -> float:
+        """Predicted tokens per second; 0 without a program."""
+        return self.record.get("tokens", 0) / self.step_seconds
+
+
+class Search:
+    """Compiles `top` candidates, and up to as many more while one should be faster than the fastest that fits."""
+
+    def __init__(
+        self, costing: Costing, space: Space, folder: Folder, words: Callable[[Point], list[str]], top: int
+    ) -> None:
+        self._costing, self._space, self._folder, self._words, self._top = costing, space, folder, words, top
+        self.results: list[Result] = []
+        self._left = list(costing.candidates)
+        self._running: dict[Running, Candidate] = {}
+        self._seconds: list[float] = []
+
+    def run(self, say: Callable[[str], None]) -> None:
+        """Compiles into `results`; ends its processes if it is interrupted."""
+        for candidate in list(self._left):
+            if record := kept(self._folder.file(self._config(candidate))):
+                self._left.remove(candidate)
+                self.results.append(self._result(candidate, record))
+        if self.results:
+            say(f"{counted(len(self.results), 'point')} compiled before")
+        try:
+            while self._start() or self._running:
+                time.sleep(0.1)
+                for running in list(self._running):
+                    if (record := running.result()) is not None:
+                        self._seconds.append(time.monotonic() - running.begun)
+                        self.results.append(self._result(self._running.pop(running), record))
+                        say(self._progress())
+        finally:
+            for running in self._running:
+                running.end()
+
+    def advice(self) -> Result:
+        """Compiles changes that may make the smallest result fit; returns it with them in its record."""
+        nearest = min(self.results, key=lambda each: each.needed)
+        config, words = self._config(nearest.candidate), self._words(nearest.candidate.point)
+        if (record := kept(self._folder.file(config, advises=True))) is None:
+            running = self._folder.start(config, words, advises=True)
+            try:
+                while (record := running.result()) is None:
+                    time.sleep(0.1)
+            finally:
+                running.end()
+        return self._result(nearest.candidate, record)
+
+    def _start(self) -> bool:
+        """Starts as many compilations as there are processes for; returns whether it started any."""
+        before = len(self._running)
+        while len(self._running) < processes() and (candidate := self._next()):
+            self._left.remove(candidate)
+            self._running[self._folder.start(self._config(candidate), self._words(candidate.point))] = candidate
+        return len(self._running) > before
+
+    def _result(self, candidate: Candidate, record: Record) -> Result:
+        if "collectives" not in record:
+            return Result(candidate, record, None, 0.0)
+        moved, on_host = [Collective(**each) for each in record["collectives"]], record["memory"]["host"]
+        kept = on_host[SAVED] * candidate.point.batch["gradient_accumulation_steps"]
+        waits = host.seconds(self._space.topology, on_host["optimizer"], kept)
+        return Result(candidate, record, candidate.costs._replace(moved=moved).predict(self._space.constants), waits)
+
+    def _config(self, candidate: Candidate) -> Config:
+        return self._space.config.replace(**candidate.point.keys)
+
+    def _next(self) -> Candidate | None:
+        """Chooses the candidate to compile next, None if the list is complete.
+
+        The first half are the fastest candidates of each kind of mesh, because estimates err alike for a kind; the
+        others the fastest after the estimates' errors so far are corrected.
+        """
+        tried = [*(each.candidate for each in self.results), *self._running.values()]
+        best = max((each.speed for each in self.results if each.fits), default=0.0)
+        if len(tried) >= 2 * self._top or not self._left:
+            return None
+        limit = self._costing.capacity * (1.0 if self.results else UNKNOWN_ERROR)
+        fitting = [each for each in self._left if self._memory(each) <= limit and not self._saves_in_vain(each, tried)]
+        if not fitting:
+            done = best or self._running or len(tried) >= NEAREST
+            return None if done else min(self._left, key=self._memory)
+        if len(tried) >= self._top and best:
+            fastest = max(fitting, key=self._speed)
+            return fastest if self._speed(fastest) > best else None
+        kinds = {each.point.kind for each in tried}
+        if len(tried) < self._top / 2 and (others := [each for each in fitting if each.point.kind not in kinds]):
+            return max(others, key=self._speed)
+        return max(fitting, key=self._speed)
+
+    def _saves_in_vain(self, candidate: Candidate, tried: list[Candidate]) -> bool:
+        """Whether the same step was tried with another placement, and is not known to be too large."""
+        too_large = [each.candidate for each in self.results if not each.fits]
+        return any(each.point[:-1] == candidate.point[:-1] and each not in too_large for each in tried)
+
+    def _memory(self, candidate: Candidate) -> float:
+        known = [each for each in self.results if not each.record["failed"]]
+        return candidate.memory * _ratio(candidate, known, lambda each: each.needed / each.candidate.memory)
+
+    def _speed(self, candidate: Candidate) -> float:
+        known = [each for each in self.results if each.speed]
+        return candidate.speed * _ratio(candidate, known, lambda each: each.speed / each.candidate.speed)
+
+    def _progress(self) -> str:
+        done, result = len(self.results), self.results[-1]
+        count = max(self._top, done + len(self._running))
+        left = (count - done) * statistics.median(self._seconds) / processes()
+        if result.record["failed"]:
+            verdict = f"failed: {result.record['failed'].splitlines()[0][:100]}"
+        else:
+            speed = f", {result.speed:,.0f} tokens/s" if result.fits else ": does not fit"
+            verdict = f"{readable(result.record['memory']['needed'])} of {readable(self._costing.capacity)}{speed}"
+        return (
+            f"compiled {done} of {count}, about {duration(left)} left: {result.candidate.point.mesh_words}, {verdict}"
+        )
+
+
+def _ratio(candidate: Candidate, known: list[Result], ratio: Callable[[Result], float]) -> float:
+    """Median ratio of found to estimated values for the compiled points that are most like the candidate."""
+    for traits in _traits(candidate.point):
+        if ratios := [ratio(each) for each in known if traits in _traits(each.candidate.point)]:
+            return statistics.median(ratios)
+    return 1.0
+
+
+def _traits(point: Point) -> list[tuple[Any, ...]]:
+    """What points may have in common that determines an estimate's error, the most specific first."""
+    # Gradients are reduced in another way if there are several micro-batches, or a sharded optimizer.
+    how = sorted(point.variant.items()), point.batch["gradient_accumulation_steps"] > 1
+    return [(point.mesh, point.policy, *how), (point.kind, *how), how, (point.kind,), ()]

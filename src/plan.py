@@ -1,0 +1,16 @@
+"""Searches the fastest mesh, remat policy and batch that fit given devices: `python -m src.plan CONFIG`."""
+
+from collections.abc import Sequence
+
+from src.system.exit_codes import run_command
+
+
+def main(argv: Sequence[str]) -> object:
+    """Runs the command line `argv`, by src/extras/plan/command.py; the exit code is 3 if nothing fits."""
+    from src.extras.plan.command import main
+
+    return main(argv)
+
+
+if __name__ == "__main__":
+    run_command(main)

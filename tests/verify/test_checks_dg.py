@@ -183,7 +183,7 @@ def test_finds_predictions_weighted_by_segment(monkeypatch):
         return [{**each, "loss_mask": each["loss_mask"] * batch["segment_ids"]} for each in mtp_batches(batch, plan)]
 
     patched(monkeypatch, loss, "mtp_batches", weighted)
-    assert failed(documents, "packed rows as one document a row", mtp_num_layers=1) == "the sums of the loss differ"
+    assert failed(documents, "packed rows as one document a row", mtp_num_layers=1).startswith("the sums of the loss")
     assert "mtp_loss is " in failed(documents, "the step's loss from these logits", mtp_num_layers=1)
 
 

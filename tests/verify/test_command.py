@@ -70,7 +70,7 @@ def test_a_loss_that_reports_more_is_verified(monkeypatch):
 def test_each_row_of_resumed_runs_is_printed(capsys):
     report = command.main([*TINY, "checks=f"])
     said = capsys.readouterr().out
-    assert len(report.rows) == 4
+    assert len(report.rows) == 5
     assert all(row.name in said for row in report.rows)
 
 

@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> Report | None:
     for line in small.hidden:
         show(f"not shown   {line}")
     arguments = _arguments(config, where, compiled)
-    digest = report.digest_of(small.config, arguments)
+    digest = report.digest_of(small.config, (arguments, own["golden"]))
     head = {"model_name": config["model_name"], "digest": digest, "kept": small.kept, "hidden": small.hidden}
     before, checks, rows = report.finished(own["report"], digest), _checks(letters, arguments, own["golden"]), []
     unfinished, subject, begun = [letter for letter, *_ in checks], Subject(small.config), time.monotonic()

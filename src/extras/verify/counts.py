@@ -89,7 +89,7 @@ def _useless(spec: ModelSpec) -> int:
 
 
 def matmuls(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, bool, int]]:
-    """Yields each matmul's equation, whether it has a batch dim, as none with a weight has, and its FLOPs."""
+    """Yields each matmul's equation, whether it has a batch dim, as those of scores and recurrences, and its FLOPs."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             (summed, _), (batch, _) = eqn.params["dimension_numbers"]

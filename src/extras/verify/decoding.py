@@ -1,5 +1,6 @@
 """Check g: generation with caches gives each token the log-probability that the forward pass without them does."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 
 from src.extras.verify.logits import NO_PATTERNS, adapters_merged, evaluated, single_layers, unlimited
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject
+from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject, attempted
 from src.model.params import Weights
 from src.step.plan import StepPlan
 from src.system.errors import UserError
@@ -37,7 +38,8 @@ def rows(subject: Subject) -> Iterator[Row]:
     for name, prepare, temperature in (("src.decode", unrolled, 1.0), ("a run's sample", in_training, 0.0)):
         try:
             row = _compared(f"decoding of {name}", subject, prepare, temperature)
-            yield row if row.status == PASS else row._replace(note=row.note + _alone(subject, prepare, temperature))
+            alone = functools.partial(_alone, subject, prepare, temperature)
+            yield row if row.status == PASS else row._replace(note=row.note + attempted(alone))
         except UserError as error:
             if error.__cause__:  # what a user's loss raised
                 raise

@@ -1,5 +1,6 @@
 """Check d: logits depend on a token's own document up to the token, and the loss is a mean over the right tokens."""
 
+import functools
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
@@ -9,7 +10,17 @@ from src.data.packing import empty_batch, fill_row
 from src.data.types import Document
 from src.extras.verify.locate import UNROLLED, forward_values, parting
 from src.extras.verify.logits import Arrays, evaluated, single_layers, unlimited
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, PLAIN_DESCENT, ROWS, Row, Subject, mesh_keys
+from src.extras.verify.subject import (
+    FAIL,
+    NOT_APPLICABLE,
+    PASS,
+    PLAIN_DESCENT,
+    ROWS,
+    Row,
+    Subject,
+    attempted,
+    mesh_keys,
+)
 from src.model.parts import mixer
 from src.system.errors import UserError
 
@@ -87,7 +98,7 @@ def _of_model(subject: Subject, devices: int, keys: Mapping[str, Any], where: st
             for name, array in mixed
             if array.shape[:2] == segments.shape
         ]
-        note += _since(parting(moved, single, real[document, 0], BOUND))
+        note += _since(functools.partial(parting, moved, single, real[document, 0], BOUND))
     figure = float(max(np.max(sizes), total))
     yield Row("d", f"packed rows as one document a row{where}", FAIL if note else PASS, figure, BOUND, note)
     return logits[0]
@@ -149,11 +160,12 @@ def _exact(name: str, wrong: np.ndarray, through: Callable[[int, np.ndarray], st
         note = f"row {row}: changing {what} {'does not change' if change == token else 'changes'} the logits at {token}"
         at = np.zeros(wrong.shape[1:], bool)
         at[row, token] = True
-        note += _since(through(change, at)) if through else ""
+        note += _since(functools.partial(through, change, at)) if through else ""
     return Row("d", name, FAIL if note else PASS, float(np.sum(wrong)), 0, note)
 
 
-def _since(label: str) -> str:
+def _since(find: Callable[[], str]) -> str:
+    label = attempted(find)
     return f", from {label} on" * bool(label)
 
 

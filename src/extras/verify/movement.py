@@ -45,12 +45,14 @@ def rows(subject: Subject, weight_dtype: str) -> Iterator[Row]:
     yield from without_gradient(Loss(subject))
     plan = subject.plan(ema_decay=EMA_DECAY if subject.config.step.ema_decay else 0.0)
     before, after = step(subject, plan)
-    waiting = [path for path, still in _stay(subject, plan, before, after).items() if still]
+    descent, gradients = subject.plan(**PLAIN_DESCENT), subject.reference.gradients
+    waiting = [path for path, still in _stay(gradients, plan, before, after).items() if still]
     if waiting:  # perhaps because an optimizer such as SOAP only prepares in its first step
         before, after = step(subject, plan, waits=True)
+        gradients = subject.result(descent, subject.batch, subject.batch).gradients
     note = f"in the second step; in the first, {first_few(waiting)} did not" if waiting else ""
     name = "trained weights move downhill: entries that do not"
-    yield worst("e", name, _stay(subject, plan, before, after), 0.0, note)
+    yield worst("e", name, _stay(gradients, plan, before, after), 0.0, note)
     old, new = flat(before.weights.trainable), flat(after.weights.trainable)
     updates = {path: new[path].astype(np.float64) - old[path] for path in old}
     frozen, left = flat(before.weights.frozen), flat(after.weights.frozen)
@@ -92,15 +94,16 @@ def without_gradient(loss: Loss) -> Iterator[Row]:
             unknown.append(path)
     yield worst("e", "trained weights that nothing uses", unused, 0.0)
     name, note = "entries without a gradient move no loss", f"none of {', '.join(whole)} does" if whole else ""
-    yield worst("e", name, sizes, BOUND, note, otherwise="every entry has a gradient")
+    if sizes or not unknown:
+        yield worst("e", name, sizes, BOUND, note, otherwise="every entry has a gradient")
     if unknown:
         yield Row("e", name, NOT_APPLICABLE, note=f"{LEFT_OUT}: all of {', '.join(unknown)}")
 
 
-def _stay(subject: Subject, plan: StepPlan, before: TrainState, after: TrainState) -> dict[str, float]:
+def _stay(gradients: Arrays, plan: StepPlan, before: TrainState, after: TrainState) -> dict[str, float]:
     """Counts each weight's entries that stay, or move uphill with all others, although their gradient is large."""
     old, new, rules = flat(before.weights.trainable), flat(after.weights.trainable), flat(plan.rules)
-    gradients, stay = subject.reference.gradients, {}
+    stay = {}
     least = NONE * max(float(np.max(np.abs(gradient))) for gradient in gradients.values())
     for path, gradient in gradients.items():
         update = new[path].astype(np.float64) - old[path]
@@ -113,7 +116,7 @@ def _stay(subject: Subject, plan: StepPlan, before: TrainState, after: TrainStat
 def step(subject: Subject, plan: StepPlan, waits: bool = False) -> tuple[TrainState, TrainState]:
     """The states before and after a step at the peak of the learning rate; the average begins far from the weights.
 
-    If it `waits`, it is the second, after one at the rate 0, which leaves the weights and so the gradient.
+    If it `waits`, it is the second, after one at the rate 0.
     """
     state = subject.first_state(plan)
     before = jax.device_get(dataclasses.replace(state, ema=jax.tree.map(lambda x: x[::-1], state.ema)))
@@ -130,7 +133,8 @@ def optimizer(subject: Subject) -> Iterator[Row]:
     A step without decay differs from it by the weight times its rule's rate, or adam_weight_decay if the weight decays,
     which norms' scales and biases never do by default. And AdamW moves an entry with gradients g and h in its first two
     steps by its learning rate times m / (sqrt(v) + eps) in the second (Kingma and Ba 2015, algorithm 1), where
-    m = (b1 g + h) / (1 + b1) and v = (b2 g^2 + h^2) / (1 + b2). The first has the rate 0, so that weights stay.
+    m = (b1 g + h) / (1 + b1) and v = (b2 g^2 + h^2) / (1 + b2). The first has the rate 0, so that weights stay; both
+    gradients are read from such steps of plain gradient descent.
     """
     names = "weight decay takes its rate of each weight", "AdamW's second update follows from its keys"
     keys, plan, rules = subject.config.step, subject.reference_plan, {}
@@ -152,7 +156,8 @@ def optimizer(subject: Subject) -> Iterator[Row]:
         ]
         for each in (plan, subject.plan(adam_weight_decay=0.0, optimizer_rules=without))
     )
-    results = subject.result(subject.plan(**PLAIN_DESCENT), batches[0]), subject.reference
+    descent = subject.plan(**PLAIN_DESCENT)
+    results = subject.result(descent, batches[0]), subject.result(descent, *batches)
     g, h = (clipped(result.gradients, keys.gradient_clipping_threshold) for result in results)
     taken, moved, least = {}, {}, NONE * max(float(np.max(np.abs(gradient))) for gradient in h.values())
     for path, rule in rules.items():
@@ -166,7 +171,10 @@ def optimizer(subject: Subject) -> Iterator[Row]:
             error = np.float64(plain[path]) - old[path] + rate * scale * m / (np.sqrt(v) + keys.adam_eps)
             moved[path] = float(np.max(np.abs(error[strong]))) / (rate * (scale or 1.0))
     has_decay = highest >= LEAST_DECAY
-    yield worst("e", names[0], taken if has_decay else {}, DECAY_BOUND, otherwise=f"the highest rate is {highest:g}")
+    still = [path for path, rule in rules.items() if not rule.weight_decay]
+    note = f"none of {first_few(still)}" if still else ""
+    otherwise = f"the highest rate is {highest:g}"
+    yield worst("e", names[0], taken if has_decay else {}, DECAY_BOUND, note, otherwise)
     factors = keys.mup_base_emb_dim or keys.adam_clip_threshold
     why = "adam_clip_threshold or mup_base_emb_dim scales updates" if factors else "no weight has opt_type=adamw"
     yield worst("e", names[1], {} if factors else moved, RATE_BOUND, otherwise=why)

@@ -31,11 +31,14 @@ def rows(subject: Subject, meshes: Sequence[Mapping[str, int]] = (MESH,), dtype:
             if why := obstacle(subject.config, sizes):
                 raise UserError(why)
             plan = subject.plan(math.prod(sizes.values()), **mesh_keys(sizes))
+            state = abstract_state(plan)
+            traced = traced_step(plan, state, subject.loss, subject.length)
         except UserError as error:
+            if error.__cause__:  # what a user's loss raised
+                raise
             yield Row("j", mesh, NOT_APPLICABLE, note=str(error).partition("\n")[0])
             continue
-        state = abstract_state(plan)
-        text, warnings = _compiled(traced_step(plan, state, subject.loss, subject.length).lower())
+        text, warnings = _compiled(traced.lower())
         # XLA copies an array to every device if it cannot change its sharding otherwise, and says so only here.
         warned = re.findall(r'Involuntary full rematerialization.*?(?:op_name="(.*?)"|$)', warnings, re.MULTILINE)
         wrong = [name or "an operation without a name" for name in warned]
@@ -50,7 +53,7 @@ def rows(subject: Subject, meshes: Sequence[Mapping[str, int]] = (MESH,), dtype:
         lost = [jax.tree_util.keystr(path) for number, (path, _) in enumerate(leaves) if number not in aliased]
         yield _none(f"{mesh}: arrays of the state that are not donated", lost)
         yield _none(f"{mesh}: gathered along a sharded dim", _gathered(plan, text, subject.length))
-        yield _exchanged(f"{mesh}: gradients summed over devices", plan, state, text)
+        yield _exchanged(f"{mesh}: bytes summed over devices", plan, state, text)
     if dtype == "float32" or not optional("aot"):
         why = "dtype=float32" if optional("aot") else "src/extras/aot is missing"
         yield Row("j", "dtypes of matmuls", NOT_APPLICABLE, note=why)
@@ -136,7 +139,10 @@ def _exchanged(name: str, plan: StepPlan, state: TrainState, text: str) -> Row:
     trained = jax.tree.leaves(state.weights.trainable)
     gradients = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in trained)
     least = round(gradients * plan.layout.size([*row_axes]) / plan.layout.mesh.size) * bool(row_axes)
-    note = f"{summed:,} of at least {least:,} bytes; " + ", ".join(f"{kind} {n:,}" for kind, n in sizes.most_common())
+    listed = ", ".join(f"{kind} {n:,}" for kind, n in sizes.most_common())
+    if not least:
+        return Row("j", name, NOT_APPLICABLE, note=f"no two devices have different rows; {listed}")
+    note = f"{summed:,} of at least {least:,} bytes; {listed}"
     return Row("j", name, PASS if summed >= least else FAIL, max(0, least - summed), 0, note)
 
 

@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-import re
+import math
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from src.config.schema import Config
 from src.config.yaml import dump
@@ -22,9 +21,12 @@ SOURCES = Path(__file__).parents[2]
 def write(path: str, head: Mapping[str, Any], rows: Sequence[Row], unfinished: Sequence[str]) -> None:
     """Writes the rows, and the letters of the checks that are not completed; does nothing for an empty path."""
     if path:
-        found = {**head, "unfinished": unfinished, "rows": [row._asdict() for row in rows]}
-        # JSON has no number that is not finite.
-        text = re.sub(r": (NaN|-?Infinity)", r': "\1"', json.dumps(found, indent=2))
+        listed = [row._asdict() for row in rows]
+        for row in listed:
+            figure = row["figure"]
+            # JSON has no number that is not finite.
+            row["figure"] = figure if figure is None or math.isfinite(figure) else str(figure)
+        text = json.dumps({**head, "unfinished": unfinished, "rows": listed}, indent=2, allow_nan=False)
         write_output(KIND, path, f"{text}\n".encode())
 
 
@@ -35,8 +37,11 @@ def finished(path: str, digest: str) -> dict[str, list[Row]]:
     """
     if not digest or not path or not Path(path).is_file() or not Path(path).stat().st_size:
         return {}
-    found, rows = json.loads(Path(path).read_text()), {}
-    if found.get("digest") != digest or not found["unfinished"]:
+    try:
+        found, rows = json.loads(Path(path).read_text()), {}
+    except ValueError:  # not a report: it is overwritten
+        return {}
+    if not isinstance(found, dict) or found.get("digest") != digest or not found["unfinished"]:
         return {}
     for values in found["rows"]:
         if values["check"] not in found["unfinished"]:
@@ -46,14 +51,15 @@ def finished(path: str, digest: str) -> dict[str, list[Row]]:
 
 
 def digest_of(config: Config, arguments: Any) -> str:
-    """Digests a config, the arguments of checks, the code in `src/` and the version of JAX.
+    """Digests a config, the arguments of checks, the code in `src/`, and the versions of Python and all packages.
 
     Empty if the config names code elsewhere, which may import anything.
     """
     named = (config.step.loss, config.batch.batch_transform)
     if not all(name.startswith("src.") for name in named if name):
         return ""
-    digest = hashlib.sha256(f"{sys.version} {jax.__version__} {dump(dict(config))} {arguments}".encode())
+    packages = sorted(f"{each.name} {each.version}" for each in metadata.distributions())
+    digest = hashlib.sha256(f"{sys.version} {packages} {dump(dict(config))} {arguments}".encode())
     for file in sorted(SOURCES.rglob("*.py")):
         digest.update(f"{file.relative_to(SOURCES)} {hashlib.sha256(file.read_bytes()).hexdigest()}".encode())
     return digest.hexdigest()

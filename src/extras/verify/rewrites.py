@@ -40,7 +40,7 @@ def rows(subject: Subject) -> Iterator[Row]:
         if not splits and not masked:
             return subject.reference
         plan = subject.plan(**PLAIN_DESCENT, **one_batch())
-        result = subject.result(plan, masked_batch(subject) if masked else None)
+        result = subject.result(plan, masked_batch(subject) if masked else subject.batch)
         # It is reported as a mean over micro-batches too.
         return result._replace(metrics={key: x for key, x in result.metrics.items() if key != "load_balance_loss"})
 

@@ -20,6 +20,7 @@ from src.system.errors import UserError
 # What the result has of the configuration beside the sections `model` and `step`; the rest has its default.
 FURTHER = ("steps", "packing", "long_documents", "batch_transform", "mesh_axes", "logical_axis_rules")
 LOST = ("quantization", "attention", "optimizer_memory_host_offload", "num_vocab_tiling", "mu_dtype")
+LOST += ("remat_policy", "num_pipeline_microbatches", "num_pipeline_repeats")
 LOST += ("load_parameters_path", "use_sft", "enable_rampup_batch_size", "eval_metrics", "compile_xla_flags")
 NEUTRAL: dict[str, Any] = {key: KEYS[key].default for key in LOST} | {
     **dict.fromkeys(("dtype", "weight_dtype", "mu_dtype"), "float32"),

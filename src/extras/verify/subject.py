@@ -23,7 +23,7 @@ from src.system.errors import UserError
 ROWS = 8  # of a batch, for every mesh of eight devices
 LENGTH, LONGER = 48, 80  # tokens of a row; longer than a chunk of the gated delta rule for models that have it
 PASS, FAIL, NOT_APPLICABLE = "PASS", "FAIL", "NOT APPLICABLE"
-# Larger than any gradient of the small model is small: the weights' float32 then holds a gradient's digits.
+# So large that an update changes most digits of a weight: its float32 then holds the digits of the gradient.
 SGD_RATE = 1024.0
 
 
@@ -114,17 +114,18 @@ class Subject:
 
         return loss_function(self.config.step.loss)
 
-    def result(self, plan: StepPlan, batch: dict[str, Any] | None = None) -> Result:
-        """Runs a step on the batch, and reads the gradients from the update that plain gradient descent makes.
+    def result(self, plan: StepPlan, *batches: dict[str, Any]) -> Result:
+        """Runs steps, and reads the gradients from the update that plain gradient descent makes in the last one.
 
-        This is the training step itself, as src.train compiles it, with all that reduces gradients over devices and
-        micro-batches.
+        It is the training step itself, as src.train compiles it, with all that reduces gradients over devices and
+        micro-batches. Earlier steps, on all batches but the last, have the rate 0: they leave the weights, but change
+        the step's number, on which dropout depends, and routers' biases. Without `batches` it is one step on the batch.
         """
         before = plan.split(self.weights)
         zeros: Any = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_state(plan))
-        ((state, metrics),) = self.steps(
-            plan, dataclasses.replace(zeros, weights=before), [SGD_RATE], [batch or self.batch]
-        )
+        batches = batches or (self.batch,)
+        rates = [*[0.0] * (len(batches) - 1), SGD_RATE]
+        *_, (state, metrics) = self.steps(plan, dataclasses.replace(zeros, weights=before), rates, batches)
         old, new = flat(before.trainable), flat(jax.device_get(state.weights.trainable))
         gradients: dict[str, Any] = {path: (np.float64(old[path]) - np.float64(new[path])) / SGD_RATE for path in old}
         numbers: dict[str, float] = {
@@ -167,7 +168,7 @@ class Subject:
         except UserError as error:
             return str(error).partition("\n")[0]
         try:
-            return self.result(plan, batch)
+            return self.result(plan, batch or self.batch)
         except UserError as error:
             if error.__cause__ or isinstance(error, NotApplicable):  # the cause is what a user's loss raised
                 raise
@@ -206,6 +207,14 @@ def mesh_keys(sizes: Mapping[str, int]) -> dict[str, int]:
     return {f"ici_{word}_parallelism": sizes.get(axis, 1) for axis, word in MESH_AXES.items()}
 
 
+def attempted(find: Callable[[], str]) -> str:
+    """Looks for the place of a failure that is certain; an error here must not replace that."""
+    try:
+        return find()
+    except Exception as error:
+        return f"its place was not found: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 def differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> Iterator[tuple[str, float]]:
     """Yields each array's largest difference, relative to its largest value or a thousandth of the largest of all.
 
@@ -220,6 +229,8 @@ def differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarr
 # Parts of the weights' paths in the order in which a forward pass uses them; other weights are a mixer's.
 ORDER = ("embedding", "attention_norm", "attention.", "attention.out", "feed_forward_norm", "router", "wi", "wo")
 ORDER += ("final_norm", "mtp", "output")
+LAST, AFTER = ORDER.index("wo"), (-1, 99)  # the last rank of a layer; the groups of weights before and after layers
+LEAST_LOSS = 1e-3  # a user's loss may be zero but for rounding
 MOST_REPEATS = 8  # of a shrunk group of layers: a longer first dim is not the layers'
 
 
@@ -235,7 +246,8 @@ def compared(
     if counts[0] != counts[1]:
         return Row(check, name, FAIL, abs(counts[0] - counts[1]), 0, f"{counts[0]:.0f} tokens, not {counts[1]:.0f}")
     losses = [metric for metric in expected.metrics if metric.endswith("loss")]
-    sizes = {metric: abs(found.metrics[metric] / expected.metrics[metric] - 1) for metric in (*losses, "grad_norm")}
+    values = {metric: (found.metrics[metric], expected.metrics[metric]) for metric in (*losses, "grad_norm")}
+    sizes = {metric: abs(one - other) / max(abs(other), LEAST_LOSS) for metric, (one, other) in values.items()}
     gradients = dict(differences(found.gradients, expected.gradients))
     sizes |= {f"gradient of {path}": size for path, size in gradients.items()}
     if expected.stats:
@@ -247,8 +259,7 @@ def compared(
 
     notes = [f"{worst}; {len(wrong)} of {len(sizes)} quantities differ"]
     if forward := [metric for metric in losses if metric in wrong]:
-        place = parting()
-        notes += [f"{', '.join(forward)} too, " + (f"from {place} on" if place else "though the logits agree")]
+        notes += [f"{', '.join(forward)} too", *filter(None, [attempted(parting)])]
     elif any(not size <= bound for size in gradients.values()):
         notes += [f"nearest to the loss: {_nearest(found, expected, bound)}"]
     if all(not size <= bound for size in gradients.values()):
@@ -272,7 +283,7 @@ def _nearest(found: Result, expected: Result, bound: float) -> str:
         for layer, (one, other) in enumerate(pairs):
             (_, size) = next(differences({path: one}, {path: other}))
             rank = max((index for index, part in enumerate(ORDER) if part in path), default=2)
-            group = int(path.split(".")[1]) if path.startswith("segments.") else (rank > ORDER.index("wo")) * 99 - 1
+            _, group, place, *_ = path.split(".") if path.startswith("segments.") else ("", AFTER[rank > LAST], 0)
             if not size <= bound:
-                places[f"{path}[{layer}]" if len(pairs) > 1 else path] = (group, layer, rank, size)
+                places[f"{path}[{layer}]" if len(pairs) > 1 else path] = (int(group), layer, int(place), rank, size)
     return max(places, key=places.__getitem__, default="none by itself")

@@ -13,7 +13,7 @@ import pytest
 
 from src.extras.aot.report import typed
 from src.extras.aot.topology import parse_topology
-from src.extras.aot.train_compile import compile_lowered, command, main
+from src.extras.aot.train_compile import command, compile_lowered, main
 from src.system.errors import UserError
 from src.system.exit_codes import run_command
 from tests import quick_compilation

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from src.config.schema import keys_of
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject, flat
+from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject, flat, in_every_layer
 from src.model.params import STACKED, by_path, dotted
 from src.model.spec import layer_models
 from src.parallel.sequence import to_zigzag, zigzag_order
@@ -57,12 +57,8 @@ def unlimited(check: str, subject: Subject) -> tuple[Subject, list[Row]]:
     if not spec.has_capacity:
         return subject, []
     factor = float(max(layer.num_experts for layer in spec.layers))
-    segments = [
-        {**entry, "pattern": [{key: factor if key == name else keys[key] for key in keys} for keys in entry["pattern"]]}
-        for entry in subject.config.model.decoder_segments
-    ]
     note = f"what {name} drops depends on the whole sequence: the other rows have capacity for every token"
-    config = subject.config.replace(**{name: factor, "decoder_segments": segments})
+    config = in_every_layer(subject.config, name, lambda _: factor)
     return Subject(config, subject.seed), [Row(check, "experts of limited capacity", NOT_APPLICABLE, note=note)]
 
 

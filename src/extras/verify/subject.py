@@ -197,6 +197,18 @@ PLAIN_DESCENT: dict[str, Any] = {
 }
 
 
+def in_every_layer(config: Config, key: str, change: Callable[[Any], Any]) -> Config:
+    """Changes a layer setting in the model's section, and wherever a pattern of layers sets it."""
+    segments = [
+        {
+            **entry,
+            "pattern": [{**keys, **({key: change(keys[key])} if key in keys else {})} for keys in entry["pattern"]],
+        }
+        for entry in config.model.decoder_segments
+    ]
+    return config.replace(**{key: change(config[key]), "decoder_segments": segments})
+
+
 def flat(tree: Tree) -> dict[str, Any]:
     """Names the entries of nested weights by their dotted paths."""
     return {dotted(path): leaf for path, leaf in by_path(tree).items()}

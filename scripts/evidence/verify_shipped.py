@@ -1,7 +1,8 @@
 """Runs `src.verify` on every config that ships, and prints a table: python scripts/evidence/verify_shipped.py FOLDER.
 
-Configs whose small versions and meshes are equal are run once. FOLDER takes a report per config; a run goes on from the
-reports that are there. `--checks abde` chooses the checks, and names of configs after it only those.
+Configs whose small versions and meshes are equal are run once. FOLDER takes a report per config; an interrupted run
+continues, because configs with a report are not run again. `--checks abde` chooses the checks; names of configs choose
+the configs.
 """
 
 import argparse

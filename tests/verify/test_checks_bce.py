@@ -146,8 +146,8 @@ def test_stale_averages_and_frozen_weights_that_move_are_found(monkeypatch):
     monkeypatch.setattr(train_step, "Weights", thawed)
     monkeypatch.setattr(optax, "incremental_update", lambda new, old, size: incremental_update(old, old, size))
     rows = {row.name: row for row in failed(movement.rows(subject("averaged"), "float32"))}
-    assert rows.keys() == {"frozen weights: entries that change", "average of the new weights"}
-    assert "feed_forward.wi" in rows["frozen weights: entries that change"].note
+    assert rows.keys() == {"entries of frozen weights that change", "average of the new weights"}
+    assert "feed_forward.wi" in rows["entries of frozen weights that change"].note
     assert rows["average of the new weights"].figure >= 3 * rows["average of the new weights"].bound
 
 

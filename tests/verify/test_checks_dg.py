@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from src.extras.generation import generate
-from src.extras.verify import decoding, documents, logits
+from src.extras.verify import decoding, documents, locate, logits
 from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Subject
 from src.model import attention, decoder, gated_delta, lora
 from src.model.attention_kernels import scores
@@ -175,6 +175,16 @@ def test_finds_a_loss_over_all_tokens(monkeypatch):
 
     patched(monkeypatch, train_step, "count_tokens", all_tokens)
     assert "loss is " in failed(documents, "the step's loss from these logits")
+
+
+def test_finds_dropout_masks_that_rows_share(monkeypatch):
+    def of_one_row(with_keys, batch, step, plan):
+        keyed = with_keys(batch, step, plan)
+        return {**keyed, "dropout_keys": jnp.broadcast_to(keyed["dropout_keys"][:1], keyed["dropout_keys"].shape)}
+
+    patched(monkeypatch, locate, "with_dropout_keys", of_one_row)
+    note = failed(documents, "equal rows with other dropout", dropout_rate=0.2)
+    assert note == "7 of 8 rows have the mask of another"
 
 
 @pytest.mark.long

@@ -100,6 +100,14 @@ def test_counts_are_those_of_arrays_and_matmuls(kind):
     assert other == (NOT_APPLICABLE if kind == "hybrid" else None)
 
 
+def test_keys_of_a_window_are_counted(monkeypatch):
+    monkeypatch.setattr(flops, "mean_keys", lambda scores, length: scores.window)  # also for the first queries
+    monkeypatch.setattr(counts, "mean_keys", flops.mean_keys)
+    notes = failures(counts.rows(subject(attention_type="local_sliding", sliding_window_size=7)))
+    assert notes.keys() == {"keys that tokens attend to within a window of 7"}
+    assert "336 counted, 315 found" in notes["keys that tokens attend to within a window of 7"]
+
+
 def test_a_weight_that_the_flops_forget_is_named(monkeypatch):
     whole = flops.block_weights
 

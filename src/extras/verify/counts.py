@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, PLAIN_DESCENT, ROWS, Row, Subject
-from src.model.flops import all_layers, block_weights, count_params, flops_per_token, head_elements
+from src.model.flops import all_layers, block_weights, count_params, flops_per_token, head_elements, mean_keys
 from src.model.params import by_path, dotted
 from src.model.parts import layer_costs
 from src.model.spec import ModelSpec
@@ -38,6 +39,13 @@ def rows(subject: Subject) -> Iterator[Row]:
         terms |= {name: sizes[name], f"padding of {name}": math.prod(shape) - sizes[name]}
     yield _compared("parameters", sum(sizes.values()), count_params(spec), terms)
 
+    kinds = (layer_costs(layer)["attention"].scores for layer in all_layers(spec))
+    for scores in {(scores.window, scores.chunk): scores for scores in kinds if scores}.values():
+        within = f" within a window of {scores.window}" * (scores.window > 0)
+        within += f" within blocks of {scores.chunk}" * (scores.chunk > 0)
+        seen = int(np.sum(visible(subject.length, scores.window, scores.chunk)))
+        counted = round(subject.length * mean_keys(scores, subject.length))
+        yield _compared(f"keys that tokens attend to{within}", seen, counted, {})
     state, made = abstract_state(plan), {False: -tokens * _useless(spec), True: 0}
     # The MFU counts this loss, even if the config has another.
     traced = traced_step(plan, state, next_token_loss, subject.length)
@@ -58,6 +66,13 @@ def rows(subject: Subject) -> Iterator[Row]:
     if special:
         why = f"{' and '.join(special)} counts operations token by token; the program computes them in chunks"
         yield Row("h", "FLOPs of other matmuls", NOT_APPLICABLE, note=why)
+
+
+def visible(length: int, window: int, chunk: int) -> np.ndarray:
+    """Tells which keys [T, S] a token of a single document attends to; a size of 0 does not limit them."""
+    T = np.arange(length)
+    ahead = T[:, None] - T
+    return (ahead >= 0) & (ahead < (window or length)) & (T[:, None] // (chunk or length) == T // (chunk or length))
 
 
 def traced_step(plan: StepPlan, state: TrainState, loss: LossFunction, length: int) -> jax.stages.Traced:
@@ -89,7 +104,7 @@ def _useless(spec: ModelSpec) -> int:
 
 
 def matmuls(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, bool, int]]:
-    """Yields each matmul's equation, whether it has a batch dim, as those of scores and recurrences, and its FLOPs."""
+    """Yields each matmul's equation, whether it has a batch dim (scores and recurrences have one), and its FLOPs."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             (summed, _), (batch, _) = eqn.params["dimension_numbers"]

@@ -26,7 +26,7 @@ SEQUENCES, TOKENS = 3, 12  # for models with experts: tried one after the other,
 DIRECTIONS, ATTEMPTS = 3, 20  # per weight: used, and tried at most
 # Changes of an entry, largest first; a weight's entries have a standard deviation of 0.2 (`Subject.weights`).
 STEPS = tuple(2.0**-power for power in range(4, 14))
-LEFT_OUT = "left out directions in which, at every step size, a router chooses otherwise or rounding is too large"
+LEFT_OUT = "left out directions in which, at every step size, rounding is too large or a router chooses otherwise"
 
 
 def rows(subject: Subject) -> Iterator[Row]:

@@ -40,6 +40,7 @@ def rows(subject: Subject) -> Iterator[Row]:
     try:
         for number, alone in single_layers(subject):
             yield _of_layer(alone, number)
+        yield _of_dropout(subject)
         yield from _of_steps(subject, logits)
         name = "documents, context 2"
         yield from _of_model(subject, 2, mesh_keys({"context": 2}), ", context 2")
@@ -122,6 +123,18 @@ def _of_layer(subject: Subject, number: int) -> Row:
         if far:
             return row._replace(status=FAIL, figure=float(len(far)), note=f"no token sees the one {far[0]} before it")
     return row
+
+
+def _of_dropout(subject: Subject) -> Row:
+    """Repeats one row: a mask of its own must make each of the copies differ."""
+    name, plan = "equal rows with other dropout", subject.plan(**UNROLLED)
+    if not any(layer.dropout_rate for layer in plan.spec.layers):
+        return Row("d", name, NOT_APPLICABLE, note="dropout_rate is 0")
+    copies = {name: np.repeat(array[:1], ROWS, axis=0) for name, array in subject.batch.items()}
+    logits = dict(forward_values(subject, plan, copies))["logits"]
+    same = ROWS - len({row.tobytes() for row in logits})
+    note = f"{same} of {ROWS} rows have the mask of another" if same else ""
+    return Row("d", name, FAIL if same else PASS, float(same), 0, note)
 
 
 def _of_steps(subject: Subject, logits: np.ndarray) -> Iterator[Row]:

@@ -61,7 +61,7 @@ def forward_values(subject: Subject, plan: StepPlan, batch: Mapping[str, Any]) -
 
 
 def parting_of(subject: Subject, devices: int, keys: Mapping[str, Any], batch: Any, bound: float) -> str:
-    """Tells where a forward pass with other keys first differs from the one on one device; "" if layers must be so."""
+    """Says which array of a forward pass with other keys differs first; "" for keys that unrolling replaces."""
     if UNROLLED.keys() & keys.keys():
         return ""
     batch = batch or subject.batch

@@ -51,13 +51,13 @@ def rows(subject: Subject, weight_dtype: str) -> Iterator[Row]:
         before, after = step(subject, plan, waits=True)
         gradients = subject.result(descent, subject.batch, subject.batch).gradients
     note = f"in the second step; in the first, {first_few(waiting)} did not" if waiting else ""
-    name = "trained weights move downhill: entries that do not"
+    name = "entries of trained weights that do not move downhill"
     yield worst("e", name, _stay(gradients, plan, before, after), 0.0, note)
     old, new = flat(before.weights.trainable), flat(after.weights.trainable)
     updates = {path: new[path].astype(np.float64) - old[path] for path in old}
     frozen, left = flat(before.weights.frozen), flat(after.weights.frozen)
     changes = {path: float(np.sum(frozen[path] != left[path])) for path in frozen}
-    yield worst("e", "frozen weights: entries that change", changes, 0.0, otherwise="every weight is trained")
+    yield worst("e", "entries of frozen weights that change", changes, 0.0, otherwise="every weight is trained")
     mean, wanted = flat(after.ema), flat(before.ema)
     sizes = {}
     for path in (path for path in mean if np.any(updates[path])):
@@ -181,7 +181,7 @@ def optimizer(subject: Subject) -> Iterator[Row]:
 
 
 def clipped(gradients: Arrays, threshold: float) -> Arrays:
-    """Scales all gradients to the norm `threshold` if theirs is larger; 0 is no threshold."""
+    """Scales all gradients to the norm `threshold` if their norm is larger, unless `threshold` is 0."""
     norm = float(np.sqrt(sum(np.sum(np.square(gradient)) for gradient in gradients.values())))
     return {path: min(1.0, (threshold or np.inf) / norm) * gradient for path, gradient in gradients.items()}
 
@@ -202,7 +202,7 @@ def router_biases(subject: Subject) -> Row:
     In every layer all tokens choose one expert of one half of them, and in the next layer one of the other half: its
     bias must fall, and the bias of the next layer's expert, which no token chooses here, must rise.
     """
-    name, weights, popular = "routers' biases: layers whose loads do not move their bias", by_path(subject.weights), {}
+    name, weights, popular = "routers' biases that their loads do not move", by_path(subject.weights), {}
     stats = [path for path in weights if dotted(path) in subject.reference.stats]
     most = max(layer.num_experts_per_tok for layer in subject.reference_plan.spec.layers)
     if not stats or not subject.config.step.routed_bias_update_rate:

@@ -350,7 +350,7 @@ def test_keys_that_do_not_go_together_are_refused():
 def test_devices_without_the_products_are_refused(kind, device, capability):
     platform = "tpu" if "TPU" in device else "gpu"
     fake = SimpleNamespace(platform=platform, device_kind=device, compute_capability=capability)
-    layout = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([fake])))
+    layout = SimpleNamespace(device=fake)
     of = {"fp8": "TPU7x, NVIDIA H100 80GB HBM3", "int8": "TPU v5 lite", "mxfp8": "NVIDIA B200"}[kind]
     makes = rf"MinText has no such matmuls for a {device}\. It has them for: {of}"
     with pytest.raises(UserError, match=f"quantization={kind}: {makes}"):

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from src.config.yaml import CONFIGS, literal, parse
+from src import shipped
 from src.parallel.chips import GPU_PROPERTIES, Chip, declare_peaks
 from src.system.errors import UserError, did_you_mean
 
-FOLDER = CONFIGS / "chips"
+FOLDER = shipped("configs") / "chips"
 # key -> what it is, with a value of an H100
 NUMBERS = {
     "devices_per_host": "GPUs that NVLink or another fast network joins, such as 8",
@@ -51,9 +51,11 @@ def find(name: str) -> Path | None:
 
 def read(path: Path) -> Hardware:
     """Reads a file, and declares its peak rates for this process; raises UserError for a missing or wrong value."""
+    from src.config.yaml import parse  # here, because scripts/gke.sh may run where YAML is not installed
+
     if not path.is_file():
-        shipped = f" The shipped ones: {', '.join(shipped_names())}.{did_you_mean(path.stem, shipped_names())}"
-        raise UserError(f"compile_topology={path}: there is no such file.{shipped}")
+        others = f" The shipped ones: {', '.join(shipped_names())}.{did_you_mean(path.stem, shipped_names())}"
+        raise UserError(f"compile_topology={path}: there is no such file.{others}")
     entries = parse(path.read_text(), str(path))
     if not isinstance(entries, dict):
         raise UserError(f"{path}: expected keys with values: {', '.join((*TEXTS, *NUMBERS))}")
@@ -91,6 +93,8 @@ def _text(entries: Mapping[str, Any], key: str, what: str, path: Path) -> str:
 
 
 def _number(entries: Mapping[str, Any], key: str, what: str, path: Path) -> float:
+    from src.config.yaml import literal
+
     value = literal(entries[key]) if isinstance(entries.get(key), str) else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         given = f"={entries[key]}: expected a number above 0" if key in entries else " is missing"

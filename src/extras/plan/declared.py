@@ -32,7 +32,7 @@ ROWS = 101  # of a traced block, a prime that divides no size of a model: arrays
 class AbsentLayout(MeshLayout):
     """A layout on devices that need not exist: only their kind and their number are known."""
 
-    device: Any = None  # type: ignore[assignment]  # with the attributes of a jax.Device that planning reads
+    device: Any = None  # with the attributes of a jax.Device that planning reads
     within: tuple[int, ...] = ()  # sizes of the mesh's axes within a slice or host
 
     @property

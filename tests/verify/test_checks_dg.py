@@ -16,6 +16,7 @@ from tests.tiny import load
 
 SMALL = {"base_num_decoder_layers": 1}
 ADAPTERS = "adapters merged into their weights"
+DROPOUT = "equal rows with other dropout"
 LORA = {"lora_rank": 2, "lora_alpha": 3.0, "load_parameters_path": "base"}
 WINDOW = {"attention_type": "local_sliding", "sliding_window_size": 7}
 DELTA = {
@@ -67,7 +68,8 @@ def patched(monkeypatch, module, name, around):
 
 
 def test_documents_of_a_clean_model():
-    assert assert_clean(documents, subject(**SMALL, **WINDOW)) == []
+    assert assert_clean(documents, subject(**SMALL, **WINDOW)) == [DROPOUT]
+    assert DROPOUT not in assert_clean(documents, subject(**SMALL, dropout_rate=0.2))
 
 
 def test_decoding_of_a_clean_model():
@@ -94,7 +96,7 @@ def test_adapters_merged_at_another_scale_are_named(monkeypatch):
 @pytest.mark.parametrize("check", [documents, decoding])
 def test_every_kind_is_clean(check, kind):
     names = assert_clean(check, subject(seed=1, **KINDS[kind]))
-    names = [name for name in names if name != ADAPTERS]
+    names = [name for name in names if name not in (ADAPTERS, DROPOUT)]
     assert names == {"capacity": ["experts of limited capacity"], "delta": ["documents, context 2"]}.get(kind, [])
 
 
@@ -183,7 +185,7 @@ def test_finds_dropout_masks_that_rows_share(monkeypatch):
         return {**keyed, "dropout_keys": jnp.broadcast_to(keyed["dropout_keys"][:1], keyed["dropout_keys"].shape)}
 
     patched(monkeypatch, locate, "with_dropout_keys", of_one_row)
-    note = failed(documents, "equal rows with other dropout", dropout_rate=0.2)
+    note = failed(documents, DROPOUT, dropout_rate=0.2)
     assert note == "7 of 8 rows have the mask of another"
 
 

@@ -15,6 +15,7 @@ from src.extras.aot.report import describe
 from src.extras.aot.topology import Topology
 from src.extras.aot.train_compile import checked_topology
 from src.extras.command_files import check_outputs, write_output
+from src.extras.command_words import separate
 from src.extras.plan import output
 from src.extras.plan.calibrate import calibrate, read_calibration
 from src.extras.plan.compiling import COMMAND, Folder, rated
@@ -66,7 +67,9 @@ def main(argv: Sequence[str]) -> object:
     if (text := help_for(argv, USAGE)) is not None:
         show(text)
         return None
-    own, words = _own(argv)
+    own, words = separate(argv, OWN)
+    if own["top"] and not (own["top"].isdigit() and 1 <= int(own["top"]) <= 1000):
+        raise UserError(f"top={own['top']}: expected a number of points to compile, 1 to 1000")
     notes: list[str] = []
     config = resolve_config.load(words, notes, command=COMMAND)
     say(notes)
@@ -119,22 +122,6 @@ def _search(space: Space, request: output.Request, own: dict[str, str]) -> Plan:
     if own["page"]:
         write_output(PAGE, own["page"], output.page(request, costing, search.results).encode())
     return Plan(ranked)
-
-
-def _own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Separates this command's own arguments from the config's."""
-    own, words = dict.fromkeys(OWN, ""), []
-    for word in argv:
-        name, equals, value = word.partition("=")
-        if equals and name in own:
-            if not value or own[name]:
-                raise UserError(f"{word}: expected one {name}=, with a value")
-            own[name] = value
-        else:
-            words.append(word)
-    if own["top"] and not (own["top"].isdigit() and 1 <= int(own["top"]) <= 1000):
-        raise UserError(f"top={own['top']}: expected a number of points to compile, 1 to 1000")
-    return own, words
 
 
 def _number(own: dict[str, str], name: str) -> float:

@@ -13,6 +13,7 @@ import jax
 from src.config.schema import Config
 from src.config.usage import Usage
 from src.extras.command_files import check_outputs
+from src.extras.command_words import separate
 from src.extras.verify import golden, meshes, report
 from src.extras.verify.shrink import Shrunk, shrink
 from src.extras.verify.subject import FAIL, LENGTH, LONGER, NOT_APPLICABLE, PASS, NotApplicable, Row, Subject
@@ -34,6 +35,7 @@ CHECKS = {  # each in the module of its name beside this one
     "j": ("program", "the compiled program shards, donates and computes as configured"),
 }
 DEFAULT = "abde"
+OWN = ("mesh", "checks", "report", "golden")
 USAGE = Usage(
     f"""Checks a config and the code it runs, shrunk and on virtual devices, before accelerators are rented.
 
@@ -71,7 +73,7 @@ def main(argv: Sequence[str]) -> Report | None:
 
     Raises UserError if the config or an argument is wrong, or the config cannot be shrunk.
     """
-    own, words = _own(argv)
+    own, words = separate(argv, OWN)
     letters = _letters(own["checks"])
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", meshes.DEVICES)
@@ -186,20 +188,6 @@ def _edited_line(error: BaseException) -> str:
     edited = [frame for frame in frames if not frame.filename.startswith(own)]
     frame = (edited or frames or traceback.extract_tb(error.__traceback__))[-1]
     return f"{frame.filename}:{frame.lineno}: {frame.line}"
-
-
-def _own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Separates this command's own arguments from the config's."""
-    own, words = dict.fromkeys(("mesh", "checks", "report", "golden"), ""), []
-    for word in argv:
-        name, equals, value = word.partition("=")
-        if equals and name in own:
-            if not value or own[name]:
-                raise UserError(f"{word}: expected one {name}=, with a value")
-            own[name] = value
-        else:
-            words.append(word)
-    return own, words
 
 
 def _letters(text: str) -> str:

@@ -98,8 +98,7 @@ def _same_logits(subject: Subject, plan: StepPlan, weights: Mapping, folder: str
         return Row("i", name, PASS, figure, bound, note)
     ones = np.ones_like(tokens)
     texts = {"tokens": tokens, "targets": tokens, "segment_ids": ones, "positions": np.cumsum(ones, axis=1) - 1}
-    unrolled = Subject(subject.config.replace(**NO_PATTERNS, **UNROLLED))
-    vars(unrolled)["weights"] = nested(weights)  # instead of the cached property
+    unrolled = Subject(subject.config.replace(**NO_PATTERNS, **UNROLLED)).with_weights(nested(weights))
     found = forward_values(unrolled, unrolled.reference_plan, texts)
     inputs = [array for label, array in found if label == EMBEDDED or label.endswith(LAYER)]
     labels = [EMBEDDED, *(f"layer {layer}" for layer in range(len(inputs) - 1))]

@@ -60,7 +60,7 @@ def _compared(name: str, subject: Subject, prepare: Prepare, temperature: float)
     from src.extras.generation.generate import Generator, Sampling
 
     plan, T = subject.reference_plan, np.arange(subject.length)
-    weights = jax.device_put(plan.split(subject.weights), plan.split(plan.shardings))
+    weights = subject.placed(plan)
     generator = Generator(*prepare(plan, weights), Sampling(temperature, 0, 1.0), seed=0, length=len(T))
     # Shorter and longer than windows, chunks, and the length from which RoPE is stretched.
     prompts = [subject.batch["tokens"][row, :length] for row, length in enumerate((3, len(T) - 10, 11, 17))]

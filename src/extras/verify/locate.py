@@ -39,7 +39,7 @@ def forward_values(subject: Subject, plan: StepPlan, batch: Mapping[str, Any]) -
         # The vocabulary's padding has logits that are larger than all others.
         return [hidden_BTD, decoder.logits(hidden_BTD, context)[..., : plan.spec.vocab_size]]
 
-    placed = jax.device_put(plan.split(subject.weights), plan.split(plan.shardings))
+    placed = subject.placed(plan)
     traced = jax.make_jaxpr(evaluate)(placed)
 
     def run(leaves: list[jax.Array]) -> list[jax.Array]:

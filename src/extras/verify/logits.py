@@ -81,8 +81,8 @@ def adapters_merged(check: str, subject: Subject, bound: float) -> Row:
     from src.model.lora import merge
 
     base = {key: jax.tree.map(jnp.asarray, tree) for key, tree in subject.weights.items() if key != "lora"}
-    plain = Subject(subject.config.replace(**NO_PATTERNS), subject.seed)
-    vars(plain)["weights"] = merge(base, subject.weights["lora"], step.lora_alpha)  # instead of the cached property
+    merged = merge(base, subject.weights["lora"], step.lora_alpha)
+    plain = Subject(subject.config.replace(**NO_PATTERNS), subject.seed).with_weights(merged)
     (expected, _), (found, _) = (evaluated(each, each.reference_plan, [subject.batch]) for each in (subject, plain))
     sizes = np.abs(found - expected) / np.max(np.abs(expected))
     figure = float(np.nan_to_num(np.max(sizes), nan=np.inf))

@@ -216,8 +216,7 @@ def router_biases(subject: Subject) -> Row:
             each, after = (half * (number % 2) + number // 2 % half for number in (layer, layer + 1))
             bias[half * (1 - layer % 2) :][:half], bias[each] = -FAR, FAR
             popular.setdefault(dotted(path), []).append((each, after))
-    other = dataclasses.replace(subject)
-    vars(other)["weights"] = nested(weights)  # instead of the cached property
+    other = subject.with_weights(nested(weights))
     wrong = {}
     for path, experts in popular.items():
         old, new = (x.reshape(len(experts), -1) for x in (flat(other.weights)[path], other.reference.stats[path]))

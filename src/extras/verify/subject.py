@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from src.config.schema import MESH_AXES, Config
-from src.model.params import Tree, by_path, dotted
+from src.model.params import Tree, Weights, by_path, dotted
 from src.parallel.mesh import make_layout
 from src.step.loss import LossFunction, next_token_loss
 from src.step.optimizer import hparams_at
@@ -181,8 +181,17 @@ class Subject:
 
     def forward(self, plan: StepPlan, function: Callable[..., Any]) -> Any:
         """Compiles and runs `function(decoder)` with the weights."""
-        placed = jax.device_put(plan.split(self.weights), plan.split(plan.shardings))
-        return jax.device_get(jax.jit(lambda weights: function(plan.decoder(weights)))(placed))
+        return jax.device_get(jax.jit(lambda weights: function(plan.decoder(weights)))(self.placed(plan)))
+
+    def placed(self, plan: StepPlan) -> Weights:
+        """The weights as arrays with the plan's shardings."""
+        return jax.device_put(plan.split(self.weights), plan.split(plan.shardings))
+
+    def with_weights(self, weights: Tree) -> "Subject":
+        """The same config with other weights."""
+        other = dataclasses.replace(self)
+        vars(other)["weights"] = weights  # instead of the cached property
+        return other
 
 
 # Plain gradient descent on all trained weights: the update is the gradient times the rate.

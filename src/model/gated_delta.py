@@ -18,7 +18,7 @@ from src.model.forward_context import ForwardContext
 from src.model.norm import root_mean_square
 from src.model.params import Rngs, matmul, weight
 from src.model.spec import LayerSpec
-from src.system.errors import UserError
+from src.system.errors import Unsupported
 
 HEADS = ("batch", "length", "heads", None)
 
@@ -72,7 +72,7 @@ class GatedDelta(nnx.Module):
         """Maps [B, T, D] to [B, T, D]; also returns the updated cache (None in training)."""
         layout, (B, T, _) = context.layout, x_BTD.shape
         if layout.shards("length") > 1:
-            raise UserError(
+            raise Unsupported(
                 f"devices share sequences ({layout.sharded_by('length')}), but attention_type=gated_delta passes a "
                 "state from token to token: set ici_context_parallelism=1 and dcn_context_parallelism=1"
             )

@@ -23,7 +23,7 @@ from src.model.matmul import with_gradient
 from src.model.spec import ModelSpec
 from src.parallel.mesh import STAGE, MeshLayout
 from src.parallel.slices import any_of, divisors
-from src.system.errors import UserError, counted
+from src.system.errors import Unsupported, counted
 
 
 class Schedule(NamedTuple):
@@ -72,13 +72,13 @@ class Schedule(NamedTuple):
 
 
 def make_schedule(mesh: Mesh, spec: ModelSpec, layout: MeshLayout) -> Schedule:
-    """Makes the configured schedule of several stages; raises UserError if layers or micro-batches do not fit it."""
+    """Makes the configured schedule of several stages; raises Unsupported if layers or micro-batches do not fit it."""
     stages, group = layout.mesh.shape[STAGE], spec.layer_groups[spec.largest_group]
     micro_batches, repeats = mesh.num_pipeline_microbatches, mesh.num_pipeline_repeats
     if layout.rules["layers"] != (STAGE,):
-        raise UserError(f"{stages} pipeline stages need logical_axis_rules.layers=[{STAGE}]")
+        raise Unsupported(f"{stages} pipeline stages need logical_axis_rules.layers=[{STAGE}]")
     if group.shared:
-        raise UserError(
+        raise Unsupported(
             f"the segment with the most layers shares its weights, which {stages} pipeline stages cannot split: "
             "set ici_pipeline_parallelism=1 and dcn_pipeline_parallelism=1"
         )
@@ -86,13 +86,13 @@ def make_schedule(mesh: Mesh, spec: ModelSpec, layout: MeshLayout) -> Schedule:
         repeats = max(group.repeats // stages, 1)
     if group.repeats % (stages * repeats):
         turns = max(mesh.num_pipeline_repeats, 1)
-        raise UserError(
+        raise Unsupported(
             f"the segment with the most layers has {group.repeats} repeats of {counted(len(group.pattern), 'layer')}, "
             f"which do not divide into {stages} pipeline stages x num_pipeline_repeats={turns}: that product may be "
             f"{any_of(divisors(group.repeats))}, or repeats (base_num_decoder_layers) a multiple of {stages * turns}"
         )
     if repeats > 1 and micro_batches != -1 and micro_batches % stages:
-        raise UserError(
+        raise Unsupported(
             f"num_pipeline_microbatches={micro_batches} must be a multiple of the {stages} pipeline stages if "
             f"num_pipeline_repeats={repeats}: micro-batches return to the first stage in groups of that size"
         )
@@ -205,14 +205,14 @@ _read = with_gradient(lambda rows_MBTD, index: ((rows_MBTD, rows_MBTD[index]), i
 
 
 def check_rows(rows: int, layout: MeshLayout, schedule: Schedule, key: str) -> None:
-    """Raises UserError if `rows`, which `key` sets, are not divisible by micro-batches times shards."""
+    """Raises Unsupported if `rows`, which `key` sets, are not divisible by micro-batches times shards."""
     shards = layout.shards("batch")
     least = schedule.micro_batches * shards
     if rows % least == 0:
         return
     by = f" of {shards} shards ({layout.sharded_by('batch')})" if shards > 1 else ""
     near = dict.fromkeys(max(rows + more - rows % least, least) / layout.mesh.size for more in (0, least))
-    raise UserError(
+    raise Unsupported(
         f"{key}={rows / layout.mesh.size:g} on {layout.mesh.size} devices is {rows} rows, which do not divide into "
         f"{schedule.micro_batches} micro-batches of the pipeline{by}: the nearest that do are "
         f"{key}={' or '.join(f'{size:g}' for size in near)}; or change num_pipeline_microbatches"

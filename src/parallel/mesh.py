@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from src.config.schema import Mesh as MeshSection
 from src.config.schema import size_key
 from src.parallel.slices import any_of, axes_within_slices, count_slices, joined_by_process, mesh_sizes
-from src.system.errors import UserError
+from src.system.errors import Unsupported, UserError
 
 STAGE = "stage"  # the mesh axis of pipeline stages
 
@@ -84,14 +84,14 @@ class MeshLayout:
         return axes_within_slices(self.mesh)
 
     def constrain(self, x: Array, *axes: str | None) -> Array:
-        """Constrains the sharding of `x` in jit by its dims' logical axes; raises UserError if one is not divisible."""
+        """Constrains the sharding of `x` in jit by its dims' logical axes; raises as `check`."""
         self.check(x.shape, axes)
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
 
     def check(self, shape: Sequence[int], axes: Sequence[str | None]) -> None:
-        """Raises UserError if a dim is not divisible by the mesh axes that shard it."""
+        """Raises Unsupported if a dim is not divisible by the mesh axes that shard it."""
         for axis, problem in self.indivisible(shape, axes):
-            raise UserError(f"{problem}: change that size, or logical_axis_rules.{axis}")
+            raise Unsupported(f"{problem}: change that size, or logical_axis_rules.{axis}")
 
     def indivisible(self, shape: Sequence[int], axes: Sequence[str | None]) -> Iterator[tuple[str, str]]:
         """Yields the logical axis of each dim that is not divisible by its mesh axes, with a description."""
@@ -172,7 +172,7 @@ def add_mesh_axes(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[
 
 
 def weight_shardings(layout: MeshLayout, shapes: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
-    """Sharding of each weight, by its shape and logical axes; raises UserError naming all indivisible dims."""
+    """Sharding of each weight, by its shape and logical axes; raises Unsupported naming all indivisible dims."""
     problems: dict[str, str] = {}  # problem -> logical axis
 
     def place(shape: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> NamedSharding:
@@ -184,7 +184,7 @@ def weight_shardings(layout: MeshLayout, shapes: Mapping[str, Any], axes: Mappin
         names = [name for axis in problems.values() for name in layout.axes(axis)]
         keys = list(dict.fromkeys(size_key(kind, name) for name in names for kind in ("ici", "dcn")))
         rules = dict.fromkeys(f"logical_axis_rules.{axis}=[]" for axis in problems.values())
-        raise UserError(
+        raise Unsupported(
             f"Weights do not divide over the mesh: {'; '.join(problems)}. Change these sizes, or {any_of(keys)}, "
             f"or do not shard these dims: {', '.join(rules)}."
         )
@@ -192,11 +192,11 @@ def weight_shardings(layout: MeshLayout, shapes: Mapping[str, Any], axes: Mappin
 
 
 def global_batch_size(layout: MeshLayout, per_device: float, micro_batches: int, key: str) -> int:
-    """Computes the global batch size; raises UserError, naming `key`, if it is not a multiple of the batch shards."""
+    """Computes the global batch size; raises Unsupported, naming `key`, if it is not a multiple of the batch shards."""
     rows, shards = per_device * layout.mesh.size, layout.shards("batch")
     if abs(rows - round(rows)) > 1e-6 or round(rows) % shards or round(rows) == 0:
         into = f"does not divide into {shards} shards ({layout.sharded_by('batch')})" if shards > 1 else "is not whole"
-        raise UserError(
+        raise Unsupported(
             f"{key}={per_device:g} on {layout.mesh.size} device{'s' * (layout.mesh.size > 1)} is {rows:g} rows a "
             f"micro-batch, which {into}. Use a multiple of {shards / layout.mesh.size:g}."
         )

@@ -7,7 +7,7 @@ from jax import Array
 
 from src.config.schema import size_key
 from src.parallel.mesh import MeshLayout, mesh_axes_of
-from src.system.errors import UserError
+from src.system.errors import Unsupported
 
 
 def zigzag_order(length: int, layout: MeshLayout) -> np.ndarray:
@@ -15,11 +15,11 @@ def zigzag_order(length: int, layout: MeshLayout) -> np.ndarray:
 
     A token attends to all earlier ones, so if n devices had consecutive parts, the last would work longest. Sequences
     are cut into 2n parts instead, and device i has parts i and 2n - 1 - i. Every array along T is in this order, except
-    in generation. Raises UserError if the length is not divisible by 2n.
+    in generation. Raises Unsupported if the length is not divisible by 2n.
     """
     n = layout.shards("length")
     if length % zigzag_parts(n):
-        raise UserError(
+        raise Unsupported(
             f"max_target_length={length} does not divide into {2 * n} parts, two for each device that shares a "
             f"sequence ({layout.sharded_by('length')}): use a multiple of {2 * n}, or another "
             + sharing_keys(layout, "length")

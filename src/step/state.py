@@ -18,7 +18,7 @@ from src.parallel.mesh import MeshLayout
 from src.parallel.sequence import sharing_keys, zigzag_order
 from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan
-from src.system.errors import UserError
+from src.system.errors import Unsupported
 
 EXTRAS = ("ema", "spikes")  # entries of a state that only some runs have
 
@@ -86,14 +86,14 @@ def batch_sharding(layout: MeshLayout, fields: Mapping[str, jax.ShapeDtypeStruct
 
 
 def abstract_batch(plan: StepPlan, rows: int, length: int, key: str = "per_device_batch_size") -> Tree:
-    """Abstract arrays of a batch, `rows` x `length`; raises UserError, naming `key`, if a dim is not divisible."""
+    """Abstract arrays of a batch, `rows` x `length`; raises Unsupported, naming `key`, if a dim is not divisible."""
     plan.layout.check((rows,), ("batch",))
     zigzag_order(length, plan.layout)
     check_rows(rows // plan.accumulation.micro_batches, plan.layout, plan.execution, key)
     tiles, shards = plan.step.num_vocab_tiling, plan.layout.shards("norm_length")
     if length % (tiles * shards):
         sharing, keys = plan.layout.sharded_by("norm_length"), sharing_keys(plan.layout, "norm_length")
-        raise UserError(
+        raise Unsupported(
             f"max_target_length={length} is not divisible by num_vocab_tiling={tiles} times the number of devices that "
             f"share a sequence between blocks ({sharing}): use a multiple of {tiles * shards}, or another {keys}"
         )

@@ -13,6 +13,10 @@ class UserError(Exception):
     """Reports a user's mistake: what is wrong, what was expected, what to change."""
 
 
+class Unsupported(UserError):
+    """Reports that a model cannot run on this mesh or these devices, though it may on others."""
+
+
 class TransientError(Exception):
     """Reports a failure that may pass, such as a store that does not answer or a lost process."""
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from src.model.attention_kernels.scores import FLASH_BLOCK, ScoreSpec
 from src.parallel.mesh import MeshLayout
 from src.parallel.sequence import zigzag_parts
-from src.system.errors import UserError
+from src.system.errors import Unsupported
 
 PLATFORMS = {"flash": "tpu", "cudnn_flash": "gpu"}  # where each fused kernel runs
 LONGEST_WHOLE = {"cpu": 64, "gpu": 4096, "tpu": 4096}  # most keys for which dot_product, holding all scores, is chosen
@@ -24,11 +24,11 @@ def choose_kernel(
 ) -> Kernel:
     """Resolves the key `attention` to a kernel for this platform and the layers' score settings.
 
-    Raises UserError if the requested kernel does not run here.
+    Raises Unsupported if the requested kernel does not run here.
     """
     given = (platform, scores, dtype, length, layout)
     if attention != "autoselected" and (problem := kernel_obstacle(attention, *given)):
-        raise UserError(f"attention={attention} {problem}. Use attention=autoselected.")
+        raise Unsupported(f"attention={attention} {problem}. Use attention=autoselected.")
     fused = next((kernel for kernel, home in PLATFORMS.items() if home == platform), "")
     problem = kernel_obstacle(fused, *given)
     if fused and not problem and attention in (fused, "autoselected"):

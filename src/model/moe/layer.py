@@ -28,7 +28,7 @@ from src.model.quantization import Quantized
 from src.model.spec import LayerSpec, ModelSpec
 from src.parallel.mesh import MeshLayout
 from src.parallel.sequence import replicate_rows, zigzag_order
-from src.system.errors import UserError
+from src.system.errors import Unsupported
 
 # Logical axes of the expert weights; for wi and its bias, of each factor separately.
 AXES = {
@@ -243,16 +243,16 @@ def _feed_forward(spec: LayerSpec, rows: Rows, kernels: Any, product: Callable, 
 
 
 def check_mesh(spec: ModelSpec, layout: MeshLayout) -> None:
-    """Raises UserError if the mesh shards experts, but the model has no experts or a number that is not divisible."""
+    """Raises Unsupported if the mesh shards experts, but the model has no experts or a number that is not divisible."""
     shards, by = layout.shards("expert"), layout.sharded_by("expert")
     if shards > 1 and not spec.has_experts:
-        raise UserError(
+        raise Unsupported(
             f"the mesh shards experts over {by}, but this model has no experts (num_experts=1): set "
             "ici_expert_parallelism=1 and dcn_expert_parallelism=1; fsdp, context and tensor shard other weights"
         )
     for layer in spec.layers:
         if layer.num_experts > 1 and layer.num_experts % shards:
-            raise UserError(
+            raise Unsupported(
                 f"num_experts={layer.num_experts} is not divisible by {by}: change it, or ici_expert_parallelism or "
                 "dcn_expert_parallelism"
             )

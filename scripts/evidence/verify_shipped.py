@@ -42,8 +42,8 @@ def alike(paths: list[Path], checks: str) -> list[list[Path]]:
         small, *meshes = prepared(config, "", checks)
         keys = {key: value for key, value in small.config.items() if key not in NAMES}
         # What else some checks need of the whole config.
-        dtypes = (config.step.dtype, config.step.weight_dtype)
-        groups.setdefault(f"{dump(keys)} {meshes} {dtypes}", []).append(path)
+        further = (config.step.dtype, config.step.weight_dtype, config.mesh)
+        groups.setdefault(f"{dump(keys)} {meshes} {further}", []).append(path)
     return list(groups.values())
 
 

@@ -9,7 +9,9 @@ import pytest
 
 from src.extras.evaluation.scoring import compute_logits
 from src.extras.generation.generate import Generator, Sampling, in_training
-from src.extras.verify.subject import PASS, PLAIN_DESCENT, Subject, compared
+from src.extras.verify.comparison import compared
+from src.extras.verify.rows import PASS
+from src.extras.verify.subject import PLAIN_DESCENT, Subject
 from src.parallel.mesh import make_layout
 from src.parallel.sequence import from_zigzag, zigzag_order
 from src.step.state import abstract_batch
@@ -93,7 +95,7 @@ def computed(model, mesh):
 def test_devices_that_share_rows_train_as_one_does(model, mesh, capfd):
     """Losses, dropout among them, and gradients."""
     found, expected = computed(model, MESHES[mesh]), on_one_device(model)
-    row = compared("", mesh, found, expected, 1e-4)
+    row = compared(mesh, found, expected, 1e-4)
     assert row.status == PASS, row
     assert found.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-4)
     assert "Involuntary full rematerialization" not in capfd.readouterr().err

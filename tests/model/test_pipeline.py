@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from src.extras.verify.subject import PASS, PLAIN_DESCENT, Subject, compared
+from src.extras.verify.comparison import compared
+from src.extras.verify.rows import PASS
+from src.extras.verify.subject import PLAIN_DESCENT, Subject
 from src.model.params import Weights
 from src.model.pipeline import Schedule
 from src.step.loss import next_token_loss
@@ -106,7 +108,7 @@ def one_device(model):
 )
 def test_stages_give_the_losses_and_gradients_of_one_device(model, keys, capfd):
     sizes = [size for name, size in keys.items() if name.startswith("ici_")]
-    row = compared("", "", computed(model, int(np.prod(sizes)), **keys), one_device(model), 1e-4)
+    row = compared("", computed(model, int(np.prod(sizes)), **keys), one_device(model), 1e-4)
     assert row.status == PASS, row
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from src.extras.verify import derivatives, movement, rewrites
-from src.extras.verify.subject import FAIL, LENGTH, NOT_APPLICABLE, Subject
+from src.extras.verify.rows import FAIL, NOT_APPLICABLE
+from src.extras.verify.subject import LENGTH, Subject
 from src.model import feed_forward, norm
 from src.model.moe import router
 from src.model.params import Weights, by_path, nested, weight
@@ -17,6 +18,7 @@ from src.parallel import accumulate
 from src.step import loss, optimizer, train_step
 from tests.parallel.axes import MODELS
 from tests.tiny import load
+from tests.verify.contexts import context
 
 WINDOW = "{attention_type: local_sliding, sliding_window_size: 7}"
 GDN = {"gdn_num_key_heads": 2, "gdn_num_value_heads": 4, "gdn_key_head_dim": 6, "gdn_value_head_dim": 5}
@@ -71,12 +73,12 @@ def assert_clean(rows):
 @pytest.mark.parametrize("kind", ["dense", pytest.param("averaged", marks=pytest.mark.long)])
 def test_clean_code_passes(kind):
     model = subject(kind)
-    assert_clean(derivatives.rows(model))
-    assert_clean(movement.rows(model, "float32"))
+    assert_clean(derivatives.rows(context(model)))
+    assert_clean(movement.rows(context(model)))
 
 
 def test_clean_rewrites_pass():
-    assert_clean(itertools.islice(rewrites.rows(subject("dense")), 3))
+    assert_clean(itertools.islice(rewrites.rows(context(subject("dense"))), 3))
 
 
 @pytest.mark.long
@@ -84,14 +86,14 @@ def test_clean_rewrites_pass():
 @pytest.mark.parametrize("kind", KINDS)
 def test_clean_code_passes_on_every_kind(kind, seed):
     model = subject(kind, seed)
-    assert_clean(derivatives.rows(model))
-    assert_clean(movement.rows(model, "bfloat16"))
+    assert_clean(derivatives.rows(context(model)))
+    assert_clean(movement.rows(context(model, weight_dtype="bfloat16")))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_rewrites_of_every_kind_are_equal(kind):
-    assert_clean(rewrites.rows(subject(kind)))
+    assert_clean(rewrites.rows(context(subject(kind))))
 
 
 def test_a_doubled_gradient_is_found(monkeypatch):
@@ -102,7 +104,7 @@ def test_a_doubled_gradient_is_found(monkeypatch):
         return 2 * out - jax.lax.stop_gradient(out)
 
     monkeypatch.setattr(feed_forward, "activated", doubled)
-    (row,) = failed(derivatives.rows(subject("dense")))
+    (row,) = failed(derivatives.rows(context(subject("dense"))))
     assert row.figure >= 3 * row.bound
     assert "feed_forward.wi" in row.note
 
@@ -111,7 +113,7 @@ def test_a_doubled_gradient_is_found(monkeypatch):
 def test_a_missing_gradient_of_a_tied_embedding_is_found(monkeypatch):
     detached = without_gradient_of(loss.objective, "embedding")
     monkeypatch.setattr(train_step, "objective", detached)
-    (row,) = failed(derivatives.rows(subject("tied")))
+    (row,) = failed(derivatives.rows(context(subject("tied"))))
     assert row.figure >= 3 * row.bound
     assert "embedding" in row.note
 
@@ -125,7 +127,7 @@ def test_a_dropped_micro_batch_is_found(monkeypatch):
         return over_micro_batches(gradient, inputs, rows, how)
 
     monkeypatch.setattr(accumulate, "_over_micro_batches", dropping)
-    (row,) = failed(itertools.islice(rewrites.rows(subject("dense")), 1))
+    (row,) = failed(itertools.islice(rewrites.rows(context(subject("dense"))), 1))
     assert row.name == "gradient_accumulation_steps=2"
     assert row.figure >= 3 * row.bound
 
@@ -145,7 +147,7 @@ def test_stale_averages_and_frozen_weights_that_move_are_found(monkeypatch):
     incremental_update = optax.incremental_update
     monkeypatch.setattr(train_step, "Weights", thawed)
     monkeypatch.setattr(optax, "incremental_update", lambda new, old, size: incremental_update(old, old, size))
-    rows = {row.name: row for row in failed(movement.rows(subject("averaged"), "float32"))}
+    rows = {row.name: row for row in failed(movement.rows(context(subject("averaged"))))}
     assert rows.keys() == {"entries of frozen weights that change", "average of the new weights"}
     assert "feed_forward.wi" in rows["entries of frozen weights that change"].note
     assert rows["average of the new weights"].figure >= 3 * rows["average of the new weights"].bound

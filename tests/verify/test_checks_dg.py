@@ -7,12 +7,14 @@ import pytest
 
 from src.extras.generation import generate
 from src.extras.verify import decoding, documents, locate, logits
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Subject
+from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS
+from src.extras.verify.subject import Subject
 from src.model import attention, decoder, gated_delta, lora
 from src.model.attention_kernels import scores
 from src.step import loss, train_step
 from tests.parallel.axes import MODELS
 from tests.tiny import load
+from tests.verify.contexts import context
 
 SMALL = {"base_num_decoder_layers": 1}
 ADAPTERS = "adapters merged into their weights"
@@ -45,14 +47,14 @@ def subject(seed=0, **keys):
 
 def failed(check, name, **keys):
     """The note of the row of this name, which fails."""
-    row = next(row for row in check.rows(subject(**{**SMALL, **keys})) if row.name == name)
+    row = next(row for row in check.rows(context(subject(**{**SMALL, **keys}))) if row.name == name)
     assert row.status == FAIL
     assert not row.figure <= 3 * row.bound
     return row.note
 
 
 def assert_clean(check, of):
-    rows = list(check.rows(of))
+    rows = list(check.rows(context(of)))
     assert not [row for row in rows if row.status == FAIL]
     assert all(row.figure <= row.bound / 3 for row in rows if row.status == PASS)
     return [row.name for row in rows if row.status == NOT_APPLICABLE]
@@ -78,14 +80,14 @@ def test_decoding_of_a_clean_model():
 
 @pytest.mark.parametrize("keys", [{}, pytest.param({**EXPERTS, "lora_parameters": "[wo]"}, marks=pytest.mark.long)])
 def test_adapters_of_a_clean_model_are_merged(keys):
-    row = logits.adapters_merged("g", subject(**SMALL, **LORA, **keys), decoding.BOUND)
+    row = logits.adapters_merged(subject(**SMALL, **LORA, **keys), decoding.BOUND)
     assert row.status == PASS
     assert row.figure <= row.bound / 3
 
 
 def test_adapters_merged_at_another_scale_are_named(monkeypatch):
     monkeypatch.setattr(lora, "merge", lambda *args, merge=lora.merge: merge(*args[:2], 2 * args[2]))
-    row = logits.adapters_merged("g", subject(**SMALL, **LORA), decoding.BOUND)
+    row = logits.adapters_merged(subject(**SMALL, **LORA), decoding.BOUND)
     assert row.status == FAIL
     assert row.figure >= 3 * row.bound
     assert "attention." in row.note

@@ -8,11 +8,13 @@ from src.checkpoint.checkpointer import Checkpointer
 from src.extras.hf import load as hf_load
 from src.extras.hf import save as hf_save
 from src.extras.verify import conversion, counts, program, resume
-from src.extras.verify.subject import FAIL, LENGTH, NOT_APPLICABLE, PASS, Subject
+from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS
+from src.extras.verify.subject import LENGTH, Subject
 from src.model import feed_forward, flops
 from src.step import train_step
 from tests import runs, tiny
 from tests.parallel.axes import MODELS
+from tests.verify.contexts import context
 
 HYBRID = {
     **{"gdn_num_key_heads": 2, "gdn_num_value_heads": 4, "gdn_key_head_dim": 6, "gdn_value_head_dim": 5},
@@ -50,7 +52,7 @@ only_dense = pytest.mark.parametrize(
 @only_dense
 def test_a_resumed_run_is_the_same_and_weights_only_are_not(kind):
     with runs.built_once():
-        rows = list(resume.rows(subject(kind, **STATE)))
+        rows = list(resume.rows(context(subject(kind, **STATE))))
     assert {*outcomes(rows).values()} == {PASS}
     assert len(rows) == 5
     assert rows[-1].figure <= resume.BOUND / 3
@@ -71,7 +73,7 @@ def test_an_optimizer_state_that_is_not_restored_is_found(monkeypatch):
 
     monkeypatch.setattr(Checkpointer, "restore_latest", without_moments)
     with runs.built_once():
-        row = first_failure(resume.rows(subject(**STATE)))
+        row = first_failure(resume.rows(context(subject(**STATE))))
     assert row.name == "restored"
     assert row.note.startswith("the first: opt.")
 
@@ -85,7 +87,7 @@ def test_a_schedule_that_resumes_a_step_late_is_found(monkeypatch):
 
     monkeypatch.setattr(train, "hparams_at", late)
     with runs.built_once():
-        row = first_failure(resume.rows(subject(**STATE)))
+        row = first_failure(resume.rows(context(subject(**STATE))))
     assert (row.name, row.note) == ("resume", "the first: the loss of step 5")
 
 
@@ -94,7 +96,7 @@ def test_a_schedule_that_resumes_a_step_late_is_found(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_counts_are_those_of_arrays_and_matmuls(kind):
-    found = outcomes(counts.rows(subject(kind)))
+    found = outcomes(counts.rows(context(subject(kind))))
     other = found.pop("FLOPs of other matmuls", None)
     assert {*found.values()} == {PASS}
     assert other == (NOT_APPLICABLE if kind == "hybrid" else None)
@@ -103,7 +105,7 @@ def test_counts_are_those_of_arrays_and_matmuls(kind):
 def test_keys_of_a_window_are_counted(monkeypatch):
     monkeypatch.setattr(flops, "mean_keys", lambda scores, length: scores.window)  # also for the first queries
     monkeypatch.setattr(counts, "mean_keys", flops.mean_keys)
-    notes = failures(counts.rows(subject(attention_type="local_sliding", sliding_window_size=7)))
+    notes = failures(counts.rows(context(subject(attention_type="local_sliding", sliding_window_size=7))))
     assert notes.keys() == {"keys that tokens attend to within a window of 7"}
     assert "336 counted, 315 found" in notes["keys that tokens attend to within a window of 7"]
 
@@ -116,14 +118,14 @@ def test_a_weight_that_the_flops_forget_is_named(monkeypatch):
             yield each._replace(input=()) if each.path == ("feed_forward", "wo") else each
 
     monkeypatch.setattr(flops, "block_weights", without_output)
-    notes = failures(counts.rows(subject()))
+    notes = failures(counts.rows(context(subject())))
     assert notes.keys() == {"FLOPs of all matmuls"}
     assert "the difference is that of segments.0.0.feed_forward.wo" in notes["FLOPs of all matmuls"]
 
 
 def test_padded_vocabulary_counted_as_parameters_is_found(monkeypatch):
     monkeypatch.setattr(counts, "count_params", lambda spec: flops.count_params(spec) + 31 * 32)
-    assert [*failures(counts.rows(subject()))] == ["parameters"]
+    assert [*failures(counts.rows(context(subject())))] == ["parameters"]
 
 
 # ---- i
@@ -131,13 +133,13 @@ def test_padded_vocabulary_counted_as_parameters_is_found(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["dense", pytest.param("gpt3", marks=pytest.mark.long)])
 def test_an_exported_folder_is_the_same_model(kind):
-    rows = list(conversion.rows(subject(kind)))
+    rows = list(conversion.rows(context(subject(kind))))
     assert [row.status for row in rows] == [PASS, PASS]
     assert rows[1].figure <= rows[1].bound / 3
 
 
 def test_a_model_that_no_family_has_does_not_apply():
-    (row,) = conversion.rows(subject("windowed"))
+    (row,) = conversion.rows(context(subject("windowed")))
     assert row.status == NOT_APPLICABLE
     assert "attn_logits_soft_cap=20.0" in row.note
 
@@ -158,7 +160,7 @@ def swapped(lay_out):
 
 def test_a_tensor_written_in_place_of_another_is_named(monkeypatch):
     monkeypatch.setattr(hf_save, "lay_out", swapped(hf_save.lay_out))
-    notes = failures(conversion.rows(subject()))
+    notes = failures(conversion.rows(context(subject())))
     assert notes["written and read back"] == "the first: segments.0.0.attention.key"
     assert "logits of transformers" in notes
 
@@ -166,17 +168,17 @@ def test_a_tensor_written_in_place_of_another_is_named(monkeypatch):
 def test_a_table_that_is_wrong_in_both_directions_is_found_by_transformers(monkeypatch):
     monkeypatch.setattr(hf_save, "lay_out", swapped(hf_save.lay_out))
     monkeypatch.setattr(hf_load, "lay_out", swapped(hf_load.lay_out))
-    assert [*failures(conversion.rows(subject()))] == ["logits of transformers"]
+    assert [*failures(conversion.rows(context(subject())))] == ["logits of transformers"]
 
 
 # ---- j
 
-MESH = "mesh fsdp 2 x tensor 2"
+MESH = {"fsdp": 2, "tensor": 2}
 
 
 @only_dense
 def test_the_program_of_a_mesh_is_clean(kind):
-    rows = list(program.rows(subject(kind, **STATE), dtype="bfloat16"))
+    rows = list(program.rows(context(subject(kind, **STATE), (MESH,), dtype="bfloat16")))
     assert {*outcomes(rows).values()} == {PASS}
     assert len(rows) == 5
     assert "all-gather over fsdp" in rows[3].note
@@ -192,7 +194,7 @@ def test_the_program_of_a_mesh_is_clean(kind):
     ],
 )
 def test_clean_programs_gather_no_dim_that_stays_sharded(mesh, kind, keys):
-    assert not failures(program.rows(subject(kind, **keys), meshes=(mesh,)))
+    assert not failures(program.rows(context(subject(kind, **keys), (mesh,))))
 
 
 def test_a_weight_that_each_device_gathers_whole_is_named(monkeypatch):
@@ -203,20 +205,20 @@ def test_a_weight_that_each_device_gathers_whole_is_named(monkeypatch):
         return matmul(x, layout.constrain(kernel, *[None] * kernel.ndim) if kernel.ndim == 2 else kernel, einsum)
 
     monkeypatch.setattr(feed_forward, "matmul", of_whole_weights)
-    notes = failures(program.rows(subject(), meshes=({"tensor": 2},)))
+    notes = failures(program.rows(context(subject(), ({"tensor": 2},))))
     assert notes.keys() == {"mesh tensor 2: gathered along a sharded dim"}
     assert "feed_forward.wo, whole along mlp by an all-gather over tensor" in next(iter(notes.values()))
 
 
 def test_arrays_that_are_not_donated_are_named(monkeypatch):
     monkeypatch.setattr(train_step.jax, "jit", lambda f, jit=jax.jit, **how: jit(f, **how | {"donate_argnums": ()}))
-    notes = failures(program.rows(subject(), meshes=({"fsdp": 2},)))
+    notes = failures(program.rows(context(subject(), ({"fsdp": 2},))))
     assert notes == {"mesh fsdp 2: arrays of the state that are not donated": "the first: .step"}
 
 
 def test_a_matmul_in_float32_is_named(monkeypatch):
     matmul = feed_forward.matmul
     monkeypatch.setattr(feed_forward, "matmul", lambda x, *rest: matmul(x.astype("float32"), *rest).astype(x.dtype))
-    ((name, note),) = failures(program.rows(subject(), meshes=(), dtype="bfloat16")).items()
+    ((name, note),) = failures(program.rows(context(subject(), dtype="bfloat16"))).items()
     assert name == "matmuls with weights that are not in bfloat16"
     assert "feed_forward" in note

@@ -9,7 +9,8 @@ import pytest
 
 from src.extras.verify import command, conversion, derivatives, meshes, subject
 from src.extras.verify import report as report_file
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row
+from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS, Row
+from src.model.attention import Attention
 from src.model.params import matmul
 from src.run import resolve_config
 from src.step.loss import next_token_loss
@@ -124,11 +125,31 @@ def test_a_loss_that_fails_on_a_mesh_is_told_from_a_layer_that_refuses_it(monkey
     model = [*TINY[:4], "attention_type=gated_delta", "gdn_num_key_heads=2", "gdn_num_value_heads=4"]
     (row,) = command.main([*model, "mesh=context=2", "checks=a", "loss=src.step.loss:next_token_loss"]).rows
     assert (row.status, row.note.partition(" (")[0]) == (NOT_APPLICABLE, "devices share sequences")
+    (row, *_) = command.main([*model, "mesh=as_configured", "checks=a", "ici_context_parallelism=2"]).rows
+    assert (row.status, row.note.partition(" (")[0]) == (FAIL, "devices share sequences"), "it cannot be trained so"
+
+
+@pytest.mark.parametrize("mistake", [UserError("only whole sequences"), ValueError("only whole sequences")])
+def test_a_mixer_that_raises_on_a_mesh_fails(monkeypatch, mistake):
+    """A user's mixer may raise whatever it likes: it is not taken for a model that the mesh does not fit."""
+    mix = Attention.__call__
+
+    def of_whole_sequences(self, x_BTD, context, cache):
+        if context.layout.shards("length") > 1:
+            raise mistake
+        return mix(self, x_BTD, context, cache)
+
+    monkeypatch.setattr(Attention, "__call__", of_whole_sequences)
+    found = command.main([*TINY, "mesh=context=2", "checks=ad"])
+    failed = [row for row in found.rows if row.status == FAIL]
+    assert [row.check for row in failed] == ["a", "d"]
+    assert all("only whole sequences, " in row.note and "test_command.py" in row.note for row in failed)
+    assert not [row for row in found.rows if "context" in row.name]
 
 
 def test_what_was_found_is_reported_after_an_interrupt(monkeypatch, tmp_path):
-    def rows(subject, **arguments):
-        yield Row("a", "first", PASS)
+    def rows(context):
+        yield Row("first", PASS)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(meshes, "rows", rows)
@@ -142,13 +163,13 @@ def checks(monkeypatch):
     """Checks a and b, of a row each, that note when they run; b then raises what is in the list."""
     ran, errors = [], []
 
-    def first(subject, **arguments):
+    def first(context):
         ran.append("a")
-        yield Row("a", "first", FAIL, float("inf"), 1.0)
+        yield Row("first", FAIL, float("inf"), 1.0)
 
-    def second(subject):
+    def second(context):
         ran.append("b")
-        yield Row("b", "second", PASS)
+        yield Row("second", PASS)
         if errors:
             raise errors.pop()
 
@@ -168,7 +189,10 @@ def test_an_interrupted_command_continues_with_the_same_code_and_config(checks, 
         ran.clear()
 
     interrupted()
-    assert command.main(words).rows == [Row("a", "first", FAIL, float("inf"), 1.0), Row("b", "second", PASS)]
+    assert command.main(words).rows == [
+        Row("first", FAIL, float("inf"), 1.0, check="a"),
+        Row("second", PASS, check="b"),
+    ]
     assert ran == ["b"]
     command.main(words)
     assert ran == ["b", "a", "b"], "a report that is complete is written again"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from src.extras.verify.subject import FAIL, PASS
+from src.extras.verify.rows import FAIL, PASS
 from tests.test_forking import EDITS, apply, commands, copied, diff, python, section
 
 ATTENTION, DIFFERENTIAL, BLOCK = (f"src/model/{name}.py" for name in ("attention", "differential_attention", "block"))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from src.config.checks import check_config
-from src.extras.verify.meshes import obstacle
 from src.extras.verify.shrink import shrink
 from src.extras.verify.subject import mesh_keys
 from src.model.params import Weights
@@ -17,7 +16,7 @@ from src.parallel.mesh import make_layout
 from src.run import resolve_config
 from src.step.loss import next_token_loss
 from src.step.trace import plan_step
-from src.system.errors import UserError
+from src.system.errors import Unsupported, UserError
 from tests import tiny
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -135,14 +134,15 @@ def test_sizes_grow_until_a_mesh_divides_them(name, mesh):
     small = shrink(config_of(name), meshes=[mesh])
     config = small.config.replace(**mesh_keys(mesh))
     plan_step(config, make_layout(config.mesh, jax.devices()[: np.prod([*mesh.values()])]))
-    assert not obstacle(config, mesh)
     assert small.kept[-1].startswith("grown until the mesh divides them: ")
 
 
 def test_sizes_do_not_grow_for_a_mesh_that_the_model_cannot_have():
     config = config_of("gemma3-1b")  # one head of keys, and 26 layers in two groups
     assert shrink(config, meshes=[{"tensor": 8}]).config.model.base_num_kv_heads == 1
-    assert obstacle(shrink(config, meshes=[{"stage": 8}]).config, {"stage": 8})
+    staged = shrink(config, meshes=[{"stage": 8}]).config.replace(**mesh_keys({"stage": 8}))
+    with pytest.raises(Unsupported, match="do not divide into 8 pipeline stages"):
+        plan_step(staged, make_layout(staged.mesh, jax.devices()[:8]))
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -15,14 +15,15 @@ from src.config.usage import Usage
 from src.extras.command_files import check_outputs
 from src.extras.command_words import separate
 from src.extras.verify import golden, meshes, report
+from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS, NotApplicable, Row, first_line, not_applicable
 from src.extras.verify.shrink import Shrunk, shrink
-from src.extras.verify.subject import FAIL, LENGTH, LONGER, NOT_APPLICABLE, PASS, NotApplicable, Row, Subject
+from src.extras.verify.subject import LENGTH, LONGER, Context, Subject
 from src.model.spec import layer_models
 from src.run.run_setup import configured
 from src.system.errors import UserError, show
 from src.system.imports import named
 
-CHECKS = {  # each in the module of its name beside this one
+CHECKS = {  # each is `rows` of the module of its name beside this one
     "a": ("meshes", "a mesh computes what one device does"),
     "b": ("derivatives", "gradients are the loss's derivatives"),
     "c": ("rewrites", "micro-batches, remat, tiles, unrolled layers and stages change nothing"),
@@ -46,7 +47,6 @@ python -m src.verify CONFIG [key=value ...] [checks=abc|all] [mesh=all|as_config
 FAILED = 3  # exit code
 # Code that works on the arrays of others: an error there comes from the line that called it.
 TOOLS = ("src/parallel/", "src/system/", "src/model/params.py", "src/model/matmul.py", "src/model/low_precision.py")
-Check = tuple[str, str, str, dict[str, Any]]  # letter, module, title, and what its `rows` takes beside the subject
 
 
 class Report(NamedTuple):
@@ -89,21 +89,23 @@ def main(argv: Sequence[str]) -> Report | None:
         show(f"shrunk      {line}")
     for line in small.hidden:
         show(f"not shown   {line}")
-    arguments = _arguments(config, where, compiled)
-    digest = report.digest_of(small.config, (arguments, own["golden"]))
+    context = Context(Subject(small.config), config, where, compiled, Path(own["golden"]) if own["golden"] else None)
+    digest = report.digest_of(small.config, (where, compiled, config.mesh, config.step, own["golden"]))
     head = {"model_name": config["model_name"], "digest": digest, "kept": small.kept, "hidden": small.hidden}
-    before, checks, rows = report.finished(own["report"], digest), _checks(letters, arguments, own["golden"]), []
-    unfinished, subject, begun = [letter for letter, *_ in checks], Subject(small.config), time.monotonic()
+    checks = [(letter, *CHECKS[letter]) for letter in letters]
+    checks += [("golden", "golden", "the bits of a few steps")] * bool(own["golden"])
+    before, rows = report.finished(own["report"], digest), list[Row]()
+    unfinished, begun = [letter for letter, *_ in checks], time.monotonic()
     try:
-        for letter, module, title, given in checks:
+        for letter, module, title in checks:
             show(f"{letter}  {title}{' (completed before an interruption)' * (letter in before)}")
             try:
-                for row in before.get(letter) or _found(subject, letter, module, given):
+                for row in before.get(letter) or _found(context, letter, module):
                     rows.append(row)
                     show(_line(row))
                 unfinished.remove(letter)
             except MemoryError as error:
-                rows.append(Row(letter, module, FAIL, note=f"memory is full: {_first_line(error)}"))
+                rows.append(Row(module, FAIL, note=f"memory is full: {first_line(error)}", check=letter))
                 show(_line(rows[-1]))
             report.write(own["report"], head, rows, unfinished)
     except KeyboardInterrupt:
@@ -129,44 +131,24 @@ def prepared(config: Config, mesh: str, letters: str) -> Prepared:
     return Prepared(shrink(config, length, used), where, compiled)
 
 
-def _checks(letters: str, arguments: Mapping[str, dict[str, Any]], golden_path: str) -> list[Check]:
-    """Lists the checks of these letters, and last the comparison with an earlier version."""
-    checks: list[Check] = [(letter, *CHECKS[letter], arguments.get(letter, {})) for letter in letters]
-    if golden_path:
-        checks.append(("golden", "golden", "the bits of a few steps", {"path": Path(golden_path)}))
-    return checks
-
-
-def _found(subject: Subject, letter: str, module: str, arguments: dict[str, Any]) -> Iterator[Row]:
+def _found(context: Context, letter: str, module: str) -> Iterator[Row]:
     """Runs a check; its last row has the error if it fails. Raises MemoryError if memory is full."""
     before = jax.config.values["jax_disable_most_optimizations"]
     # Compiling takes most of the time. Optimizations change no result beyond rounding, only the program of j.
     jax.config.update("jax_disable_most_optimizations", letter != "j")
     try:
-        yield from named(f"src.extras.verify.{module}:rows")(subject, **arguments)
+        for row in named(f"src.extras.verify.{module}:rows")(context):
+            yield row._replace(check=letter)
     except NotApplicable as error:
-        yield Row(letter, module, NOT_APPLICABLE, note=str(error))
-    except UserError as error:
-        yield Row(letter, module, FAIL, note=str(error))
+        yield not_applicable(module, error)._replace(check=letter)
     except MemoryError:
         raise
     except Exception as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED"):
-            raise MemoryError(_first_line(error)) from error
-        yield Row(letter, module, FAIL, note=f"{type(error).__name__}: {_first_line(error)}, {_edited_line(error)}")
+            raise MemoryError(first_line(error)) from error
+        yield Row(module, FAIL, note=_described(error), check=letter)
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
-
-
-def _arguments(
-    config: Config, where: Sequence[meshes.Sizes], compiled: Sequence[meshes.Sizes]
-) -> dict[str, dict[str, Any]]:
-    """What some checks need of the whole config."""
-    return {
-        "a": {"where": where},
-        "e": {"weight_dtype": config.step.weight_dtype},
-        "j": {"meshes": compiled, "dtype": config.step.dtype},
-    }
 
 
 def _line(row: Row) -> str:
@@ -174,10 +156,12 @@ def _line(row: Row) -> str:
     return f"   {row.status:14} {row.name:40} {figures:18} {row.note}".rstrip()
 
 
-def _first_line(error: BaseException) -> str:
-    """The first line of the message, with the second if it announces that."""
-    lines = [line.strip(" *") for line in str(error).splitlines() if line.strip()] or [""]
-    return " ".join(lines[: 1 + lines[0].endswith(":")])
+def _described(error: Exception) -> str:
+    """The message of an error, and the line of the project or of a user's module that it comes from."""
+    if isinstance(error, UserError) and error.__cause__:  # from a user's function, whose line it names
+        return first_line(error)
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return f"{kind}{first_line(error)}, {_edited_line(error)}"
 
 
 def _edited_line(error: BaseException) -> str:

@@ -10,7 +10,8 @@ import numpy as np
 
 from src.extras.verify.locate import EMBEDDED, LAYER, UNROLLED, forward_values, parting
 from src.extras.verify.logits import NO_PATTERNS
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject
+from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS, Row, first_line, none_of, not_applicable
+from src.extras.verify.subject import Context, Subject
 from src.model.params import by_path, dotted, nested
 from src.step.plan import StepPlan
 from src.system.errors import UserError
@@ -24,22 +25,23 @@ LARGEST_BOUND = 0.1  # of the standard deviation of logits: a larger one says no
 SURELY_WRONG = 0.5  # of it
 
 
-def rows(subject: Subject) -> Iterator[Row]:
+def rows(context: Context) -> Iterator[Row]:
     """Exports the random weights, reads them back, and lets transformers load them if it and torch are installed."""
     if not optional("hf") or not optional("evaluation"):
-        yield Row("i", "Hugging Face folder", NOT_APPLICABLE, note="src/extras/hf or src/extras/evaluation is missing")
+        yield not_applicable("Hugging Face folder", "src/extras/hf or src/extras/evaluation is missing")
         return
     from src.extras.hf.load import load_weights
     from src.extras.hf.model_keys import find_family
     from src.extras.hf.save import save_folder
 
+    subject = context.subject
     plan = subject.plan(**NO_PATTERNS)
     model = subject.config.replace(trainable_position_size=plan.spec.trainable_position_size).model  # -1 is a default
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     try:
         family, config_json = find_family(model, subject.length)
     except UserError as error:
-        yield Row("i", "Hugging Face folder", NOT_APPLICABLE, note=str(error).partition("\n")[0])
+        yield not_applicable("Hugging Face folder", error)
         return
     weights = {path: array for path, array in by_path(subject.weights).items() if path[0] != "lora"}
     with tempfile.TemporaryDirectory() as name:
@@ -49,7 +51,7 @@ def rows(subject: Subject) -> Iterator[Row]:
             yield _same_bits(plan, weights, by_path(load_weights(name, tree)))
             yield _same_logits(subject, plan, weights, name)
         except UserError as error:
-            yield Row("i", "written and read back", FAIL, note=str(error))
+            yield Row("written and read back", FAIL, note=str(error))
 
 
 def _same_bits(plan: StepPlan, weights: Mapping, found: Mapping) -> Row:
@@ -59,15 +61,14 @@ def _same_bits(plan: StepPlan, weights: Mapping, found: Mapping) -> Row:
         kept = tuple(slice(plan.spec.vocab_size if axis == "vocab" else None) for axis in axes)
         if np.asarray(found[path])[kept].tobytes() != weights[path][kept].tobytes():
             different.append(dotted(path))
-    note = f"the first: {different[0]}" if different else f"{len(weights)} weights"
-    return Row("i", "written and read back", FAIL if different else PASS, len(different), 0, note)
+    return none_of("written and read back", different, f"{len(weights)} weights")
 
 
 def _same_logits(subject: Subject, plan: StepPlan, weights: Mapping, folder: str) -> Row:
     """Compares our logits with what transformers computes, relative to their standard deviation."""
     name = "logits of transformers"
     if missing := [package for package in ("torch", "transformers") if not find_spec(package)]:
-        return Row("i", name, NOT_APPLICABLE, note=f"{' and '.join(missing)} is not installed")
+        return not_applicable(name, f"{' and '.join(missing)} is not installed")
     import torch
     import transformers
 
@@ -79,7 +80,7 @@ def _same_logits(subject: Subject, plan: StepPlan, weights: Mapping, folder: str
     try:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
-        return Row("i", name, FAIL, note=f"transformers does not load the folder: {error}".partition("\n")[0])
+        return Row(name, FAIL, note=f"transformers does not load the folder: {first_line(error)}")
     with torch.no_grad():
         output = loaded(torch.tensor(tokens).long(), output_hidden_states=True)
     theirs = output.logits.numpy()
@@ -92,10 +93,10 @@ def _same_logits(subject: Subject, plan: StepPlan, weights: Mapping, folder: str
     wrong = not np.all(np.isfinite(ours)) or figure > max(bound, SURELY_WRONG)
     if bound > LARGEST_BOUND and not wrong:
         why = "rounding alone moves these logits, as when a router's choice is close: a fault would not show"
-        return Row("i", name, NOT_APPLICABLE, figure, bound, why)
+        return Row(name, NOT_APPLICABLE, figure, bound, why)
     note = f"{type(loaded).__name__}, {tokens.size} tokens; they differ most at token {position} of text {row}"
     if figure <= bound and not wrong:
-        return Row("i", name, PASS, figure, bound, note)
+        return Row(name, PASS, figure, bound, note)
     ones = np.ones_like(tokens)
     texts = {"tokens": tokens, "targets": tokens, "segment_ids": ones, "positions": np.cumsum(ones, axis=1) - 1}
     unrolled = Subject(subject.config.replace(**NO_PATTERNS, **UNROLLED)).with_weights(nested(weights))
@@ -105,4 +106,4 @@ def _same_logits(subject: Subject, plan: StepPlan, weights: Mapping, folder: str
     states = [state.numpy() for state in output.hidden_states]
     place = parting([*zip(labels, inputs, strict=True)], [*zip(labels, states, strict=False)], ones > 0, bound)
     place = place or f"layer {len(inputs) - 1}"
-    return Row("i", name, FAIL, figure, bound, f"{note}, from {place} on")
+    return Row(name, FAIL, figure, bound, f"{note}, from {place} on")

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, PLAIN_DESCENT, ROWS, Row, Subject
+from src.extras.verify.rows import Row, not_applicable, verdict
+from src.extras.verify.subject import PLAIN_DESCENT, ROWS, Context
 from src.model.flops import all_layers, block_weights, count_params, flops_per_token, head_elements, mean_keys
 from src.model.params import by_path, dotted
 from src.model.parts import layer_costs
@@ -28,8 +29,9 @@ PLAIN: dict[str, Any] = {
 MOST_TERMS = 3  # that a wrong count is explained by
 
 
-def rows(subject: Subject) -> Iterator[Row]:
+def rows(context: Context) -> Iterator[Row]:
     """Compares integers, so the bound is 0; neither side counts elementwise operations, softmax and lookups."""
+    subject = context.subject
     plan, arrays = subject.plan(**PLAIN), by_path(subject.weights)
     spec, tokens = plan.spec, ROWS * subject.length
     sizes, terms = dict[str, int](), dict[str, int]()
@@ -65,7 +67,7 @@ def rows(subject: Subject) -> Iterator[Row]:
     yield _compared(name, found, counted, terms)
     if special:
         why = f"{' and '.join(special)} counts operations token by token; the program computes them in chunks"
-        yield Row("h", "FLOPs of other matmuls", NOT_APPLICABLE, note=why)
+        yield not_applicable("FLOPs of other matmuls", why)
 
 
 def visible(length: int, window: int, chunk: int) -> np.ndarray:
@@ -88,8 +90,7 @@ def _compared(name: str, found: int, counted: int, terms: Mapping[str, int]) -> 
     sums = (chosen for number in range(1, MOST_TERMS + 1) for chosen in itertools.combinations(named, number))
     fewest = next((chosen for chosen in sums if sum(named[label] for label in chosen) == difference), ())
     note = f": the difference is that of {' and '.join(fewest)}" if fewest else ""
-    status = FAIL if difference else PASS
-    return Row("h", name, status, difference, 0, f"{counted:,} counted, {found:,} found{note}")
+    return verdict(name, difference, 0, f"{counted:,} counted, {found:,} found{note}")
 
 
 def _useless(spec: ModelSpec) -> int:

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 
 from src.extras.verify.logits import NO_PATTERNS, adapters_merged, evaluated, single_layers, unlimited
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject, attempted
+from src.extras.verify.rows import FAIL, PASS, Row, attempted, not_applicable, verdict
+from src.extras.verify.subject import Context, Subject
 from src.model.params import Weights
 from src.step.plan import StepPlan
-from src.system.errors import UserError
+from src.system.imports import optional
 
 # Relative to the largest logit: 1e-6 over three seeds, 1.1e-5 in Gemma 4, whose scores are large. A cache
 # one slot late gives 0.7, prompts' padding in a state 0.4.
@@ -21,29 +22,23 @@ Prepare = Callable[[StepPlan, Weights], tuple[StepPlan, Weights]]
 Text = tuple[np.ndarray, np.ndarray]  # prompt and new tokens, [t]; the new tokens' log-probabilities
 
 
-def rows(subject: Subject) -> Iterator[Row]:
+def rows(context: Context) -> Iterator[Row]:
     """Continues prompts of unequal lengths in one batch, and one by itself; scores the texts without caches."""
-    try:
-        from src.extras.generation.generate import in_training
-        from src.extras.generation.inference_weights import unrolled
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("src.extras.generation"):
-            raise
-        yield Row("g", "decoding", NOT_APPLICABLE, note="src/extras/generation/ is not there")
+    if not optional("generation"):
+        yield not_applicable("decoding", "src/extras/generation is missing")
         return
-    yield adapters_merged("g", subject, BOUND)  # src.decode loads adapters so
-    subject, limited = unlimited("g", Subject(subject.config.replace(**NO_PATTERNS), subject.seed))
+    from src.extras.generation.generate import in_training
+    from src.extras.generation.inference_weights import unrolled
+
+    subject = context.subject
+    yield adapters_merged(subject, BOUND)  # src.decode loads adapters so
+    subject, limited = unlimited(Subject(subject.config.replace(**NO_PATTERNS), subject.seed))
     yield from limited
     # Sampled, because greedy texts repeat themselves: a wrong slot of the cache could hold the right values.
     for name, prepare, temperature in (("src.decode", unrolled, 1.0), ("a run's sample", in_training, 0.0)):
-        try:
-            row = _compared(f"decoding of {name}", subject, prepare, temperature)
-            alone = functools.partial(_alone, subject, prepare, temperature)
-            yield row if row.status == PASS else row._replace(note=row.note + attempted(alone))
-        except UserError as error:
-            if error.__cause__:  # what a user's loss raised
-                raise
-            yield Row("g", f"decoding of {name}", NOT_APPLICABLE, note=str(error).partition("\n")[0])
+        row = _compared(f"decoding of {name}", subject, prepare, temperature)
+        alone = functools.partial(_alone, subject, prepare, temperature)
+        yield row if row.status == PASS else row._replace(note=row.note + attempted(alone))
 
 
 def _alone(subject: Subject, prepare: Prepare, temperature: float) -> str:
@@ -80,7 +75,7 @@ def _compared(name: str, subject: Subject, prepare: Prepare, temperature: float)
         for at in np.flatnonzero(~(sizes <= BOUND))[: 1 - bool(note)]:
             beside = "alone" if row == len(prompts) else "beside others"
             note = f"prompt of {start} tokens, {beside}: {found[at]:.5f} nats at {start + at}, not {expected[at]:.5f}"
-    return Row("g", name, FAIL if note else PASS, figure, BOUND, note)
+    return verdict(name, figure, BOUND, note)
 
 
 def _continued(generator: Any, prompts: list[np.ndarray]) -> list[Text]:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, PLAIN_DESCENT, Row, Subject, flat, in_every_layer
+from src.extras.verify.rows import Row, not_applicable, worst
+from src.extras.verify.subject import PLAIN_DESCENT, Context, Subject, flat, in_every_layer
 from src.model.params import by_path, dotted, nested
 from src.model.spec import layer_models
 from src.step.loss import count_tokens, objective
@@ -29,9 +30,10 @@ STEPS = tuple(2.0**-power for power in range(4, 14))
 LEFT_OUT = "left out directions in which, at every step size, rounding is too large or a router chooses otherwise"
 
 
-def rows(subject: Subject) -> Iterator[Row]:
+def rows(context: Context) -> Iterator[Row]:
     """Compares each trained weight's gradient with slopes of the loss."""
-    name, figures, dropped, unknown = "gradient against slopes of the loss", {}, 0, [*subject.reference.gradients]
+    subject, name, figures, dropped = context.subject, "gradient against slopes of the loss", {}, 0
+    unknown = [*subject.reference.gradients]
     for sequence in range(SEQUENCES):
         if not unknown:
             break
@@ -49,25 +51,14 @@ def rows(subject: Subject) -> Iterator[Row]:
                 figures[path] = float(np.sqrt(np.mean(np.square(errors)))) / scale
                 unknown.remove(path)
     if unknown:
-        yield Row("b", name, NOT_APPLICABLE, note=f"{LEFT_OUT}: all of {', '.join(unknown)}")
+        yield not_applicable(name, f"{LEFT_OUT}: all of {', '.join(unknown)}")
     if figures:
-        yield worst("b", name, figures, BOUND, f"{LEFT_OUT}: {dropped}" if dropped else "")
+        yield worst(name, figures, BOUND, f"{LEFT_OUT}: {dropped}" if dropped else "")
 
 
 def smooth(activations: tuple[str, ...]) -> tuple[str, ...]:
     """Replaces relu by gelu."""
     return tuple("gelu" if name == "relu" else name for name in activations)
-
-
-def worst(check: str, name: str, figures: dict[str, float], bound: float, note: str = "", otherwise: str = "") -> Row:
-    """Makes a row of the largest of the weights' figures; without any, it does not apply for the reason `otherwise`."""
-    if not figures:
-        return Row(check, name, NOT_APPLICABLE, note=otherwise)
-    path = max(figures, key=lambda path: np.nan_to_num(figures[path], nan=np.inf))
-    if not (wrong := [path for path, figure in figures.items() if not figure <= bound]):
-        return Row(check, name, PASS, figures[path], bound, note)
-    failure = f"{path}; {len(wrong)} of {len(figures)} weights are wrong: {', '.join(wrong[:12])}"
-    return Row(check, name, FAIL, figures[path], bound, failure)
 
 
 class Loss:
@@ -95,7 +86,8 @@ class Loss:
             trainable = nested({paths[name]: weight for name, weight in flat.items()})
             micro_batches = [{name: x[part::parts] for name, x in keyed.items()} for part in range(parts)]
             found = [objective(trainable, *given, each, plan, subject.loss) for each in micro_batches]
-            loads = [x for _, (_, reports) in found for path, x in by_path(reports).items() if "load" in str(path[-1])]
+            reports = [by_path(report) for _, (_, report) in found]
+            loads = [x for report in reports for path, x in report.items() if path[-1] == "expert_load"]
             return jnp.sum(jnp.stack([total for total, _ in found])), loads
 
         self.total, self.gradients = total, reference.gradients

@@ -10,19 +10,10 @@ from src.data.packing import empty_batch, fill_row
 from src.data.types import Document
 from src.extras.verify.locate import UNROLLED, forward_values, parting
 from src.extras.verify.logits import Arrays, evaluated, single_layers, unlimited
-from src.extras.verify.subject import (
-    FAIL,
-    NOT_APPLICABLE,
-    PASS,
-    PLAIN_DESCENT,
-    ROWS,
-    Row,
-    Subject,
-    attempted,
-    mesh_keys,
-)
+from src.extras.verify.rows import FAIL, PASS, Row, attempted, not_applicable, unless_refused, verdict
+from src.extras.verify.subject import PLAIN_DESCENT, ROWS, Context, Subject, mesh_keys
 from src.model.parts import mixer
-from src.system.errors import UserError
+from src.system.errors import Unsupported
 
 # Sums in another order: 6e-8 to 1.3e-6 over three seeds of six kinds of models, 7.5e-6 for Qwen3-Next, and at most 2e-7
 # for the loss. Positions that do not restart give 0.9, a loss with the padded vocabulary 0.03, and targets in another
@@ -31,28 +22,26 @@ BOUND = 5e-5
 OFTEN = 4  # pairs of tokens: of that many scores one is large enough to change a logit
 
 
-def rows(subject: Subject) -> Iterator[Row]:
+def rows(context: Context) -> Iterator[Row]:
     """Changes one token at a time and compares logits bit by bit; compares packed rows and the loss by value."""
-    subject, limited = unlimited("d", subject)
+    subject, limited = unlimited(context.subject)
     yield from limited
-    if subject.config.batch.packing:
-        yield _of_packer(subject.batch)
-    logits, name = (yield from _of_model(subject, 1, {}, "")), "documents"
+    yield _of_packer(subject)
+    logits = yield from _of_model(subject, 1, {}, "")
+    yield from (_of_layer(alone, number) for number, alone in single_layers(subject))
+    yield _of_dropout(subject)
+    yield from _of_steps(subject, logits)
     try:
-        for number, alone in single_layers(subject):
-            yield _of_layer(alone, number)
-        yield _of_dropout(subject)
-        yield from _of_steps(subject, logits)
-        name = "documents, context 2"
         yield from _of_model(subject, 2, mesh_keys({"context": 2}), ", context 2")
-    except UserError as error:
-        if error.__cause__:  # what a user's loss raised
-            raise
-        yield Row("d", name, NOT_APPLICABLE, note=str(error).partition("\n")[0])
+    except Unsupported as error:
+        yield not_applicable("documents, context 2", error)
 
 
-def _of_packer(batch: Arrays) -> Row:
+def _of_packer(subject: Subject) -> Row:
     """Packs the documents of a batch again, as training does."""
+    name, batch = "the packer's rows", subject.batch
+    if not subject.config.batch.packing:
+        return not_applicable(name, "packing=false: a row has one document")
     found = empty_batch(len(batch["tokens"]), len(batch["tokens"][0]))
     for row, segments in enumerate(batch["segment_ids"]):
         places = [np.flatnonzero(segments == number) for number in range(1, segments.max() + 1)]
@@ -60,8 +49,7 @@ def _of_packer(batch: Arrays) -> Row:
         fill_row(found, row, [(Document(each), 0, len(each) - 1) for each in ids])
     real = batch["segment_ids"] > 0
     wrong = [name for name in batch if np.any((found[name] != batch[name]) & real) or np.any(found["loss_mask"] > real)]
-    note = f"{', '.join(wrong)} are not those of the documents" * bool(wrong)
-    return Row("d", "the packer's rows", FAIL if wrong else PASS, float(len(wrong)), 0, note)
+    return verdict(name, len(wrong), 0, failure=f"{', '.join(wrong)} are not those of the documents")
 
 
 def _of_model(subject: Subject, devices: int, keys: Mapping[str, Any], where: str) -> Generator[Row, None, np.ndarray]:
@@ -101,8 +89,7 @@ def _of_model(subject: Subject, devices: int, keys: Mapping[str, Any], where: st
             if array.shape[:2] == segments.shape
         ]
         note += _since(functools.partial(parting, moved, single, real[document, 0], BOUND))
-    figure = float(max(np.max(sizes), total))
-    yield Row("d", f"packed rows as one document a row{where}", FAIL if note else PASS, figure, BOUND, note)
+    yield verdict(f"packed rows as one document a row{where}", np.max([np.max(sizes), total]), BOUND, note)
     return logits[0]
 
 
@@ -130,25 +117,29 @@ def _of_dropout(subject: Subject) -> Row:
     """Repeats one row: a mask of its own must make each of the copies differ."""
     name, plan = "equal rows with other dropout", subject.plan(**UNROLLED)
     if not any(layer.dropout_rate for layer in plan.spec.layers):
-        return Row("d", name, NOT_APPLICABLE, note="dropout_rate is 0")
+        return not_applicable(name, "dropout_rate is 0")
     copies = {name: np.repeat(array[:1], ROWS, axis=0) for name, array in subject.batch.items()}
     logits = dict(forward_values(subject, plan, copies))["logits"]
     same = ROWS - len({row.tobytes() for row in logits})
-    note = f"{same} of {ROWS} rows have the mask of another" if same else ""
-    return Row("d", name, FAIL if same else PASS, float(same), 0, note)
+    return verdict(name, same, 0, failure=f"{same} of {ROWS} rows have the mask of another")
 
 
 def _of_steps(subject: Subject, logits: np.ndarray) -> Iterator[Row]:
     """Compares a step's losses with means over these logits, also if one of two devices has only padding."""
     title, batch = "the step's loss from these logits", subject.batch
     if subject.config.step.loss or subject.config.model.dropout_rate:
-        yield Row("d", title, NOT_APPLICABLE, note="loss= is another objective, or dropout is random")
+        yield not_applicable(title, "loss= is another objective, or dropout is random")
         return
     yield _of_loss(title, batch, logits, subject.reference.metrics)
     first = np.arange(ROWS)[:, None] < ROWS // 2
     half = batch | {name: batch[name] * first for name in ("segment_ids", "loss_mask")}
-    plan = subject.plan(2, **PLAIN_DESCENT, **mesh_keys({"fsdp": 2}))
-    yield _of_loss(f"{title}, fsdp 2, a device of padding", half, logits, subject.result(plan, half).metrics)
+    title = f"{title}, fsdp 2, a device of padding"
+
+    def on_two_devices() -> Row:
+        plan = subject.plan(2, **PLAIN_DESCENT, **mesh_keys({"fsdp": 2}))
+        return _of_loss(title, half, logits, subject.result(plan, half).metrics)
+
+    yield unless_refused(title, on_two_devices)
 
 
 def _of_loss(name: str, batch: Arrays, logits: np.ndarray, metrics: Mapping[str, float]) -> Row:
@@ -163,7 +154,7 @@ def _of_loss(name: str, batch: Arrays, logits: np.ndarray, metrics: Mapping[str,
     expected = {"loss": means[0]} | ({"mtp_loss": np.mean(means[1:])} if means[1:] else {})
     sizes = {metric: abs(metrics[metric] / value - 1) for metric, value in expected.items()}
     wrong = [f"{it} is {metrics[it]:.7f}, not {expected[it]:.7f}" for it in sizes if not sizes[it] <= BOUND]
-    return Row("d", name, FAIL if wrong else PASS, float(max(sizes.values())), BOUND, "; ".join(wrong))
+    return verdict(name, np.max([*sizes.values()]), BOUND, "; ".join(wrong))
 
 
 def _exact(name: str, wrong: np.ndarray, through: Callable[[int, np.ndarray], str] | None = None) -> Row:
@@ -175,7 +166,7 @@ def _exact(name: str, wrong: np.ndarray, through: Callable[[int, np.ndarray], st
         at = np.zeros(wrong.shape[1:], bool)
         at[row, token] = True
         note += _since(functools.partial(through, change, at)) if through else ""
-    return Row("d", name, FAIL if note else PASS, float(np.sum(wrong)), 0, note)
+    return verdict(name, float(np.sum(wrong)), 0, note)
 
 
 def _since(find: Callable[[], str]) -> str:

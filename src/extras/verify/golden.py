@@ -12,7 +12,8 @@ import numpy as np
 from src.config.keys import frozen
 from src.config.schema import KEYS, Config
 from src.config.yaml import dump
-from src.extras.verify.subject import FAIL, PASS, Row, Subject, flat
+from src.extras.verify.rows import FAIL, PASS, Row
+from src.extras.verify.subject import Context, Subject, flat
 from src.system.errors import UserError, first_few
 
 STEPS, PROJECTIONS = 3, 4
@@ -35,16 +36,18 @@ def check_file(path: Path, config: Config) -> None:
         raise UserError(f"golden={path} was written for another config: give another file")
 
 
-def rows(subject: Subject, path: Path) -> Iterator[Row]:
+def rows(context: Context) -> Iterator[Row]:
     """Writes the file if there is none; otherwise says of losses, gradient norms and weights how far they changed.
 
     Raises UserError as `check_file`, or if the model has other weights.
     """
+    subject, path = context.subject, context.golden
+    assert path
     check_file(path, subject.config)
     found = _steps(subject)
     if not path.exists():
         path.write_text(json.dumps({"config": _digest(subject.config), "figures": found}, indent=1) + "\n")
-        yield Row("golden", f"{STEPS} steps", PASS, note=f"written to {path}; run it again after an edit")
+        yield Row(f"{STEPS} steps", PASS, note=f"written to {path}; run it again after an edit")
         return
     before = json.loads(path.read_text())["figures"]
     if before.keys() != found.keys():
@@ -54,12 +57,12 @@ def rows(subject: Subject, path: Path) -> Iterator[Row]:
         figure = float(np.max(np.abs(np.subtract(values, old))) / max(np.max(np.abs(old)), 1e-30))
         scale = 1 if " of step " in name else MOVED
         if digest == old_digest:
-            yield Row("golden", name, PASS, 0.0, 0.0, "same bits")
+            yield Row(name, PASS, 0.0, 0.0, "same bits")
         elif figure <= ROUNDING * scale:
             what = "last bits" if figure <= LAST_BITS * scale else "rounding"
-            yield Row("golden", name, PASS, figure, ROUNDING * scale, f"changed in {what}")
+            yield Row(name, PASS, figure, ROUNDING * scale, f"changed in {what}")
         else:
-            yield Row("golden", name, FAIL, figure, ROUNDING * scale, "changed in value")
+            yield Row(name, FAIL, figure, ROUNDING * scale, "changed in value")
 
 
 def _steps(subject: Subject) -> dict[str, list[Any]]:

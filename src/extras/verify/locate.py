@@ -60,11 +60,10 @@ def forward_values(subject: Subject, plan: StepPlan, batch: Mapping[str, Any]) -
     ]
 
 
-def parting_of(subject: Subject, devices: int, keys: Mapping[str, Any], batch: Any, bound: float) -> str:
+def parting_of(subject: Subject, devices: int, keys: Mapping[str, Any], batch: Mapping[str, Any], bound: float) -> str:
     """Says which array of a forward pass with other keys differs first; "" for keys that unrolling replaces."""
     if UNROLLED.keys() & keys.keys():
         return ""
-    batch = batch or subject.batch
     found = forward_values(subject, subject.plan(devices, **{**keys, **UNROLLED}), batch)
     expected = forward_values(subject, subject.plan(**PLAIN_DESCENT, **UNROLLED), batch)
     place = parting(found, expected, batch["segment_ids"] > 0, bound)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from src.config.schema import keys_of
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject, flat, in_every_layer
+from src.extras.verify.rows import Row, largest, not_applicable, verdict
+from src.extras.verify.subject import Subject, flat, in_every_layer
 from src.model.params import STACKED, by_path, dotted
 from src.model.spec import layer_models
 from src.parallel.sequence import to_zigzag, zigzag_order
@@ -51,7 +52,7 @@ def evaluated(subject: Subject, plan: StepPlan, batches: Sequence[Arrays]) -> tu
     return logits[..., in_order, : plan.spec.vocab_size], sums
 
 
-def unlimited(check: str, subject: Subject) -> tuple[Subject, list[Row]]:
+def unlimited(subject: Subject) -> tuple[Subject, list[Row]]:
     """Gives experts capacity for all tokens, and a row that says so if they have not."""
     spec, name = subject.reference_plan.spec, "capacity_factor"
     if not spec.has_capacity:
@@ -59,7 +60,7 @@ def unlimited(check: str, subject: Subject) -> tuple[Subject, list[Row]]:
     factor = float(max(layer.num_experts for layer in spec.layers))
     note = f"what {name} drops depends on the whole sequence: the other rows have capacity for every token"
     config = in_every_layer(subject.config, name, lambda _: factor)
-    return Subject(config, subject.seed), [Row(check, "experts of limited capacity", NOT_APPLICABLE, note=note)]
+    return Subject(config, subject.seed), [not_applicable("experts of limited capacity", note)]
 
 
 def single_layers(subject: Subject) -> Iterator[tuple[int, Subject]]:
@@ -73,11 +74,11 @@ def single_layers(subject: Subject) -> Iterator[tuple[int, Subject]]:
             yield number, alone
 
 
-def adapters_merged(check: str, subject: Subject, bound: float) -> Row:
+def adapters_merged(subject: Subject, bound: float) -> Row:
     """Compares the logits of the model with adapters, and of weights with the adapters merged into them."""
     name, step = "adapters merged into their weights", subject.config.step
     if not step.lora_rank:
-        return Row(check, name, NOT_APPLICABLE, note="lora_rank is 0")
+        return not_applicable(name, "lora_rank is 0")
     from src.model.lora import merge
 
     base = {key: jax.tree.map(jnp.asarray, tree) for key, tree in subject.weights.items() if key != "lora"}
@@ -85,12 +86,11 @@ def adapters_merged(check: str, subject: Subject, bound: float) -> Row:
     plain = Subject(subject.config.replace(**NO_PATTERNS), subject.seed).with_weights(merged)
     (expected, _), (found, _) = (evaluated(each, each.reference_plan, [subject.batch]) for each in (subject, plain))
     sizes = np.abs(found - expected) / np.max(np.abs(expected))
-    figure = float(np.nan_to_num(np.max(sizes), nan=np.inf))
     *_, row, token, _ = np.unravel_index(np.argmax(sizes), sizes.shape)
     note = f"the logits differ most at token {token} of row {row}"
-    if not figure <= bound:
+    if not np.max(sizes) <= bound:
         note += f", and {_furthest(subject, flat(plain.weights))} from the product of its adapters"
-    return Row(check, name, PASS if figure <= bound else FAIL, figure, bound, note)
+    return verdict(name, np.max(sizes), bound, note)
 
 
 def _furthest(subject: Subject, merged: Mapping[str, Any]) -> str:
@@ -103,4 +103,4 @@ def _furthest(subject: Subject, merged: Mapping[str, Any]) -> str:
         product = down.reshape(*stacked, -1, step.lora_rank) @ up.reshape(*stacked, step.lora_rank, -1)
         added = step.lora_alpha / step.lora_rank * product.reshape(weights[path].shape)
         wrong[dotted(path)] = np.max(np.abs(merged[dotted(path)] - weights[path] - added)) / np.max(np.abs(added))
-    return max(wrong, key=wrong.__getitem__)
+    return largest(wrong)

@@ -3,11 +3,13 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from src.config.schema import MESH_AXES, Config, Mesh
+from src.extras.verify.comparison import compared
 from src.extras.verify.locate import parting_of
-from src.extras.verify.subject import NOT_APPLICABLE, PLAIN_DESCENT, Row, Subject, compared, mesh_keys
+from src.extras.verify.rows import Row, mesh_name, not_applicable, unless_refused
+from src.extras.verify.subject import PLAIN_DESCENT, Context, Sizes, Subject, mesh_keys
 from src.model.spec import model_spec
 from src.system.errors import UserError
 
@@ -16,37 +18,38 @@ DEVICES = 8  # virtual ones
 # missing or counted twice gives 0.04 or more.
 BOUND = 3e-4
 
-Sizes = Mapping[str, int]  # devices along each axis of more than one
 
-
-def rows(subject: Subject, where: Sequence[Sizes]) -> Iterator[Row]:
+def rows(context: Context) -> Iterator[Row]:
     """Compares a step on each mesh with the step of one device."""
-    if not where:
-        yield Row("a", "mesh", NOT_APPLICABLE, note="the config's mesh has one device")
-    for sizes in where:
-        name = "mesh " + " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-        if why := obstacle(subject.config, sizes):
-            yield Row("a", name, NOT_APPLICABLE, note=why)
-            continue
-        expected = subject.reference
-        place = math.prod(sizes.values()), {**PLAIN_DESCENT, **mesh_keys(sizes)}
-        found = subject.attempt(*place)
-        if isinstance(found, str):
-            yield Row("a", name, NOT_APPLICABLE, note=found)
-        else:
-            parts = functools.partial(parting_of, subject, *place, None, BOUND)
-            yield compared("a", name, found, expected, BOUND, parts)
+    if not context.meshes:
+        yield not_applicable("mesh", "the config's mesh has one device")
+    for sizes in context.meshes:
+        of_mesh = functools.partial(_of_mesh, context.subject, sizes)
+        yield unless_refused(mesh_name(sizes), of_mesh, required=is_own(sizes, context.whole.mesh))
 
 
-def obstacle(config: Config, sizes: Sizes) -> str:
-    """Says what the config lacks for this mesh; "" if nothing."""
+def _of_mesh(subject: Subject, sizes: Sizes) -> Row:
+    devices, keys = math.prod(sizes.values()), {**PLAIN_DESCENT, **mesh_keys(sizes)}
+    found, expected = subject.result(subject.plan(devices, **keys)), subject.reference
+    parts = functools.partial(parting_of, subject, devices, keys, subject.batch, BOUND)
+    return compared(mesh_name(sizes), found, expected, BOUND, parts)
+
+
+def is_own(sizes: Sizes, configured: Mesh) -> bool:
+    """Whether the config's own mesh has these axes, so that a refusal of them is a fault.
+
+    An axis of -1 may have any number of devices, but a mesh of only such axes is not asked for.
+    """
+    pairs = [(_devices(configured, axis), size) for axis, size in sizes.items()]
+    return any(own > 1 for own, _ in pairs) and all(own == -1 or own % size == 0 for own, size in pairs)
+
+
+def usable(axis: str, config: Config) -> bool:
+    """Whether the model has what two devices along an axis of the mesh share."""
     spec = model_spec(config.model, config.step, config.batch.max_target_length)
-    if sizes.get("expert", 1) > 1 and not spec.has_experts:
-        return "the model has no experts"
-    most = max(group.repeats for group in spec.layer_groups)
-    if sizes.get("stage", 1) > 1 and most % sizes["stage"]:
-        return f"no group of layers repeats a multiple of {sizes['stage']} times"
-    return ""
+    if axis == "expert":
+        return spec.has_experts
+    return axis != "stage" or any(group.repeats % 2 == 0 for group in spec.layer_groups)
 
 
 def chosen(text: str, config: Config, configured: Mesh) -> list[dict[str, int]]:
@@ -57,8 +60,8 @@ def chosen(text: str, config: Config, configured: Mesh) -> list[dict[str, int]]:
     """
     if text and text not in ("all", "as_configured"):
         return [_parsed(text)]
-    axes = [axis for axis in MESH_AXES if not obstacle(config, {axis: 2})]
-    wide = [axis for axis in MESH_AXES if _devices(configured, axis) != 1 and axis in axes]
+    axes = [axis for axis in MESH_AXES if usable(axis, config)]
+    wide = [axis for axis in MESH_AXES if (size := _devices(configured, axis)) > 1 or (size == -1 and axis in axes)]
     both = [dict.fromkeys(wide[start : start + 3], 2) for start in range(0, len(wide), 3)]
     if text == "as_configured":
         return both

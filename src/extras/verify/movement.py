@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from src.extras.verify.derivatives import LEFT_OUT, Loss, worst
-from src.extras.verify.subject import NOT_APPLICABLE, PASS, PLAIN_DESCENT, ROWS, Row, Subject, differences, flat
+from src.extras.verify.comparison import differences
+from src.extras.verify.derivatives import LEFT_OUT, Loss
+from src.extras.verify.rows import PASS, Row, largest, not_applicable, worst
+from src.extras.verify.subject import PLAIN_DESCENT, ROWS, Context, Subject, flat
 from src.model.params import by_path, dotted, matches, nested
 from src.step.optimizer_rules import Rule
 from src.step.plan import StepPlan
@@ -37,11 +39,9 @@ VECTORS = ("scale", "bias", "norm")  # in the last parts of the names of weights
 Arrays = dict[str, np.ndarray]  # by the weights' dotted paths
 
 
-def rows(subject: Subject, weight_dtype: str) -> Iterator[Row]:
-    """Checks gradients that are zero, and what a step changes at the largest learning rate of the schedule.
-
-    `weight_dtype` is the one of the whole config.
-    """
+def rows(context: Context) -> Iterator[Row]:
+    """Checks gradients that are zero, and what a step changes at the largest learning rate of the schedule."""
+    subject = context.subject
     yield from without_gradient(Loss(subject))
     plan = subject.plan(ema_decay=EMA_DECAY if subject.config.step.ema_decay else 0.0)
     before, after = step(subject, plan)
@@ -52,22 +52,22 @@ def rows(subject: Subject, weight_dtype: str) -> Iterator[Row]:
         gradients = subject.result(descent, subject.batch, subject.batch).gradients
     note = f"in the second step; in the first, {first_few(waiting)} did not" if waiting else ""
     name = "entries of trained weights that do not move downhill"
-    yield worst("e", name, _stay(gradients, plan, before, after), 0.0, note)
+    yield worst(name, _stay(gradients, plan, before, after), 0.0, note)
     old, new = flat(before.weights.trainable), flat(after.weights.trainable)
     updates = {path: new[path].astype(np.float64) - old[path] for path in old}
     frozen, left = flat(before.weights.frozen), flat(after.weights.frozen)
     changes = {path: float(np.sum(frozen[path] != left[path])) for path in frozen}
-    yield worst("e", "entries of frozen weights that change", changes, 0.0, otherwise="every weight is trained")
+    yield worst("entries of frozen weights that change", changes, 0.0, otherwise="every weight is trained")
     mean, wanted = flat(after.ema), flat(before.ema)
     sizes = {}
     for path in (path for path in mean if np.any(updates[path])):
         error = mean[path] - EMA_DECAY * np.float64(wanted[path]) - (1 - EMA_DECAY) * np.float64(new[path])
         sizes[path] = float(np.max(np.abs(error)) / np.max(np.abs(updates[path])))
-    yield worst("e", "average of the new weights", sizes, EMA_BOUND, otherwise="ema_decay is 0")
+    yield worst("average of the new weights", sizes, EMA_BOUND, otherwise="ema_decay is 0")
     yield from optimizer(subject)
     yield clipping(subject)
     yield router_biases(subject)
-    yield stuck(old, updates, weight_dtype)
+    yield stuck(old, updates, context.whole.step.weight_dtype)
 
 
 def without_gradient(loss: Loss) -> Iterator[Row]:
@@ -92,12 +92,12 @@ def without_gradient(loss: Loss) -> Iterator[Row]:
             whole += [path] * bool(np.all(none))
         else:
             unknown.append(path)
-    yield worst("e", "trained weights that nothing uses", unused, 0.0)
+    yield worst("trained weights that nothing uses", unused, 0.0)
     name, note = "entries without a gradient move no loss", f"none of {', '.join(whole)} does" if whole else ""
     if sizes or not unknown:
-        yield worst("e", name, sizes, BOUND, note, otherwise="every entry has a gradient")
+        yield worst(name, sizes, BOUND, note, otherwise="every entry has a gradient")
     if unknown:
-        yield Row("e", name, NOT_APPLICABLE, note=f"{LEFT_OUT}: all of {', '.join(unknown)}")
+        yield not_applicable(name, f"{LEFT_OUT}: all of {', '.join(unknown)}")
 
 
 def _stay(gradients: Arrays, plan: StepPlan, before: TrainState, after: TrainState) -> dict[str, float]:
@@ -174,10 +174,10 @@ def optimizer(subject: Subject) -> Iterator[Row]:
     still = [path for path, rule in rules.items() if not rule.weight_decay]
     note = f"none of {first_few(still)}" if still else ""
     otherwise = f"the highest rate is {highest:g}"
-    yield worst("e", names[0], taken if has_decay else {}, DECAY_BOUND, note, otherwise)
+    yield worst(names[0], taken if has_decay else {}, DECAY_BOUND, note, otherwise)
     factors = keys.mup_base_emb_dim or keys.adam_clip_threshold
     why = "adam_clip_threshold or mup_base_emb_dim scales updates" if factors else "no weight has opt_type=adamw"
-    yield worst("e", names[1], {} if factors else moved, RATE_BOUND, otherwise=why)
+    yield worst(names[1], {} if factors else moved, RATE_BOUND, otherwise=why)
 
 
 def clipped(gradients: Arrays, threshold: float) -> Arrays:
@@ -190,10 +190,10 @@ def clipping(subject: Subject) -> Row:
     """Clips all gradients to a quarter of their norm, with plain gradient descent: each must be a quarter."""
     name, gradients = "clipping scales all gradients alike", subject.reference.gradients
     if not subject.config.step.gradient_clipping_threshold:
-        return Row("e", name, NOT_APPLICABLE, note="gradient_clipping_threshold is 0")
+        return not_applicable(name, "gradient_clipping_threshold is 0")
     norm = float(np.sqrt(sum(np.sum(np.square(gradient)) for gradient in gradients.values())))
     found = subject.result(subject.plan(**PLAIN_DESCENT | {"gradient_clipping_threshold": norm / 4}))
-    return worst("e", name, dict(differences(found.gradients, clipped(gradients, norm / 4))), RATE_BOUND)
+    return worst(name, dict(differences(found.gradients, clipped(gradients, norm / 4))), RATE_BOUND)
 
 
 def router_biases(subject: Subject) -> Row:
@@ -206,9 +206,9 @@ def router_biases(subject: Subject) -> Row:
     stats = [path for path in weights if dotted(path) in subject.reference.stats]
     most = max(layer.num_experts_per_tok for layer in subject.reference_plan.spec.layers)
     if not stats or not subject.config.step.routed_bias_update_rate:
-        return Row("e", name, NOT_APPLICABLE, note="no router has a bias that the loads move")
+        return not_applicable(name, "no router has a bias that the loads move")
     if any(2 * most > weights[path].shape[-1] for path in stats):
-        return Row("e", name, NOT_APPLICABLE, note="a token chooses more than half of the experts")
+        return not_applicable(name, "a token chooses more than half of the experts")
     for path in stats:
         weights[path] = np.zeros_like(weights[path])
         for bias in weights[path].reshape(-1, weights[path].shape[-1]):
@@ -222,18 +222,19 @@ def router_biases(subject: Subject) -> Row:
         old, new = (x.reshape(len(experts), -1) for x in (flat(other.weights)[path], other.reference.stats[path]))
         rises = np.take_along_axis(new - old, np.array(experts), axis=1)
         wrong[path] = float(np.sum((rises[:, 0] >= 0) | (rises[:, 1] <= 0)))
-    return worst("e", name, wrong, 0.0)
+    return worst(name, wrong, 0.0)
 
 
 def stuck(old: Arrays, updates: Arrays, dtype: str) -> Row:
     """Tells the share of entries that keep their value in a dtype of low precision: their update is too small."""
     name = f"updates that {dtype} rounds away"
     if dtype == "float32":
-        return Row("e", name, NOT_APPLICABLE, note="weight_dtype is float32")
+        return not_applicable(name, "weight_dtype is float32")
     stay, size = {}, {}
     for path, update in updates.items():
         kept, asked = old[path].astype(dtype), update != 0
         stay[path], size[path] = int(np.sum(asked & ((np.float32(kept) + update).astype(dtype) == kept))), np.sum(asked)
-    share, most = sum(stay.values()) / sum(size.values()), max(stay, key=lambda path: stay[path] / max(size[path], 1))
+    share = sum(stay.values()) / sum(size.values())
+    most = largest({path: stay[path] / max(size[path], 1) for path in stay})
     note = f"{share:.0%} of the entries stay at this learning rate if their deviation is 0.2, most of {most}"
-    return Row("e", name, PASS, share, note=note)
+    return Row(name, PASS, share, note=note)

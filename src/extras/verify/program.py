@@ -6,58 +6,60 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
 from src.extras.verify.counts import matmuls, traced_step
-from src.extras.verify.meshes import obstacle
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, ROWS, Row, Subject, mesh_keys
+from src.extras.verify.meshes import is_own
+from src.extras.verify.rows import FAIL, NOT_APPLICABLE, Row, first_line, mesh_name, none_of, not_applicable, verdict
+from src.extras.verify.subject import ROWS, Context, Sizes, Subject, mesh_keys
 from src.model.params import STACKED, by_path, dotted
 from src.parallel.mesh import MeshLayout
 from src.step.plan import StepPlan
 from src.step.state import TrainState, abstract_state
-from src.system.errors import UserError
+from src.system.errors import Unsupported
 from src.system.imports import optional
 
-MESH = {"fsdp": 2, "tensor": 2}
 
-
-def rows(subject: Subject, meshes: Sequence[Mapping[str, int]] = (MESH,), dtype: str = "float32") -> Iterator[Row]:
-    """Compiles the step for each mesh without running it; `dtype` is the key's value in the whole config."""
-    for sizes in meshes if optional("aot") else ():
-        mesh = "mesh " + " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-        try:
-            if why := obstacle(subject.config, sizes):
-                raise UserError(why)
-            plan = subject.plan(math.prod(sizes.values()), **mesh_keys(sizes))
-            state = abstract_state(plan)
-            traced = traced_step(plan, state, subject.loss, subject.length)
-        except UserError as error:
-            if error.__cause__:  # what a user's loss raised
-                raise
-            yield Row("j", mesh, NOT_APPLICABLE, note=str(error).partition("\n")[0])
-            continue
-        text, warnings = _compiled(traced.lower())
-        # XLA copies an array to every device if it cannot change its sharding otherwise, and says so only here.
-        warned = re.findall(r'Involuntary full rematerialization.*?(?:op_name="(.*?)"|$)', warnings, re.MULTILINE)
-        wrong = [name or "an operation without a name" for name in warned]
-        dims, axes = by_path(plan.matrices), by_path(plan.axes)
-        wrong += [
-            dotted(path) for path in axes if dims[path].hidden and not any(axes[path][n] for n in dims[path].dims)
-        ]
-        yield _none(f"{mesh}: arrays whole on every device", wrong)
-        header = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
-        aliased = {int(number) for number in re.findall(r"\{(\d+)\}: \(", header[1] if header else "")}
-        leaves = jax.tree_util.tree_leaves_with_path(state)  # also the first outputs
-        lost = [jax.tree_util.keystr(path) for number, (path, _) in enumerate(leaves) if number not in aliased]
-        yield _none(f"{mesh}: arrays of the state that are not donated", lost)
-        yield _none(f"{mesh}: gathered along a sharded dim", _gathered(plan, text, subject.length))
-        yield _exchanged(f"{mesh}: bytes summed over devices", plan, state, text)
-    if dtype == "float32" or not optional("aot"):
-        why = "dtype=float32" if optional("aot") else "src/extras/aot is missing"
-        yield Row("j", "dtypes of matmuls", NOT_APPLICABLE, note=why)
+def rows(context: Context) -> Iterator[Row]:
+    """Compiles the step for each mesh without running it."""
+    if not optional("aot"):
+        yield not_applicable("compiled program", "src/extras/aot is missing")
         return
+    for sizes in context.compiled:
+        try:
+            yield from _of_mesh(context.subject, sizes)
+        except Unsupported as error:
+            status = FAIL if is_own(sizes, context.whole.mesh) else NOT_APPLICABLE
+            yield Row(mesh_name(sizes), status, note=first_line(error))
+    yield _dtypes(context.subject, context.whole.step.dtype)
+
+
+def _of_mesh(subject: Subject, sizes: Sizes) -> Iterator[Row]:
+    mesh, plan = mesh_name(sizes), subject.plan(math.prod(sizes.values()), **mesh_keys(sizes))
+    state = abstract_state(plan)
+    traced = traced_step(plan, state, subject.loss, subject.length)
+    text, warnings = _compiled(traced.lower())
+    # XLA copies an array to every device if it cannot change its sharding otherwise, and says so only here.
+    warned = re.findall(r'Involuntary full rematerialization.*?(?:op_name="(.*?)"|$)', warnings, re.MULTILINE)
+    wrong = [name or "an operation without a name" for name in warned]
+    dims, axes = by_path(plan.matrices), by_path(plan.axes)
+    wrong += [dotted(path) for path in axes if dims[path].hidden and not any(axes[path][n] for n in dims[path].dims)]
+    yield none_of(f"{mesh}: arrays whole on every device", wrong)
+    header = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
+    aliased = {int(number) for number in re.findall(r"\{(\d+)\}: \(", header[1] if header else "")}
+    leaves = jax.tree_util.tree_leaves_with_path(state)  # also the first outputs
+    lost = [jax.tree_util.keystr(path) for number, (path, _) in enumerate(leaves) if number not in aliased]
+    yield none_of(f"{mesh}: arrays of the state that are not donated", lost)
+    yield none_of(f"{mesh}: gathered along a sharded dim", _gathered(plan, text, subject.length))
+    yield _exchanged(f"{mesh}: bytes summed over devices", plan, state, text)
+
+
+def _dtypes(subject: Subject, dtype: str) -> Row:
+    """Finds matmuls with weights that are wider than the config's dtype."""
+    if dtype == "float32":
+        return not_applicable("dtypes of matmuls", "dtype=float32")
     plan, wide = subject.plan(dtype=dtype, matmul_precision="default"), []
     shapes = {dotted(path): leaf.shape for path, leaf in by_path(plan.shapes).items()}
     traced = traced_step(plan, abstract_state(plan), subject.loss, subject.length)
@@ -68,11 +70,7 @@ def rows(subject: Subject, meshes: Sequence[Mapping[str, int]] = (MESH,), dtype:
             given = {each.size for each in arrays}  # a weight's dims may be merged; of all layers, or of one
             names = [name for name, shape in shapes.items() if {math.prod(shape), math.prod(shape[1:])} & given]
             wide.append(f"{place} {' x '.join(each.str_short() for each in arrays)}, {' or '.join(names)}".strip(", "))
-    yield _none(f"matmuls with weights that are not in {dtype}", wide)
-
-
-def _none(name: str, found: Sequence[str]) -> Row:
-    return Row("j", name, FAIL if found else PASS, len(found), 0, f"the first: {found[0]}" if found else "")
+    return none_of(f"matmuls with weights that are not in {dtype}", wide)
 
 
 def _gathered(plan: StepPlan, text: str, length: int) -> list[str]:
@@ -141,9 +139,8 @@ def _exchanged(name: str, plan: StepPlan, state: TrainState, text: str) -> Row:
     least = round(gradients * plan.layout.size([*row_axes]) / plan.layout.mesh.size) * bool(row_axes)
     listed = ", ".join(f"{kind} {n:,}" for kind, n in sizes.most_common())
     if not least:
-        return Row("j", name, NOT_APPLICABLE, note=f"no two devices have different rows; {listed}")
-    note = f"{summed:,} of at least {least:,} bytes; {listed}"
-    return Row("j", name, PASS if summed >= least else FAIL, max(0, least - summed), 0, note)
+        return not_applicable(name, f"no two devices have different rows; {listed}")
+    return verdict(name, max(0, least - summed), 0, f"{summed:,} of at least {least:,} bytes; {listed}")
 
 
 def _compiled(lowered: jax.stages.Lowered) -> tuple[str, str]:

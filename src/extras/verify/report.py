@@ -12,7 +12,7 @@ from typing import Any
 from src.config.schema import Config
 from src.config.yaml import dump
 from src.extras.command_files import write_output
-from src.extras.verify.subject import Row
+from src.extras.verify.rows import Row
 
 KIND = "report of src.verify"  # in messages
 SOURCES = Path(__file__).parents[2]

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from src.config.schema import Config
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject, mesh_keys
-from src.system.errors import UserError
+from src.extras.verify.rows import FAIL, PASS, Row, largest, none_of, not_applicable, verdict
+from src.extras.verify.subject import Context, mesh_keys
+from src.system.errors import Unsupported
 from src.system.imports import named
 
 STEPS, SAVED = 6, 3  # with a checkpoint halfway
@@ -30,23 +31,23 @@ class End(NamedTuple):
     losses: dict[int, float]
 
 
-def rows(subject: Subject) -> Iterator[Row]:
+def rows(context: Context) -> Iterator[Row]:
     """Trains in one go, from the checkpoint of half the steps on two meshes, and from that checkpoint's weights.
 
     Raises UserError if a run or its checkpoint is refused.
     """
-    devices = len(jax.devices())
+    subject, devices = context.subject, len(jax.devices())
     mesh, other_mesh = mesh_keys({"data": devices}), mesh_keys({"data": devices // 2, "fsdp": 2})
     try:
         for each in (mesh, other_mesh):
             subject.plan(devices, **each)
-    except UserError as error:
-        yield Row("f", "resume", NOT_APPLICABLE, note=str(error).partition("\n")[0])
+    except Unsupported as error:
+        yield not_applicable("resume", error)
         return
     keys: dict[str, Any] = {"steps": STEPS, "checkpoint_period": SAVED, "max_num_checkpoints_to_keep": -1}
     keys |= {"enable_checkpointing": True, "dataset_type": "synthetic", "per_device_batch_size": 1.0, "quiet": True}
     if subject.config.step.lora_rank:
-        yield Row("f", "resume", NOT_APPLICABLE, note="adapters need saved weights that they add to")
+        yield not_applicable("resume", "adapters need saved weights that they add to")
         return
     if subject.config.step.learning_rate_schedule_steps == -1:
         keys["learning_rate_schedule_steps"] = STEPS  # also for the runs that end earlier
@@ -60,12 +61,10 @@ def rows(subject: Subject) -> Iterator[Row]:
         weights = config.replace(load_parameters_path=f"{folder}/whole/checkpoints/{SAVED}")
         differ = _same("", _run(weights, "weights"), whole).figure
         note = f"{differ} values differ, so the comparison can fail" if differ else "the same as with all of the state"
-        yield Row("f", "weights without the rest of the state", PASS if differ else FAIL, note=note)
+        yield Row("weights without the rest of the state", PASS if differ else FAIL, note=note)
         found = _resumed(other, "other").losses
     ratios = {step: abs(found[step] / loss - 1) for step, loss in whole.losses.items() if step > SAVED}
-    worst = max(ratios, key=lambda step: np.nan_to_num(ratios[step], nan=np.inf))
-    status = PASS if ratios[worst] <= BOUND else FAIL
-    yield Row("f", "resume on another mesh", status, ratios[worst], BOUND, f"the loss of step {worst}")
+    yield verdict("resume on another mesh", ratios[largest(ratios)], BOUND, f"the loss of step {largest(ratios)}")
 
 
 def _run(config: Config, name: str) -> End:
@@ -91,5 +90,4 @@ def _same(name: str, found: End, expected: End) -> Row:
     steps = [step for step in expected.losses if found.losses.get(step) != expected.losses[step]]
     paths = [path for path, array in expected.arrays.items() if found.arrays[path].tobytes() != array.tobytes()]
     wrong = [*(f"the loss of step {step}" for step in steps), *paths]
-    note = f"the first: {wrong[0]}" if wrong else f"{len(expected.losses)} losses and {len(expected.arrays)} arrays"
-    return Row("f", name, FAIL if wrong else PASS, len(wrong), 0, note)
+    return none_of(name, wrong, f"{len(expected.losses)} losses and {len(expected.arrays)} arrays")

@@ -8,9 +8,10 @@ from unittest import mock
 import jax.numpy as jnp
 
 from src.config.step_keys import REMAT_POLICIES
+from src.extras.verify.comparison import compared
 from src.extras.verify.locate import parting_of
-from src.extras.verify.meshes import obstacle
-from src.extras.verify.subject import NOT_APPLICABLE, PLAIN_DESCENT, Result, Row, Subject, compared, mesh_keys
+from src.extras.verify.rows import Row, not_applicable, unless_refused
+from src.extras.verify.subject import PLAIN_DESCENT, Context, Result, Subject, mesh_keys
 from src.model.attention_kernels import blocked
 from src.step.plan import Batch
 
@@ -30,57 +31,49 @@ class Rewrite(NamedTuple):
     keys: Mapping[str, Any]
     devices: int = 1
     splits: bool = False  # into other micro-batches than the reference
+    masked: bool = False  # on `masked_batch`
 
 
-def rows(subject: Subject) -> Iterator[Row]:
+def rows(context: Context) -> Iterator[Row]:
     """Compares each rewrite with the reference, on the same batch."""
+    subject = context.subject
 
     @functools.cache
     def expected(splits: bool, masked: bool) -> Result:
-        if not splits and not masked:
+        if not splits:
             return subject.reference
         plan = subject.plan(**PLAIN_DESCENT, **one_batch())
         result = subject.result(plan, masked_batch(subject) if masked else subject.batch)
         # It is reported as a mean over micro-batches too.
         return result._replace(metrics={key: x for key, x in result.metrics.items() if key != "load_balance_loss"})
 
-    def row(rewrite: Rewrite, masked: bool = False) -> Row:
-        keys = {**PLAIN_DESCENT, **(one_batch() if rewrite.splits or masked else {}), **rewrite.keys}
-        place = rewrite.devices, keys, masked_batch(subject) if masked else None
-        with mock.patch.dict(blocked.TILE, cpu=TILE):
-            found = subject.attempt(*place)
-            if isinstance(found, str):
-                return Row("c", rewrite.name, NOT_APPLICABLE, note=found)
-            parts = functools.partial(parting_of, subject, *place, BOUND)
-            found = compared("c", rewrite.name, found, expected(rewrite.splits, masked), BOUND, parts)
+    def row(rewrite: Rewrite) -> Row:
+        keys = {**PLAIN_DESCENT, **(one_batch() if rewrite.splits else {}), **rewrite.keys}
+        batch = masked_batch(subject) if rewrite.masked else subject.batch
+        found = subject.result(subject.plan(rewrite.devices, **keys), batch)
+        parts = functools.partial(parting_of, subject, rewrite.devices, keys, batch, BOUND)
+        made = compared(rewrite.name, found, expected(rewrite.splits, rewrite.masked), BOUND, parts)
         by_design = BY_DESIGN * bool(rewrite.splits and subject.config.step.load_balance_loss_weight)
-        return found._replace(note=(found.note + by_design).removeprefix("; "))
+        return made._replace(note=(made.note + by_design).removeprefix("; "))
 
     for rewrite in rewrites(subject):
-        yield row(rewrite)
-    stage = Rewrite("2 pipeline stages", mesh_keys({"stage": 2}), 2)
-    if why := obstacle(subject.config, {"stage": 2}):
-        yield Row("c", stage.name, NOT_APPLICABLE, note=why)
-    else:
-        for micro_batches in (2, 4):
-            keys = {**stage.keys, "num_pipeline_microbatches": micro_batches}
-            yield row(stage._replace(name=f"{stage.name}, {micro_batches} micro-batches", keys=keys))
+        with mock.patch.dict(blocked.TILE, cpu=TILE):
+            yield unless_refused(rewrite.name, functools.partial(row, rewrite))
     yield repeated_stages(subject)
-    micro_batch = Rewrite("no token of one micro-batch counts", {"gradient_accumulation_steps": 2}, splits=True)
-    yield row(micro_batch, masked=True)
-    yield row(Rewrite("no token of one shard counts", mesh_keys({"data": 2}), 2, splits=True), masked=True)
 
 
 def repeated_stages(subject: Subject) -> Row:
     """Compares two pipeline stages of two parts each with one device, for twice as many layers."""
     name, config = "2 pipeline stages, num_pipeline_repeats=2", subject.config
     if config.model.decoder_segments:
-        return Row("c", name, NOT_APPLICABLE, note="the model has several kinds of layers")
+        return not_applicable(name, "the model has several kinds of layers")
     deep = Subject(config.replace(base_num_decoder_layers=2 * config.model.base_num_decoder_layers), subject.seed)
-    found = deep.attempt(2, {**PLAIN_DESCENT, **mesh_keys({"stage": 2}), "num_pipeline_repeats": 2})
-    if isinstance(found, str):
-        return Row("c", name, NOT_APPLICABLE, note=found)
-    return compared("c", name, found, deep.reference, BOUND)
+
+    def row() -> Row:
+        plan = deep.plan(2, **PLAIN_DESCENT, **mesh_keys({"stage": 2}), num_pipeline_repeats=2)
+        return compared(name, deep.result(plan), deep.reference, BOUND)
+
+    return unless_refused(name, row)
 
 
 def rewrites(subject: Subject) -> Iterator[Rewrite]:
@@ -98,6 +91,12 @@ def rewrites(subject: Subject) -> Iterator[Rewrite]:
     yield from (Rewrite(f"attention={name}", {"attention": name}) for name in KERNELS if name != kernel)
     keys = {**mesh_keys({"data": 2}), "shard_optimizer_over_data": True}
     yield Rewrite("shard_optimizer_over_data on mesh data 2", keys, 2)
+    for count in (2, 4):
+        keys = {**mesh_keys({"stage": 2}), "num_pipeline_microbatches": count}
+        yield Rewrite(f"2 pipeline stages, {count} micro-batches", keys, 2)
+    keys = {"gradient_accumulation_steps": 2}
+    yield Rewrite("no token of one micro-batch counts", keys, splits=True, masked=True)
+    yield Rewrite("no token of one shard counts", mesh_keys({"data": 2}), 2, splits=True, masked=True)
 
 
 def one_batch() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from src.config.schema import MESH_AXES, Config
+from src.extras.verify.rows import NotApplicable
 from src.model.params import Tree, Weights, by_path, dotted
 from src.parallel.mesh import make_layout
 from src.step.loss import LossFunction, next_token_loss
@@ -18,24 +20,13 @@ from src.step.plan import StepPlan
 from src.step.state import TrainState, abstract_state, batch_sharding, init_state
 from src.step.trace import plan_step
 from src.step.train_step import compile_steps
-from src.system.errors import UserError
 
 ROWS = 8  # of a batch, for every mesh of eight devices
 LENGTH, LONGER = 48, 80  # tokens of a row; longer than a chunk of the gated delta rule for models that have it
-PASS, FAIL, NOT_APPLICABLE = "PASS", "FAIL", "NOT APPLICABLE"
 # So large that an update changes most digits of a weight: its float32 then holds the digits of the gradient.
 SGD_RATE = 1024.0
 
-
-class Row(NamedTuple):
-    """The outcome of one comparison."""
-
-    check: str  # letter
-    name: str  # what was compared
-    status: str
-    figure: float | None = None
-    bound: float | None = None
-    note: str = ""  # why it does not apply, or where and how it differs
+Sizes = Mapping[str, int]  # of a mesh: devices along each axis of more than one
 
 
 class Result(NamedTuple):
@@ -44,10 +35,6 @@ class Result(NamedTuple):
     gradients: dict[str, np.ndarray]  # by the weights' dotted paths, in float64
     metrics: dict[str, float]
     stats: dict[str, np.ndarray]  # what else a step changes: the biases of routers
-
-
-class NotApplicable(UserError):
-    """What a check needs and these small batches, or the model, do not have."""
 
 
 def check_finite(metrics: Mapping[str, Any]) -> None:
@@ -64,7 +51,7 @@ class Subject:
     seed: int = 0
 
     def plan(self, devices: int = 1, **keys: Any) -> StepPlan:
-        """Plans the config with other keys; raises UserError if it cannot run so."""
+        """Plans the config with other keys; raises Unsupported if it cannot run so."""
         config = self.config.replace(**keys)
         return plan_step(config, make_layout(config.mesh, jax.devices()[:devices]))
 
@@ -161,19 +148,6 @@ class Subject:
             transform = self.config.batch.batch_transform
             raise NotApplicable(f"batch_transform={transform} adds fields, which these batches lack")
 
-    def attempt(self, devices: int, keys: Mapping[str, Any], batch: dict[str, Any] | None = None) -> Result | str:
-        """A step with other keys, or why the model refuses them; a user's loss that fails there raises UserError."""
-        try:
-            plan = self.plan(devices, **keys)
-        except UserError as error:
-            return str(error).partition("\n")[0]
-        try:
-            return self.result(plan, batch or self.batch)
-        except UserError as error:
-            if error.__cause__ or isinstance(error, NotApplicable):  # the cause is what a user's loss raised
-                raise
-            return str(error).partition("\n")[0]  # from a layer that cannot run on this mesh
-
     @functools.cached_property
     def reference(self) -> Result:
         """A step on one device."""
@@ -192,6 +166,17 @@ class Subject:
         other = dataclasses.replace(self)
         vars(other)["weights"] = weights  # instead of the cached property
         return other
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What the command gives to every check."""
+
+    subject: Subject
+    whole: Config  # the config before it was made small
+    meshes: Sequence[Sizes] = ()  # check a runs a step on each
+    compiled: Sequence[Sizes] = ()  # check j compiles a step for each
+    golden: Path | None = None
 
 
 # Plain gradient descent on all trained weights: the update is the gradient times the rate.
@@ -226,85 +211,3 @@ def flat(tree: Tree) -> dict[str, Any]:
 def mesh_keys(sizes: Mapping[str, int]) -> dict[str, int]:
     """The config's keys for a mesh of these axes, such as {"tensor": 2}; all others have one device."""
     return {f"ici_{word}_parallelism": sizes.get(axis, 1) for axis, word in MESH_AXES.items()}
-
-
-def attempted(find: Callable[[], str]) -> str:
-    """Looks for the place of a failure that is certain; an error here must not replace that."""
-    try:
-        return find()
-    except Exception as error:
-        return f"its place was not found: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> Iterator[tuple[str, float]]:
-    """Yields each array's largest difference, relative to its largest value or a thousandth of the largest of all.
-
-    Some gradients are zero but for rounding: a bias of all keys moves no softmax.
-    """
-    largest = max(float(np.max(np.abs(each))) for each in expected.values())
-    for path, wanted in expected.items():
-        scale = max(float(np.max(np.abs(wanted))), 1e-3 * largest)
-        yield path, float(np.max(np.abs(np.float64(found[path]) - np.float64(wanted)))) / scale
-
-
-# Parts of the weights' paths in the order in which a forward pass uses them; other weights are a mixer's.
-ORDER = ("embedding", "attention_norm", "attention.", "attention.out", "feed_forward_norm", "router", "wi", "wo")
-ORDER += ("final_norm", "mtp", "output")
-LAST, AFTER = ORDER.index("wo"), (-1, 99)  # the last rank of a layer; the groups of weights before and after layers
-LEAST_LOSS = 1e-3  # a user's loss may be zero but for rounding
-MOST_REPEATS = 8  # of a shrunk group of layers: a longer first dim is not the layers'
-
-
-def compared(
-    check: str, name: str, found: Result, expected: Result, bound: float, parting: Callable[[], str] = str
-) -> Row:
-    """Compares two steps: token counts exactly, then losses, gradients and routers' biases.
-
-    Names the quantity that differs most. If a loss differs, `parting` names where the forward passes part; if only
-    gradients differ, the weight nearest to the loss is where the backward pass goes wrong first.
-    """
-    counts = [result.metrics["tokens"] for result in (found, expected)]
-    if counts[0] != counts[1]:
-        return Row(check, name, FAIL, abs(counts[0] - counts[1]), 0, f"{counts[0]:.0f} tokens, not {counts[1]:.0f}")
-    losses = [metric for metric in expected.metrics if metric.endswith("loss")]
-    values = {metric: (found.metrics[metric], expected.metrics[metric]) for metric in (*losses, "grad_norm")}
-    sizes = {metric: abs(one - other) / max(abs(other), LEAST_LOSS) for metric, (one, other) in values.items()}
-    gradients = dict(differences(found.gradients, expected.gradients))
-    sizes |= {f"gradient of {path}": size for path, size in gradients.items()}
-    if expected.stats:
-        sizes |= {f"new value of {path}": size for path, size in differences(found.stats, expected.stats)}
-    worst = max(sizes, key=lambda quantity: np.nan_to_num(sizes[quantity], nan=np.inf))
-    wrong = [quantity for quantity, size in sizes.items() if not size <= bound]
-    if not wrong:
-        return Row(check, name, PASS, sizes[worst], bound)
-
-    notes = [f"{worst}; {len(wrong)} of {len(sizes)} quantities differ"]
-    if forward := [metric for metric in losses if metric in wrong]:
-        notes += [f"{', '.join(forward)} too", *filter(None, [attempted(parting)])]
-    elif any(not size <= bound for size in gradients.values()):
-        notes += [f"nearest to the loss: {_nearest(found, expected, bound)}"]
-    if all(not size <= bound for size in gradients.values()):
-        pairs = [(expected.gradients[path], found.gradients[path]) for path in gradients]
-        ratios = [np.vdot(right, wrong) / np.sum(right**2) for right, wrong in pairs]
-        alike = np.ptp(ratios) < 0.01
-        notes += [
-            f"every gradient is {np.mean(ratios):.2f} times what it should be" if alike else "every gradient differs"
-        ]
-    return Row(check, name, FAIL, sizes[worst], bound, ", ".join(notes))
-
-
-def _nearest(found: Result, expected: Result, bound: float) -> str:
-    """Names the wrong gradient, of a layer if the weight is stacked, that the backward pass computes first."""
-    places = {}
-    for path, wanted in expected.gradients.items():
-        layers = len(wanted) if path.startswith("segments.") and wanted.ndim > 1 else 1
-        pairs = [(found.gradients[path], wanted)]
-        if layers <= MOST_REPEATS and layers > 1:
-            pairs = list(zip(found.gradients[path], wanted, strict=True))
-        for layer, (one, other) in enumerate(pairs):
-            (_, size) = next(differences({path: one}, {path: other}))
-            rank = max((index for index, part in enumerate(ORDER) if part in path), default=2)
-            _, group, place, *_ = path.split(".") if path.startswith("segments.") else ("", AFTER[rank > LAST], 0)
-            if not size <= bound:
-                places[f"{path}[{layer}]" if len(pairs) > 1 else path] = (int(group), layer, int(place), rank, size)
-    return max(places, key=places.__getitem__, default="none by itself")

@@ -1,0 +1,82 @@
+"""Rows of a report: what a check compared, and how that came out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from src.system.errors import Unsupported, UserError
+
+PASS, FAIL, NOT_APPLICABLE = "PASS", "FAIL", "NOT APPLICABLE"
+
+
+class Row(NamedTuple):
+    """The outcome of one comparison."""
+
+    name: str  # what was compared
+    status: str
+    figure: float | None = None
+    bound: float | None = None
+    note: str = ""  # why it does not apply, or where and how it differs
+    check: str = ""  # letter; the command fills it in
+
+
+class NotApplicable(UserError):
+    """Reports that the model, or these small batches, lack what a whole check needs."""
+
+
+def not_applicable(name: str, why: str | Exception) -> Row:
+    """A row for what the model lacks, or for a mesh that it refuses."""
+    return Row(name, NOT_APPLICABLE, note=first_line(why))
+
+
+def unless_refused(name: str, find: Callable[[], Row], required: bool = False) -> Row:
+    """Makes a row, which does not apply if the model cannot run on that mesh, or fails if it is `required` to."""
+    try:
+        return find()
+    except Unsupported as error:
+        return Row(name, FAIL if required else NOT_APPLICABLE, note=first_line(error))
+
+
+def verdict(name: str, figure: float, bound: float, note: str = "", failure: str = "") -> Row:
+    """A row that passes if the figure is at most its bound, with the note `failure`, if there is one, if not."""
+    figure = float(np.nan_to_num(figure, nan=np.inf))
+    return Row(name, PASS, figure, bound, note) if figure <= bound else Row(name, FAIL, figure, bound, failure or note)
+
+
+def none_of(name: str, wrong: Sequence[str], note: str = "") -> Row:
+    """A row that passes if nothing is wrong, and names the first thing that is."""
+    return verdict(name, len(wrong), 0, note, f"the first: {wrong[0]}" if wrong else "")
+
+
+def worst(name: str, figures: Mapping[str, float], bound: float, note: str = "", otherwise: str = "") -> Row:
+    """A row of the largest of the weights' figures; without any, it does not apply for the reason `otherwise`."""
+    if not figures:
+        return not_applicable(name, otherwise)
+    path, wrong = largest(figures), [path for path, figure in figures.items() if not figure <= bound]
+    failure = f"{path}; {len(wrong)} of {len(figures)} weights are wrong: {', '.join(wrong[:12])}"
+    return verdict(name, figures[path], bound, note, failure)
+
+
+def largest(figures: Mapping[Any, float]) -> Any:
+    """The key of the largest figure, or of one that is not a number."""
+    return max(figures, key=lambda key: np.nan_to_num(figures[key], nan=np.inf))
+
+
+def attempted(find: Callable[[], str]) -> str:
+    """Looks for the place of a failure that is certain; an error here must not replace that."""
+    try:
+        return find()
+    except Exception as error:
+        return f"its place was not found: {type(error).__name__}: {first_line(error)}"
+
+
+def first_line(text: str | BaseException) -> str:
+    """The first line of a message, with the second if it announces that."""
+    lines = [line.strip(" *") for line in str(text).splitlines() if line.strip()] or [""]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])
+
+
+def mesh_name(sizes: Mapping[str, int]) -> str:
+    """Names a mesh in rows."""
+    return "mesh " + " x ".join(f"{axis} {size}" for axis, size in sizes.items())

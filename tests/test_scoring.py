@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from src.data.tokenizer import ByteTokenizer
 from src.extras.evaluation import evaluate
 from src.extras.evaluation.scoring import Scorer
-from src.step.eval_step import token_scores
+from src.step.token_scores import token_scores
 from src.system.errors import UserError
 from tests import runs, tiny
 

@@ -18,7 +18,6 @@ from src.model.lookup import look_up
 from src.model.norm import Norm
 from src.model.params import Rngs, Tree, matmul, stack, weight
 from src.model.spec import ModelSpec
-from src.parallel.mesh import MeshLayout
 
 
 class OutputPart(NamedTuple):
@@ -101,7 +100,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden_BTD: Array, context: ForwardContext, part: OutputPart | None = None) -> Array:
         """Maps hidden states [B, T, D] to float32 logits [B, T, V]; entries past the vocabulary's end are about -1e38.
 
-        With `part`, one of `output_parts`, V is that part's tokens.
+        With `part`, one of `step.tiles.output_parts`, V is that part's tokens.
         """
         tied = self.spec.logits_via_embedding and part is None
         kernel = part.kernel_DV if part else (self.embedding if tied else self.output)[...]
@@ -119,18 +118,6 @@ class Decoder(nnx.Module):
             return logits_BTV  # XLA's CPU compiler would copy the logits to apply a mask that is always true
         ids_V = part.ids_V if part else jnp.arange(self.spec.padded_vocab_size)
         return jnp.where(ids_V < self.spec.vocab_size, logits_BTV, MASKED)
-
-    def output_parts(self, count: int, layout: MeshLayout) -> OutputPart | None:
-        """Splits the output projection along V; None if V is sharded or not divisible, or with an adapter."""
-        V, tied = self.spec.padded_vocab_size, self.spec.logits_via_embedding
-        kernel = (self.embedding if tied else self.output)[...]
-        if layout.shards("vocab") > 1 or V % count or not isinstance(kernel, Array):  # not an array: it has an adapter
-            return None
-        # D comes first: a TPU would change the layout of an array that it gathers along the last dim.
-        kernel_DV = kernel.T if tied else kernel
-        bias_V = jnp.zeros(V) if self.output_bias is None else self.output_bias[...]
-        parts = (jnp.moveaxis(x.reshape(*x.shape[:-1], count, -1), -2, 0) for x in (kernel_DV, bias_V, jnp.arange(V)))
-        return OutputPart(*parts)
 
     def _embed(self, tokens_BT: Array, context: ForwardContext) -> Array:
         x_BTD = look_up(self.embedding[...].astype(self.spec.dtype), tokens_BT, context.layout, "vocab")

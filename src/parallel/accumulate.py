@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
 
 from src.parallel.mesh import MeshLayout
 
@@ -53,17 +52,12 @@ def accumulate(
             gradients = jax.lax.with_sharding_constraint(gradients, how.weights)
             gradients = jax.lax.with_sharding_constraint(gradients, how.updates)
         return gradients, sums
+    from src.parallel.replicas import sum_over_replicas
 
-    def on_replica(inputs: Any, rows: Batch) -> tuple[Any, Any]:
-        outputs = _over_micro_batches(gradient, inputs, rows, how)
-        gradients, sums = jax.tree.map(lambda x: x.astype(jnp.float32), outputs)
-        return jax.tree.map(lambda x: x[None], gradients), jax.lax.psum(sums, how.manual_axes)
+    def compute(inputs: Any, rows: Batch) -> tuple[Any, Any]:
+        return _over_micro_batches(gradient, inputs, rows, how)
 
-    whole, by_replica = PartitionSpec(), PartitionSpec(how.manual_axes)
-    mapped = how.layout.shard_map(on_replica, (whole, by_replica), (by_replica, whole), over=how.manual_axes)
-    gradients, sums = mapped(inputs, rows)
-    reduced = jax.tree.map(lambda x, old, new: _reduce(x, old, new, how), gradients, how.weights, how.updates)
-    return reduced, sums
+    return sum_over_replicas(compute, inputs, rows, how.layout, how.manual_axes, how.weights, how.updates)
 
 
 def _over_micro_batches(gradient: Callable, inputs: Any, rows: Batch, how: Accumulation) -> tuple[Any, Any]:
@@ -77,16 +71,3 @@ def _over_micro_batches(gradient: Callable, inputs: Any, rows: Batch, how: Accum
     shapes = jax.eval_shape(gradient, inputs, jax.tree.map(lambda x: x[0], split))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
     return jax.lax.scan(add_micro_batch, zeros, split)[0]
-
-
-def _reduce(gradients: Array, weight: NamedSharding, update: NamedSharding, how: Accumulation) -> Array:
-    """Sums a weight's gradients [replicas, ...] over its replicas, to the shards of its update."""
-
-    def of_shards(gradient_1: Array) -> Array:
-        for dim, (before, after) in enumerate(zip(weight.spec, update.spec, strict=True)):
-            if before != after:
-                return jax.lax.psum_scatter(gradient_1[0], how.manual_axes, scatter_dimension=dim, tiled=True)
-        return jax.lax.psum(gradient_1[0], how.manual_axes)
-
-    in_specs = PartitionSpec(how.manual_axes, *weight.spec)
-    return how.layout.shard_map(of_shards, in_specs=in_specs, out_specs=update.spec)(gradients)

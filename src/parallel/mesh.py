@@ -159,18 +159,6 @@ def replica_axes(layout: MeshLayout, shardings: Any) -> tuple[str, ...]:
     return tuple(name for name in layout.axes("batch") if name not in used)
 
 
-def add_mesh_axes(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[str]) -> NamedSharding:
-    """Adds the mesh axes `axes` to a dim of an array of this shape; `sharding` is unchanged if no dim is divisible."""
-    parts = list(map(axes_of_dim, sharding.spec))
-    # Prefer an unsharded dim, usually the layer dim.
-    for dim in sorted(range(len(shape)), key=lambda dim: bool(parts[dim])):
-        cut_by = (*parts[dim], *axes)
-        if shape[dim] % math.prod(sharding.mesh.shape[name] for name in cut_by) == 0:
-            parts[dim] = cut_by
-            break
-    return sharding.update(spec=PartitionSpec(*(part or None for part in parts)))
-
-
 def weight_shardings(layout: MeshLayout, shapes: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
     """Sharding of each weight, by its shape and logical axes; raises Unsupported naming all indivisible dims."""
     problems: dict[str, str] = {}  # problem -> logical axis

@@ -1,4 +1,4 @@
-"""Compiles evaluation on a batch: sums of losses, bytes of text, and scores of tokens."""
+"""Compiles evaluation on a batch: sums of losses, and of what else an evaluation reports."""
 
 import functools
 import os
@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from src.config.schema import BatchKeys, Evaluation
-from src.data.types import NOT_TEXT
 from src.model.execution import check_rows
 from src.model.params import Weights
 from src.parallel.mesh import global_batch_size
 from src.parallel.sequence import from_zigzag
-from src.step.loss import LogitsOf, batch_cross_entropy, hidden_states, in_tiles, in_zigzag, of_logits
+from src.step.loss import batch_cross_entropy, hidden_states, in_zigzag
 from src.step.plan import Batch, StepPlan
 from src.step.state import batch_sharding
 
@@ -53,6 +52,8 @@ def eval_step(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
     hidden_BTD, context, _ = hidden_states(model, inputs, plan)
     logits_of = functools.partial(model.logits, context=context)
     if "text_bytes" in batch:
+        from src.step.token_scores import text_sums
+
         sums = text_sums(logits_of, hidden_BTD, inputs, plan)
     else:
         sums = {"loss_sum": batch_cross_entropy(model, context, hidden_BTD, inputs, plan)[0]}
@@ -67,50 +68,6 @@ def eval_step(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
         taken = ("loss", "perplexity", "bits_per_byte", "ema_loss")
         sums["user_metrics"] = check_metrics("eval_metrics", metrics, taken)
     return sums
-
-
-def text_sums(logits_of: LogitsOf, hidden_BTD: jax.Array, inputs: Batch, plan: StepPlan) -> dict[str, jax.Array]:
-    """Sums `loss_sum` over all tokens, `text_nats` over tokens of text, and `text_bytes`, their UTF-8 bytes.
-
-    `not_text` counts tokens of data that is not text. Ends of documents count only in `loss_sum`. The inputs are
-    `in_zigzag`.
-    """
-    mask_BT, bytes_BT = inputs["loss_mask"], inputs["text_bytes"]
-    is_text_BT = (mask_BT > 0) & (bytes_BT >= 0)
-
-    tiles, shards = plan.step.num_vocab_tiling, plan.layout.shards("norm_length")
-    nats_BT = -token_scores(logits_of, hidden_BTD, inputs["targets"], tiles, shards)[0]
-    return {
-        "loss_sum": jnp.sum(nats_BT * mask_BT),
-        "text_nats": jnp.sum(nats_BT * is_text_BT),
-        "text_bytes": jnp.sum(jnp.where(is_text_BT, bytes_BT, 0)),
-        "not_text": jnp.sum((mask_BT > 0) & (bytes_BT == NOT_TEXT)),
-    }
-
-
-def token_scores(
-    logits_of: LogitsOf, hidden_BTD: jax.Array, targets_BT: jax.Array, tiles: int, shards: int = 1
-) -> tuple[jax.Array, jax.Array]:
-    """Scores each target: its log-probability [B, T], in nats, and whether it is the most likely token, bool [B, T].
-
-    Takes the same arguments as `cross_entropy`.
-    """
-
-    def of_tile(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        hidden_BtD, targets_Bt = tile
-        logits_BtV = logits_of(hidden_BtD)
-        log_normaliser_Bt, target_logit_Bt = of_logits(logits_BtV, targets_Bt, jnp.arange(logits_BtV.shape[-1]))
-        return target_logit_Bt - log_normaliser_Bt, jnp.argmax(logits_BtV, axis=-1) == targets_Bt
-
-    def whole(tiled: jax.Array) -> jax.Array:
-        parts = tiled.reshape(tiles, -1, shards, tiled.shape[2] // shards)
-        return jnp.moveaxis(parts, 0, 2).reshape(targets_BT.shape)
-
-    arrays = hidden_BTD, targets_BT
-    if tiles == 1:
-        return of_tile(arrays)
-    log_probs, likeliest = jax.lax.map(jax.checkpoint(of_tile), in_tiles(arrays, tiles, shards))
-    return whole(log_probs), whole(likeliest)
 
 
 def eval_batch_size(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan) -> int:

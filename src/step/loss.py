@@ -78,12 +78,8 @@ def objective(
     if plan.spec.has_experts and (step.load_balance_loss_weight or step.router_z_loss_weight):
         from src.model.moe import router
 
-        # These losses are not sums over tokens, so first sum their inputs over the replicas that split a micro-batch.
         replicas = plan.accumulation.manual_axes
-        buffers, tokens = jax.lax.psum((router.totals(sums.router), sums.non_padding), replicas)
-        layers = router.by_layer(buffers, tokens)
-        share = tokens / jnp.maximum(counts.non_padding, 1) / plan.layout.size(replicas)
-        losses |= {name: share * jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")}
+        losses |= router.loss_shares(sums.router, sums.non_padding, counts.non_padding, plan.layout, replicas)
         total += step.load_balance_loss_weight * losses["load_balance_loss"]
         total += step.router_z_loss_weight * losses["router_z_loss"]
     if plan.spec.mtp_num_layers:
@@ -135,30 +131,27 @@ def mtp_batches(batch: Batch, plan: StepPlan) -> list[Batch]:
     return batches
 
 
-# ---- Cross-entropy, in tiles so that the logits of one tile are held at a time
+# ---- Cross-entropy
 
 
 def batch_cross_entropy(
     model: Decoder, context: ForwardContext, hidden_BTD: jax.Array, inputs: Batch, plan: StepPlan
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the sums of `cross_entropy` for a batch that is `in_zigzag`, in tiles of V if possible, else of T.
-
-    Tiles of V also split the gathered weights and their gradient; each is gathered once forward and once backward.
-    """
+    """Computes the sums of `cross_entropy` for a batch that is `in_zigzag`, in tiles of V if possible, else of T."""
     tiles, shards = plan.step.num_vocab_tiling, plan.layout.shards("norm_length")
-    logits_of, targets_BT = functools.partial(model.logits, context=context), inputs["targets"]
-    parts = model.output_parts(tiles, plan.layout) if tiles > 1 else None
-    if parts is None:
-        return cross_entropy(logits_of, hidden_BTD, targets_BT, inputs["loss_mask"], tiles, shards)
-    whole_BTD = hidden_BTD.astype(jnp.float32)  # the dtype in which the gradients of the parts are summed
+    logits_of = functools.partial(model.logits, context=context)
+    targets_BT, mask_BT = inputs["targets"], inputs["loss_mask"]
+    if tiles > 1:
+        from src.step.tiles import output_parts, over_parts
 
-    def of_part(part: OutputPart) -> tuple[jax.Array, jax.Array]:
-        return of_logits(logits_of(whole_BTD.astype(hidden_BTD.dtype), part=part), targets_BT, part.ids_V)
+        if parts := output_parts(model, tiles, plan.layout):
 
-    with jax.named_scope("cross_entropy"):
-        log_normaliser_PBT, target_logit_PBT = jax.lax.map(jax.checkpoint(of_part, prevent_cse=False), parts)
-        log_normaliser_BT = jax.nn.logsumexp(log_normaliser_PBT, axis=0)
-        return _sums(log_normaliser_BT, jnp.sum(target_logit_PBT, axis=0), inputs["loss_mask"])
+            def of_part(hidden_BTD: jax.Array, part: OutputPart) -> tuple[jax.Array, jax.Array]:
+                return of_logits(logits_of(hidden_BTD, part=part), targets_BT, part.ids_V)
+
+            with jax.named_scope("cross_entropy"):
+                return _sums(*over_parts(of_part, hidden_BTD, parts), mask_BT)
+    return cross_entropy(logits_of, hidden_BTD, targets_BT, mask_BT, tiles, shards)
 
 
 @jax.named_scope("cross_entropy")
@@ -173,17 +166,15 @@ def cross_entropy(
 
     def sums(hidden_BtD: jax.Array, targets_Bt: jax.Array, mask_Bt: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits_BtV = logits_of(hidden_BtD)
-        return _sums(*of_logits(logits_BtV, targets_Bt, jnp.arange(logits_BtV.shape[-1])), mask_Bt)
+        scores = of_logits(logits_BtV, targets_Bt, jnp.arange(logits_BtV.shape[-1]))
+        return _sums(*scores, mask_Bt)
 
+    arrays = hidden_BTD, targets_BT, mask_BT
     if tiles == 1:
-        return sums(hidden_BTD, targets_BT, mask_BT)
+        return sums(*arrays)
+    from src.step.tiles import sum_over_tiles
 
-    def add_tile(totals: tuple, tile: tuple[jax.Array, ...]) -> tuple[tuple, None]:
-        return jax.tree.map(jnp.add, totals, jax.checkpoint(sums)(*tile)), None
-
-    return jax.lax.scan(
-        add_tile, (jnp.zeros(()), jnp.zeros(())), in_tiles((hidden_BTD, targets_BT, mask_BT), tiles, shards)
-    )[0]
+    return sum_over_tiles(sums, arrays, tiles, shards)
 
 
 def of_logits(logits_BTV: jax.Array, targets_BT: jax.Array, ids_V: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -196,13 +187,3 @@ def of_logits(logits_BTV: jax.Array, targets_BT: jax.Array, ids_V: jax.Array) ->
 def _sums(log_normaliser_BT: jax.Array, target_logit_BT: jax.Array, mask_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     loss = jnp.sum((log_normaliser_BT - target_logit_BT) * mask_BT)
     return loss, jnp.sum(jnp.square(log_normaliser_BT) * mask_BT)
-
-
-def in_tiles(arrays: tuple[jax.Array, ...], tiles: int, shards: int = 1) -> tuple[jax.Array, ...]:
-    """Cuts each array [B, T, ...] into [tiles, B, T / tiles, ...], every tile with a piece of each shard of T."""
-
-    def cut(x: jax.Array) -> jax.Array:
-        pieces = jnp.moveaxis(x.reshape(x.shape[0], shards, tiles, -1, *x.shape[2:]), 2, 0)
-        return pieces.reshape(tiles, x.shape[0], -1, *x.shape[2:])
-
-    return tuple(map(cut, arrays))

@@ -19,7 +19,7 @@ from src.model.parts import kernel_for
 from src.model.selection import Quantization, weight_roles
 from src.model.spec import ModelSpec
 from src.parallel.accumulate import Accumulation, Batch
-from src.parallel.mesh import MeshLayout, add_mesh_axes, replica_axes, weight_shardings
+from src.parallel.mesh import MeshLayout, replica_axes, weight_shardings
 from src.step import optimizer_rules
 from src.step.matrices import matrices
 from src.step.optimizer import HParams, make_optimizer
@@ -128,6 +128,8 @@ def make_plan(
     replicas, trainable = replica_axes(layout, shardings), Weights.split(shardings, roles).trainable
     updates, trained = trainable, Weights.split(shapes, roles).trainable
     if step.shard_optimizer_over_data:
+        from src.parallel.replicas import add_mesh_axes
+
         updates = jax.tree.map(lambda at, shape: add_mesh_axes(at, shape.shape, replicas), trainable, trained)
     scales = {}
     if step.mup_base_emb_dim:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from src.model.params import DROPOUT, STACKED, Tree, Weights, by_path, dotted, nested, random_stream
+from src.model.params import DROPOUT, Tree, Weights, by_path, nested, random_stream
 from src.parallel.accumulate import accumulate
 from src.step.eval_step import compile_eval_step
 from src.step.loss import LossFunction, Metrics, TokenCounts, count_tokens, next_token_loss, objective
@@ -66,7 +66,10 @@ def train_step(
     trainable, opt, internals = apply_update(grads, grad_norm, state, hparams, plan, keep_if=keep)
     stats, of_experts = state.weights.stats, {}
     if plan.spec.has_experts:
-        stats, of_experts = experts_update(stats, buffers, counts, plan)
+        from src.model.moe import router
+
+        rate = plan.step.routed_bias_update_rate
+        stats, of_experts = router.after_step(stats, buffers, counts.non_padding, rate)
     weights = Weights(trainable, state.weights.frozen, _where(keep, stats, state.weights.stats))
     ema = state.ema
     if plan.step.ema_decay:
@@ -82,19 +85,11 @@ def train_step(
         "usable": _usable(trainable),
     }
     if plan.step.log_internals:
+        from src.step.internals import activation_rms
+
         outputs = activation_rms(buffers, counts.non_padding, plan.spec.emb_dim)
         metrics["internals"] = {"activation_rms": outputs, **internals}
     return TrainState(state.step + 1, weights, opt, ema, spikes), metrics
-
-
-def experts_update(stats: Tree, buffers: Tree, counts: TokenCounts, plan: StepPlan) -> tuple[Tree, Metrics]:
-    """Updates the routers' biases, and computes each layer's metrics, from the experts' counts."""
-    from src.model.moe import router
-
-    totals, tokens = router.totals(buffers), counts.non_padding
-    layers = router.by_layer(totals, tokens)
-    sums = {name: jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")}
-    return router.update_router_bias(stats, totals, tokens, plan.step.routed_bias_update_rate), {**layers, **sums}
 
 
 def loss_metrics(losses: Metrics, counts: TokenCounts) -> Metrics:
@@ -163,7 +158,7 @@ def apply_update(
     weights = state.weights.trainable
     if plan.accumulation.updates != plan.accumulation.weights:
         weights = jax.lax.with_sharding_constraint(weights, plan.accumulation.updates)
-    of_gradients = norms(grads, plan)
+    of_gradients = _norms(grads, plan)
     as_before = weights, state.opt, jax.tree.map(jnp.zeros_like, of_gradients)
     offloaded = plan.step.optimizer_memory_host_offload
 
@@ -173,34 +168,23 @@ def apply_update(
         updates, new = plan.optimizer(hparams).update(clip(grads, grad_norm, hparams["clip"]), on_device, weights)
         if offloaded:
             new = jax.tree.map(lambda new, old: jax.device_put(new, jax.typeof(old).memory_space), new, opt)
-        return optax.apply_updates(weights, updates), new, norms(updates, plan)
+        return optax.apply_updates(weights, updates), new, _norms(updates, plan)
 
     if plan.execution.update_in_branch:
         after = jax.lax.cond(keep_if, updated, lambda *kept: kept, *as_before)
     else:
         after = _where(keep_if, updated(*as_before), as_before)
     trainable, opt, of_updates = after
-    kinds = {"weight": norms(trainable, plan), "gradient": of_gradients, "update": of_updates}
+    kinds = {"weight": _norms(trainable, plan), "gradient": of_gradients, "update": of_updates}
     return trainable, opt, {f"{kind}_norm/{name}": x for kind, of in kinds.items() for name, x in of.items()}
 
 
-def norms(tree: Tree, plan: StepPlan) -> dict[str, jax.Array]:
-    """Norms of weights, gradients or updates by dotted name, with `log_internals`: [R] for R stacked layers, or [1]."""
-    found, axes_of = {}, by_path(plan.axes)
-    for path, x in by_path(tree).items() if plan.step.log_internals else ():
-        stacked = len({*axes_of[path][:1]}.intersection(STACKED[:2]))  # 1 if its first dim is one of layers
-        squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=range(stacked, x.ndim))
-        found[dotted(path)] = jnp.sqrt(squares).reshape(-1)
-    return found
+def _norms(tree: Tree, plan: StepPlan) -> Metrics:
+    if not plan.step.log_internals:
+        return {}
+    from src.step.internals import norms
 
-
-def activation_rms(reports: Tree, tokens: jax.Array, width: int) -> jax.Array:
-    """Root mean square [L] of each layer's output, from the sums of squares that blocks reported."""
-    layers = []
-    for blocks in reports["segments"].values():  # a group runs its pattern repeatedly
-        sums = [jnp.sum(block["activations"], axis=(-2, -1)) for block in blocks.values()]
-        layers.append(jnp.stack(sums, axis=1).reshape(-1))
-    return jnp.sqrt(jnp.concatenate(layers) / (jnp.maximum(tokens, 1) * width))
+    return norms(tree, plan.axes)
 
 
 def _usable(trainable: Tree) -> jax.Array:

@@ -22,9 +22,10 @@ from src.model.forward_context import ForwardContext
 from src.model.params import Weights
 from src.model.parts import kernel_for
 from src.parallel.sequence import from_zigzag, to_zigzag
-from src.step.eval_step import eval_batch_size, token_scores
+from src.step.eval_step import eval_batch_size
 from src.step.loss import LogitsOf
 from src.step.plan import StepPlan
+from src.step.token_scores import token_scores
 from src.system.errors import UserError
 from src.system.json_text import parse_json
 

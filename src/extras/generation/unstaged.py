@@ -6,7 +6,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from src.model.params import Weights
-from src.parallel.mesh import add_mesh_axes, axes_of_dim
+from src.parallel.mesh import axes_of_dim
+from src.parallel.replicas import add_mesh_axes
 from src.step.plan import StepPlan
 
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from src.model.decoder import Decoder
 from src.model.params import Tree, Weights
-from src.step.eval_step import token_scores
 from src.step.loss import LossSums, hidden_states, in_zigzag
 from src.step.plan import Batch, StepPlan
+from src.step.token_scores import token_scores
 from src.system.errors import UserError
 
 LOSS = "src.step.dpo:dpo_loss"  # the value of the key `loss`: runs have this former name (`src.MOVED`)

@@ -13,6 +13,7 @@ from src.model.spec import LayerSpec
 from src.parallel.mesh import MeshLayout
 
 Report = dict[str, Array]
+LOSSES = ("load_balance_loss", "router_z_loss")
 SCORE_FUNCTIONS = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
 
 
@@ -103,6 +104,28 @@ def _figures(sums: Report, tokens: Array) -> Report:
         "expert_load_max": E * jnp.max(load_E, axis=-1),
         "tokens_dropped": means["tokens_dropped"][..., 0],
     }
+
+
+def loss_shares(
+    reports: Tree, tokens: Array, all_tokens: Array, layout: MeshLayout, replicas: tuple[str, ...]
+) -> Report:
+    """Computes a micro-batch's share of each of LOSSES, summed over layers; all shares add up to a mean.
+
+    The micro-batch has `tokens` of the batch's `all_tokens`, and the mesh axes `replicas` split it.
+    """
+    # These losses are not sums over tokens, so first sum their inputs over the replicas.
+    buffers, tokens = jax.lax.psum((totals(reports), tokens), replicas)
+    layers = by_layer(buffers, tokens)
+    share = tokens / jnp.maximum(all_tokens, 1) / layout.size(replicas)
+    return {name: share * jnp.sum(layers[name]) for name in LOSSES}
+
+
+def after_step(stats: Tree, reports: Tree, tokens: Array, rate: float) -> tuple[Tree, Report]:
+    """Updates the correction biases `stats`, and computes each layer's metrics, from the reports of a whole batch."""
+    sums = totals(reports)
+    layers = by_layer(sums, tokens)
+    metrics = {**layers, **{name: jnp.sum(layers[name]) for name in LOSSES}}
+    return update_router_bias(stats, sums, tokens, rate), metrics
 
 
 def update_router_bias(stats: Tree, reports: Tree, tokens: Array, rate: float) -> Tree:

@@ -1,0 +1,25 @@
+"""Computes the norms and sizes that `log_internals` reports, layer by layer."""
+
+import jax
+import jax.numpy as jnp
+
+from src.model.params import STACKED, Tree, by_path, dotted
+
+
+def norms(tree: Tree, axes: Tree) -> dict[str, jax.Array]:
+    """Norms of weights, gradients or updates by dotted name: [R] for R stacked layers, or [1]."""
+    found, axes_of = {}, by_path(axes)
+    for path, x in by_path(tree).items():
+        stacked = len({*axes_of[path][:1]}.intersection(STACKED[:2]))  # 1 if its first dim is one of layers
+        squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=range(stacked, x.ndim))
+        found[dotted(path)] = jnp.sqrt(squares).reshape(-1)
+    return found
+
+
+def activation_rms(reports: Tree, tokens: jax.Array, width: int) -> jax.Array:
+    """Root mean square [L] of each layer's output, from the sums of squares that blocks reported."""
+    layers = []
+    for blocks in reports["segments"].values():  # a group runs its pattern repeatedly
+        sums = [jnp.sum(block["activations"], axis=(-2, -1)) for block in blocks.values()]
+        layers.append(jnp.stack(sums, axis=1).reshape(-1))
+    return jnp.sqrt(jnp.concatenate(layers) / (jnp.maximum(tokens, 1) * width))

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from src.data.document_stream import DocumentStream, layout_of, rows_per_epoch
-from src.data.packing import Items, PackingStream, SourcePacker, Truncation, fill_row
-from src.data.types import Document, InputSpec, RowArrays, Rows, RowSource, Source, is_stream
+from src.data.packing import PackingStream, SourcePacker, Truncation, fill_row
+from src.data.types import InputSpec, RowArrays, Rows, RowSource, Source, is_stream
 
 
 class SourceStart(NamedTuple):
@@ -84,6 +84,8 @@ class PackedDocuments(SourcePacker):
         end = len(source) if one_epoch else math.inf
         read = documents.documents
         if len(source) < global_batch and not (one_epoch or inputs.data.use_sft or inputs.rules < 2):
+            from src.data.few_documents import spread
+
             read = spread(read, len(source), global_batch, inputs)
         if source.is_remote:
             from src.data.readers.stores import ReadAhead
@@ -104,24 +106,3 @@ class PackedDocuments(SourcePacker):
     def close(self) -> None:
         if self._ahead:
             self._ahead.close()
-
-
-def spread(read: Items, count: int, streams: int, inputs: InputSpec) -> Items:
-    """Starts streams at different offsets within documents, if there are fewer documents, `count`, than streams.
-
-    The ordinals that streams read together belong to several epochs: each epoch starts a document at its own offset, at
-    even distances, and reads the part before the offset last. Documents that fit into a row are not split, and without
-    packing offsets are whole rows.
-    """
-    length = inputs.batch.max_target_length
-    unit = 1 if inputs.batch.packing else length
-
-    def documents(ordinal: int) -> list[Document]:
-        (document,) = read(ordinal)
-        size, begin = len(document.ids) - 1, ordinal - ordinal % streams
-        first, epoch, last = (n // count for n in (begin, ordinal, begin + streams - 1))
-        place = -(-size // unit) * (epoch - first) // (last - first + 1) * unit if size > length else 0
-        slices = (slice(place, None), slice(place + 1)) if place else (slice(None),)
-        return [Document._make(None if array is None else array[part] for array in document) for part in slices]
-
-    return documents

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
+from src.data.few_documents import spread
 from src.data.order import Shuffle
-from src.data.source_packer import spread
 from src.data.tokenizer import ByteTokenizer, make_tokenizer
 from src.data.types import Document, InputSpec, TrainData
 from src.extras.conversations import ConversationSource

@@ -50,25 +50,7 @@ def kernel_obstacle(
     if kernel == "flash" and length % whole:
         return f"needs max_target_length to be a multiple of {whole}, not {length}"
     if kernel == "cudnn_flash":
-        if dtype != "bfloat16":
-            return f"needs dtype=bfloat16, not {dtype}"
-        if length % 2:
-            return f"needs an even max_target_length, not {length}"
-        from src.parallel.chips import compute_capability
+        from src.model.attention_kernels.cudnn_limits import cudnn_obstacle
 
-        # The same checks as JAX's own function makes (cuDNN 9.10 and newer).
-        hopper = compute_capability(layout.device) >= 9.0
-        largest, on_these = (256, "") if hopper else (128, " on GPUs older than Hopper (H100)")
-        sizes = sorted({size for spec in scores for size in (spec.head_dim, spec.value_dim)})
-        if any(size % 8 or size > largest for size in sizes):
-            of_256 = on_these if max(sizes) <= 256 else ""
-            return f"needs head_dim to be a multiple of 8 up to {largest}, not {', '.join(map(str, sizes))}{of_256}"
-        if not hopper and any(spec.head_dim != spec.value_dim for spec in scores):
-            return f"needs values of the size of queries{on_these}, which latent attention does not have"
-        lacks = {
-            "attn_logits_soft_cap": any(spec.soft_cap for spec in scores),
-            "attention_sink": any(spec.sink for spec in scores),
-        }
-        if missing := [key for key, asked in lacks.items() if asked]:
-            return f"does not have {' or '.join(missing)}"
+        return cudnn_obstacle(scores, dtype, length, layout)
     return ""

@@ -13,7 +13,7 @@ from src import train
 from src.checkpoint import restore
 from src.checkpoint.run_folder import RunFolder
 from src.config import load as configuration
-from src.data.readers import text
+from src.data.readers import text_check
 from src.data.readers.text import TextSource
 from src.run import resolve_config, run
 from src.system.errors import UserError
@@ -238,7 +238,7 @@ def test_a_run_may_turn_evaluation_off_only_knowingly(folder, corpus, monkeypatc
 
 @pytest.mark.long
 def test_a_bad_line_that_is_mended_in_its_place_moves_no_document(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "_CHECKED_SECONDS", 0.0)  # as of data that take longer to check
+    monkeypatch.setattr(text_check, "_CHECKED_SECONDS", 0.0)  # as of data that take longer to check
     lines = [json.dumps({"text": f"line {n} " + "alpha beta " * (n % 20)}) for n in range(400)]
     bad = lines[133][:-1] + ","  # which no early step reads
     keys = {"steps": 12, "checkpoint_period": 2, "eval_interval": 6, "eval_steps": 1, "base_output_directory": tmp_path}

@@ -5,9 +5,7 @@ with the caller's values and each array's shape, dtype and digest, which src/che
 """
 
 import contextlib
-import itertools
 import json
-import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -99,11 +97,14 @@ class Checkpointer:
             self._directory, steps, lambda at: restore(at, lambda *_: abstract_state)
         )
         self._damaged_steps, self.checksum = list(problems), meta.pop("checksum", 0)
-        messages = [
-            f"checkpoint {damaged} is passed over: {problem}. "
-            f"The next checkpoint saved renames it to {self._name_aside(damaged, 'damaged')}."
-            for damaged, problem in problems.items()
-        ]
+        messages = []
+        for damaged, problem in problems.items():
+            from src.checkpoint.set_aside import unused_name
+
+            name = unused_name(self._directory, damaged, "damaged")
+            messages.append(
+                f"checkpoint {damaged} is passed over: {problem}. The next checkpoint saved renames it to {name}."
+            )
         return Restored(state, meta, messages)
 
     def wait(self, retry: bool = True) -> None:
@@ -143,7 +144,9 @@ class Checkpointer:
         """Renames checkpoints saved at `first_step` or later, so that no run resumes from them; returns new names."""
         with contextlib.suppress(UserError, TransientError):  # a failed save leaves nothing to rename
             self.wait()
-        names = [self._rename(step, "nonfinite") for step in self._saved_steps if step >= first_step]
+        from src.checkpoint.set_aside import set_aside
+
+        names = [set_aside(self._directory, step, "nonfinite") for step in self._saved_steps if step >= first_step]
         self._saved_steps = []
         # The first process to exit ends the others, so all of them wait here until process 0 has renamed them.
         multihost_utils.sync_global_devices("checkpoints set aside")
@@ -168,9 +171,12 @@ class Checkpointer:
         if self._manager is None:
             self._quiet.close()  # a save that failed closed the manager
             self._quiet.enter_context(orbax_manager.quiet_orbax())
-            for damaged in self._damaged_steps:
-                self._rename(damaged, "damaged")
-            self._damaged_steps = []
+            if self._damaged_steps:
+                from src.checkpoint.set_aside import set_aside
+
+                for damaged in self._damaged_steps:
+                    set_aside(self._directory, damaged, "damaged")
+                self._damaged_steps = []
             # Orbax's own cleanup thread outlives a failed manager, and would remove the next manager's files.
             self._remove_unfinished()
             # The other processes must list the folder only after these changes.
@@ -218,7 +224,9 @@ class Checkpointer:
             return
         for path in list(self._directory.iterdir()):
             if _TEMPORARY in path.name or (path.name.isdecimal() and is_unfinished(path)):
-                _remove(path)
+                from src.checkpoint.set_aside import remove
+
+                remove(path)
 
     def _attempt(self, action: Callable[[], None], retry: bool) -> None:
         """Calls `action`, which writes the unwritten save; turns its exceptions into errors that a user can act on."""
@@ -231,31 +239,6 @@ class Checkpointer:
             save, self._unwritten = self._unwritten, None
             assert save
             raise write_error(self._directory, save.step, sum(x.nbytes for x in save.arrays.values()), error) from error
-
-    def _name_aside(self, step: int, why: str) -> str:
-        """Picks an unused name that is not a step number: `10.damaged`, or if that exists `10.damaged-2` and so on."""
-        names = itertools.chain([f"{step}.{why}"], (f"{step}.{why}-{count}" for count in itertools.count(2)))
-        return next(name for name in names if not (self._directory / name).exists())
-
-    def _rename(self, step: int, why: str) -> str:
-        """Renames a checkpoint, on process 0; returns its new name, or "" if it does not exist."""
-        folder = self._directory / str(step)
-        if not folder.exists():
-            return ""
-        name = self._name_aside(step, why)
-        if jax.process_index() == 0:
-            folder.rmtree() if is_unfinished(folder) else folder.rename(self._directory / name)
-        return name
-
-
-def _remove(folder: epath.Path) -> None:
-    """Removes a folder to which unfinished writes may still add files; the next start removes any that remain."""
-    for _ in range(20):
-        with contextlib.suppress(Exception):
-            folder.rmtree()
-        if not folder.exists():
-            return
-        time.sleep(0.1)
 
 
 def _encode_meta(meta: Mapping[str, Any], arrays: Mapping[str, jax.Array]) -> dict[str, Any]:

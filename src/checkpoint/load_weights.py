@@ -9,13 +9,45 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from src.checkpoint.format import Restored
 from src.checkpoint.restore import newest_meta, restore_weights
-from src.config.run_configs import HUB, is_hf_folder
+from src.config.model_folders import is_hf_folder
+from src.config.run_configs import HUB
+from src.config.schema import Checkpoint
 from src.data.fingerprint import TOKENIZER_KEYS
 from src.data.host_arrays import check_same
-from src.data.types import Tokenizer
+from src.data.types import InputSpec, Tokenizer
 from src.model import lora
 from src.model.params import Tree, by_path, dotted, join, nested
 from src.system.errors import UserError, changed_keys
+
+
+def initial_weights(inputs: InputSpec, accept_changes: Sequence[str], tree: Tree, axes: Tree) -> tuple[Tree, list[str]]:
+    """Loads the weights that a run begins with, by `load_parameters_path` and `load_weights_rules`; also messages.
+
+    `tree` is as in `load_weights`; `axes` has the logical axes of its weights. Raises UserError if they were trained
+    with another vocabulary or tokenizer.
+    """
+    keys = inputs.config.checkpoint
+    weights, metas, messages = {}, [], []
+    if keys.load_weights_rules:
+        from src.extras.weights_by_rules import load_by_rules
+
+        weights, metas, messages = load_by_rules(keys.load_weights_rules, tree, axes, keys.load_ema)
+    if path := keys.load_parameters_path:
+        others, meta, notes = load_weights(path, tree, keys.load_ema)
+        weights, metas, messages = join(others, weights), [meta, *metas], [*notes, *messages]
+    for meta in metas:
+        check_vocabulary(inputs.vocab_size, meta)
+        check_tokenizer(accept_changes, meta, inputs.tokenizer)
+    return weights, messages
+
+
+def load_base(keys: Checkpoint, adapters: Mapping[str, Any], tree: Tree) -> Tree:
+    """Loads the weights beneath a resumed run's adapters, which its checkpoints leave out.
+
+    Raises UserError if `adapters`, from a checkpoint's meta, were trained on other weights.
+    """
+    check_base(adapters, keys.load_parameters_path, keys.load_ema)
+    return load_weights(keys.load_parameters_path, tree, keys.load_ema).state
 
 
 def load_weights(path: str, tree: Tree, ema: bool = False, keep_dtypes: bool = False) -> Restored:

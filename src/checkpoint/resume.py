@@ -48,10 +48,9 @@ def starting_state(
     wanted = {**saved_entries(plan, abstract), "data_position": HostArray(plan.layout.sharding(()))}
     if restored := checkpointer.restore_latest(wanted):
         if plan.step.lora_rank:  # a checkpoint of adapters lacks the base weights
-            from src.checkpoint.load_weights import check_base, load_weights
+            from src.checkpoint.load_weights import load_base
 
-            check_base(restored.meta["lora"], loading.load_parameters_path, loading.load_ema)
-            weights, _, _ = load_weights(loading.load_parameters_path, all_weights(abstract), loading.load_ema)
+            weights = load_base(loading, restored.meta["lora"], all_weights(abstract))
             restored.state["frozen"] = plan.split(weights).frozen
         restored.messages.append(f"resumed from step {int(restored.state['step'])}")
         point = _resume_point(restored, inputs, accept_changes, fingerprint)
@@ -67,20 +66,9 @@ def starting_state(
         return _resume_point(restored, inputs, accept_changes, fingerprint)
     if not (loading.load_parameters_path or loading.load_weights_rules):
         return ResumePoint(new_state(plan, abstract), [])
-    from src.checkpoint.load_weights import check_tokenizer, check_vocabulary, load_weights
+    from src.checkpoint.load_weights import initial_weights
 
-    whole, ema = all_weights(abstract), loading.load_ema
-    weights, metas, messages = {}, [], []
-    if loading.load_weights_rules:
-        from src.extras.weights_by_rules import load_by_rules
-
-        weights, metas, messages = load_by_rules(loading.load_weights_rules, whole, plan.axes, ema)
-    if path := loading.load_parameters_path:
-        others, meta, notes = load_weights(path, whole, ema)
-        weights, metas, messages = join(others, weights), [meta, *metas], [*notes, *messages]
-    for meta in metas:
-        check_vocabulary(plan.spec.vocab_size, meta)
-        check_tokenizer(accept_changes, meta, inputs.tokenizer)
+    weights, messages = initial_weights(inputs, accept_changes, all_weights(abstract), plan.axes)
     return ResumePoint(new_state(plan, abstract, weights), messages)
 
 

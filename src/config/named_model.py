@@ -9,7 +9,7 @@ from typing import Any
 from src.config import not_found, run_configs
 from src.config.requirements import Setting, to_settings
 from src.config.schema import KEYS, keys_of
-from src.config.yaml import CONFIGS, convert, dump
+from src.config.yaml import CONFIGS, convert, dump, read_file
 from src.system.errors import UserError, first_few
 
 
@@ -50,7 +50,7 @@ def model_settings(
     """
     try:
         run = run_configs.run_folder(name)
-        keys = run_configs.model_keys(run) if run else read_folder(name, False)
+        keys = _keys_of_run(run) if run else read_folder(name, False)
     except UserError as error:
         raise UserError(f"model_name={name}: {error}") from None
     if keys is not None:
@@ -65,3 +65,12 @@ def model_settings(
         if setting.key in KEYS and KEYS[setting.key].section != "model":
             problems.append(f"{path}: {setting.key} does not describe a model; a model file has only keys that do")
     return settings + to_settings(read_folder(str(path.parent), True) or {}, f"beside {path}")
+
+
+def _keys_of_run(folder: Path) -> dict[str, Any]:
+    """Reads the keys of a run's model and tokenizer, and its `model_name`; raises UserError if it is not read."""
+    keys = read_file(folder / run_configs.CONFIG)
+    if keys.get("position_type") == "learned" and keys.get("trainable_position_size") == "-1":
+        keys["trainable_position_size"] = keys["max_target_length"]  # another command may use another length
+    wanted = {*keys_of("model"), "model_name", "tokenizer_type", "tokenizer_path"}
+    return {key: value for key, value in keys.items() if key in wanted}

@@ -1,12 +1,10 @@
 """Selects weights by the patterns that users type, and describes which are used in 8-bit matmuls."""
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from src.model import params
-from src.model.spec import LayerGroup
 from src.system.errors import UserError, first_few
 
 LOOKED_UP = ("vocab", "position")  # first dims of lookup tables, which are not used in matmuls
@@ -55,15 +53,3 @@ class Quantization:
     bounds: tuple[float, ...] = (0.0, 0.0, 0.0)  # fixed bounds, as in `low_precision.Products`
     matmuls: Mapping[Path, QuantizedMatmul] = field(default_factory=dict)
     description: str = ""
-
-    def unrolled(self, groups: Sequence[LayerGroup]) -> Self:
-        """Converts to a model whose layers are not stacked, but have their own arrays, [1, ...] each."""
-        matmuls = {}
-        for path, matmul in self.matmuls.items():
-            if path[0] != "segments" or groups[path[1]].shared:
-                matmuls[path] = matmul
-                continue
-            _, segment, position, *rest = path
-            for repeat in range(groups[segment].repeats):
-                matmuls["segments", segment, repeat * len(groups[segment].pattern) + position, *rest] = matmul
-        return dataclasses.replace(self, matmuls=matmuls)

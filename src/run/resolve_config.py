@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from src.config import load as config_load
 from src.config.hints import hints
-from src.config.run_configs import HUB, has_tokenizer, is_hf_folder
+from src.config.run_configs import HUB
 from src.config.schema import Config
 from src.config.usage import TRAIN, Usage, help_for
 from src.system.errors import UserError, clipped, show
@@ -21,6 +21,8 @@ HUB_KEYS = ("model_name", "load_parameters_path", "tokenizer_path")  # they may 
 def read_folder(folder: str, tokenizer_only: bool) -> dict[str, Any] | None:
     """Reads the keys of the model and tokenizer in a Hugging Face folder, or only the tokenizer's; None: no model."""
     if not folder.startswith(HUB):
+        from src.config.model_folders import has_tokenizer, is_hf_folder
+
         if tokenizer_only and not has_tokenizer(Path(folder).expanduser()):
             return {}
         if not (tokenizer_only or is_hf_folder(folder)):

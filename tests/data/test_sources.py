@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from src.config.dataset_spec import train_specs
 from src.data.open import train_validation_split
-from src.data.readers import fields, files, find_files, text
+from src.data.readers import fields, files, find_files, text, text_check
 from src.data.readers.synthetic import SyntheticSource
 from src.run.summary import amount, describe_data
 from src.system.errors import UserError
@@ -170,7 +170,7 @@ def test_a_byte_that_is_not_text_is_an_error_at_the_start(tmp_path):
 
 
 def test_without_time_the_ends_of_files_are_checked_and_the_rest_when_it_is_read(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(text, "_CHECKED_SECONDS", 0.0)
+    monkeypatch.setattr(text_check, "_CHECKED_SECONDS", 0.0)
     cut = "\n".join(LINES)[:-3]
     with pytest.raises(UserError, match=r"a\.jsonl, line 100: not JSON"):
         TextSource(write_files(tmp_path / "cut", {"a.jsonl": cut, "b.jsonl": LINES[0]}))

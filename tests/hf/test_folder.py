@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from src.config.run_configs import is_hf_folder
+from src.config.model_folders import is_hf_folder
 from src.extras.hf.folder import open_folder
 from src.system.errors import UserError
 from tests.hf import saved

@@ -5,11 +5,22 @@ from typing import Any
 
 import numpy as np
 
+from src.data.readers.files import line_name
 from src.data.readers.records import Content
-from src.system.errors import first_few
+from src.system.errors import UserError, first_few
 from src.system.json_text import parse_json, well_formed
 
 EXPECTED = "expected a text, or a list of ids"
+
+
+def from_line(line: bytes, column: str, file: str, start: int) -> Content | None:
+    """Reads the document in a line of a .jsonl file, which begins at byte `start`; raises UserError without one."""
+    try:
+        return from_json(line, column)
+    except ValueError as error:
+        is_of_field = str(error).startswith(("it has no field", "its field"))  # rather than invalid JSON
+        hint = f" (dataset_column={column} names the field)" if is_of_field else ""
+        raise UserError(f"{line_name(file, start)}: {error}{hint}") from None
 
 
 def from_json(data: bytes, column: str) -> Content | None:

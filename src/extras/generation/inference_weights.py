@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ def unrolled(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
     }
     layout, execution = unsplit_rows(plan.layout), Execution(scan_layers=False)
     changes = {"spec": spec, "graphdef": graphdef, "layout": layout, "execution": execution}
-    quantization = plan.quantization.unrolled(plan.spec.layer_groups)
+    quantization = _unrolled_quantization(plan.quantization, plan.spec.layer_groups)
     return dataclasses.replace(plan, quantization=quantization, **changes), Weights(tree)
 
 
@@ -46,7 +47,7 @@ def quantize_at_rest(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tupl
     from src.model.quantization import select_at_rest, store_in_8_bits
 
     _, declarations = params.abstract(lambda rngs: Decoder(loaded.spec, rngs))
-    chosen = select_at_rest(plan.step, declarations).unrolled(loaded.spec.layer_groups)
+    chosen = _unrolled_quantization(select_at_rest(plan.step, declarations), loaded.spec.layer_groups)
     tree = store_in_8_bits(chosen, weights.merged(), plan.layout.platform == "cpu")
     return dataclasses.replace(plan, quantization=Quantization()), Weights(tree)
 
@@ -85,3 +86,16 @@ def _unstacked(blocks: dict[int, params.Tree], group: LayerGroup) -> dict[int, p
 @functools.partial(jax.jit, static_argnames="sharding")
 def _split(stacked: jax.Array, sharding: jax.sharding.Sharding) -> list[jax.Array]:
     return [jax.lax.with_sharding_constraint(layer, sharding) for layer in jnp.split(stacked, len(stacked))]
+
+
+def _unrolled_quantization(quantization: Quantization, groups: Sequence[LayerGroup]) -> Quantization:
+    """Adapts a quantization to a model whose layers are not stacked, but have their own arrays, [1, ...] each."""
+    matmuls = {}
+    for path, matmul in quantization.matmuls.items():
+        if path[0] != "segments" or groups[path[1]].shared:
+            matmuls[path] = matmul
+            continue
+        _, segment, position, *rest = path
+        for repeat in range(groups[segment].repeats):
+            matmuls["segments", segment, repeat * len(groups[segment].pattern) + position, *rest] = matmul
+    return dataclasses.replace(quantization, matmuls=matmuls)

@@ -34,7 +34,7 @@ from src.checkpoint.restore import restore_any
 from src.checkpoint.resume import all_weights
 from src.config.dataset_spec import all_synthetic
 from src.config.load import from_yaml
-from src.config.run_configs import has_tokenizer
+from src.config.model_folders import has_tokenizer
 from src.config.schema import KEYS, BatchKeys, Data, Model, Step, section_of
 from src.config.yaml import BASE, file_name
 from src.data.tokenizer import ByteTokenizer

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 from src.checkpoint.format import Restored
-from src.config.run_configs import has_tokenizer
+from src.config.model_folders import has_tokenizer
 from src.extras.hf.folder import HfFolder, open_folder
 from src.extras.hf.folder_tokenizer import folder_tokenizer
 from src.extras.hf.model_keys import folder_model, read_model_keys

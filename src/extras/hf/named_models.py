@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from src.config.run_configs import CONFIG, HUB, has_tokenizer, is_hf_folder, run_folder
+from src.config.model_folders import has_tokenizer, is_hf_folder
+from src.config.run_configs import CONFIG, HUB, run_folder
 from src.config.yaml import parse_keys, read_file
 from src.extras.hf.hub import local_folder, pinned
 from src.extras.hf.model_keys import model_yaml, read_model_keys

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from src import as_installed
-from src.config.run_configs import similar_runs
+from src.config.not_found import similar_runs
 from src.config.schema import KEYS
 from src.config.yaml import dump, literal, parse_keys
 from src.extras.command_files import write_output

@@ -1,0 +1,37 @@
+"""Renames checkpoints that no run may resume from, and removes unfinished ones."""
+
+import contextlib
+import itertools
+import time
+
+import jax
+from etils import epath
+
+from src.checkpoint.run_folder import is_unfinished
+
+
+def unused_name(directory: epath.Path, step: int, why: str) -> str:
+    """Picks an unused name that is not a step number: `10.damaged`, or if that exists `10.damaged-2` and so on."""
+    names = itertools.chain([f"{step}.{why}"], (f"{step}.{why}-{count}" for count in itertools.count(2)))
+    return next(name for name in names if not (directory / name).exists())
+
+
+def set_aside(directory: epath.Path, step: int, why: str) -> str:
+    """Renames a checkpoint, on process 0; returns its new name, or "" if it does not exist."""
+    folder = directory / str(step)
+    if not folder.exists():
+        return ""
+    name = unused_name(directory, step, why)
+    if jax.process_index() == 0:
+        folder.rmtree() if is_unfinished(folder) else folder.rename(directory / name)
+    return name
+
+
+def remove(folder: epath.Path) -> None:
+    """Removes a folder to which unfinished writes may still add files; the next start removes any that remain."""
+    for _ in range(20):
+        with contextlib.suppress(Exception):
+            folder.rmtree()
+        if not folder.exists():
+            return
+        time.sleep(0.1)

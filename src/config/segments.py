@@ -1,9 +1,11 @@
-"""Reads `decoder_segments`, types its settings, and checks them."""
+"""Reads `decoder_segments`, types its settings, checks them, and lists the layers that they describe."""
 
 import copy
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from src.config.keys import frozen
 from src.config.model_checks import check_layer, check_value
 from src.config.schema import KEYS, Model
 from src.config.yaml import Plain, convert, dump
@@ -39,6 +41,24 @@ def check_segments(model: Model) -> Iterator[str]:
             vars(layer).update(keys)
             for problem in check_layer(layer):
                 yield f"decoder_segments, segment {number}: {problem}"
+
+
+def expanded(model: Model) -> list[tuple[Model, str]]:
+    """Lists the settings of each layer of the segments, first to last, and the name of the weights it shares, or ""."""
+    segments, count = model.decoder_segments, model.num_decoder_layers
+    counted = sum(max(entry.get("repeats", 1), 0) * len(entry["pattern"]) for entry in segments)
+    layers: list[tuple[Model, str]] = []
+    for index, entry in enumerate(segments):
+        repeats, shared = entry.get("repeats", 1), entry.get("shared", False)
+        if repeats == -1:
+            repeats = (count - counted) // len(entry["pattern"])
+        pattern = [
+            (dataclasses.replace(model, **frozen(keys)), f"{index}.{position}" if shared else "")
+            for position, keys in enumerate(entry["pattern"])
+        ]
+        layers += repeats * pattern
+    assert len(layers) == count, "config.load checks that decoder_segments add up"
+    return layers
 
 
 def read_segment(entry: Any) -> dict[str, Any]:

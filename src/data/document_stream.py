@@ -16,28 +16,13 @@ class DocumentStream:
     The order depends on the `name` of the source in a mixture, which is empty for a single source.
     """
 
-    def __init__(self, inputs: InputSpec, source: Source | RowSource, name: str = "") -> None:
-        self._inputs, self._source, seed = inputs, source, inputs.data.data_shuffle_seed
-        if not isinstance(source, RowSource):
-            self._order, self._read = Shuffle(len(source), seed, name or 0, source.group_sizes()), source.__getitem__
-        elif source.row_count is not None:
-            self._order = Shuffle(source.row_count, seed, name or 0)
+    def __init__(self, inputs: InputSpec, source: Source, name: str = "") -> None:
+        self._inputs, self._source = inputs, source
+        self._order = Shuffle(len(source), inputs.data.data_shuffle_seed, name or 0, source.group_sizes())
 
     def documents(self, ordinal: int) -> list[Document]:
         """Reads and tokenizes item `ordinal` of the stream."""
-        return encode(self._inputs, self._read(self._order(ordinal)))
-
-    def row(self, ordinal: int) -> list[Document]:
-        """Reads row `ordinal` of the stream: a row of a source of rows, or an item that fills a row by itself."""
-        if isinstance(self._source, RowSource):
-            return self._source.row(ordinal if self._source.row_count is None else self._order(ordinal))
-        documents = self.documents(ordinal)
-        if len(documents) > 1:
-            raise UserError(
-                "the tokenizer's chat template rewrites earlier turns, so each turn of a conversation is a separate "
-                "example, and long_documents=truncate has room for one: set long_documents=split, or packing=true"
-            )
-        return [document for document in documents if len(document.ids) > 1]
+        return encode(self._inputs, self._source[self._order(ordinal)])
 
 
 def layout_of(inputs: InputSpec) -> RowLayout:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from src.data.document_stream import DocumentStream, layout_of, rows_per_epoch
-from src.data.packing import PackingStream, SourcePacker, Truncation, fill_row
+from src.data.packing import PackingStream, SourcePacker, Truncation
 from src.data.types import InputSpec, RowArrays, Rows, RowSource, Source, is_stream
 
 
@@ -46,24 +46,15 @@ def source_packer(
 
         packer = StreamPacker(inputs, source, len(streams), global_batch, start.saved)
     elif (count := rows_per_epoch(inputs, source)) is not None:
-        packer = NumberedRows(DocumentStream(inputs, source, name), start.rows, count if one_epoch else math.inf)
+        from src.data.numbered_rows import NumberedRows, row_reader
+
+        packer = NumberedRows(row_reader(inputs, source, name), start.rows, count if one_epoch else math.inf)
     else:
         assert not isinstance(source, RowSource)
         stream = DocumentStream(inputs, source, name)
         packer = PackedDocuments(inputs, source, stream, streams, global_batch, start.positions, one_epoch)
     packer.name = name
     return packer
-
-
-class NumberedRows(SourcePacker):
-    """Fills each row as a function of its number; rows from `end` on are padding."""
-
-    def __init__(self, documents: DocumentStream, rows_before: int, end: float) -> None:
-        self._documents, self._rows_before, self._end = documents, rows_before, end
-
-    def fill(self, batch: RowArrays, row: int, ordinal: int, place: int) -> Truncation:
-        documents = self._documents.row(self._rows_before + ordinal) if ordinal < self._end else []
-        return fill_row(batch, row, ((document, 0, len(document.ids) - 1) for document in documents))
 
 
 class PackedDocuments(SourcePacker):

@@ -130,14 +130,11 @@ class Attention(nnx.Module):
         if spec.qk_norm == "l2":
             epsilon = spec.normalization_layer_epsilon
             q_BTNH, k_BTKH = root_mean_square(q_BTNH, epsilon), root_mean_square(k_BTKH, epsilon)
-        if spec.query_dim_scale:  # as praxis's PerDimScale: the scale is 1 if the weight is 0
-            scale_H = jax.nn.softplus(self.query_dim_scale[...].astype(jnp.float32)) / math.log(2)
-            q_BTNH = (q_BTNH * scale_H).astype(q_BTNH.dtype)
-        if spec.attn_temperature_scale:
-            # Llama 4: attention flattens over long texts, so queries grow with the position.
-            floors_BT = jnp.floor((positions_BT + 1.0) / spec.attn_temperature_floor)
-            temperature_BT = 1.0 + spec.attn_temperature_scale * jnp.log1p(floors_BT)
-            q_BTNH = (q_BTNH * temperature_BT[:, :, None, None]).astype(q_BTNH.dtype)
+        if spec.query_dim_scale or spec.attn_temperature_scale:
+            from src.model.query_scaling import scale_queries
+
+            scale_H = self.query_dim_scale[...] if spec.query_dim_scale else None
+            q_BTNH = scale_queries(q_BTNH, scale_H, positions_BT, spec)
         return q_BTNH, k_BTKH
 
 

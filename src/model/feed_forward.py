@@ -27,11 +27,6 @@ ACTIVATIONS = {
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
-# Ratio of hidden units to embedding size from which a layer runs in halves on TPUs, because it is the memory peak of a
-# step there: for the 16B, 1.4% of the time saves 17% of the memory. Llama 3, with 3.5, would take 3% longer for
-# nothing: its peak is the loss.
-WIDE = 6
-
 
 class FeedForward(nnx.Module):
     """Projects to one factor per activation, multiplies the activated factors, projects back.
@@ -59,19 +54,13 @@ class FeedForward(nnx.Module):
         self, x_BTD: Array, context: ForwardContext, gate_BT1: Array | None = None
     ) -> tuple[Array, dict[str, Array]]:
         """Maps [B, T, D] to [B, T, D], times each token's gate if there is one; its report is empty."""
-        wi, wo, bias = self.wi[...], self.wo[...], self.wi_bias[...] if self.spec.mlp_bias else None
-        half = len(wo) // 2 if isinstance(wo, Array) else 0
-        wide = half and 2 * half >= WIDE * self.spec.emb_dim and half % 128 == 0 and context.layout.shards("mlp") == 1
-        # The gradient of a norm after the layer needs its output: halves would then be computed a third time.
-        wide = wide and self.spec.normalization_placement == "before"
-        if context.mlp_in_halves and wide and isinstance(wi, Array):
-            # Half of the hidden units at a time, forward and backward, so that the other half's arrays need no memory.
-            run = jax.checkpoint(functools.partial(self._project, context=context, is_half=True))
-            out_BTD = run(x_BTD, gate_BT1, wi[..., :half], wo[:half], None if bias is None else bias[:, :half])
-            x_BTD, out_BTD = context.grad_barrier(x_BTD, out_BTD)
-            out_BTD += run(x_BTD, gate_BT1, wi[..., half:], wo[half:], None if bias is None else bias[:, half:])
-        else:
-            out_BTD = self._project(x_BTD, gate_BT1, wi, wo, bias, context)
+        bias_AF = self.wi_bias[...] if self.spec.mlp_bias else None
+        project = self._project
+        if context.mlp_in_halves:
+            from src.model.mlp_halves import project_in_halves
+
+            project = functools.partial(project_in_halves, project, self.spec)
+        out_BTD = project(x_BTD, gate_BT1, self.wi[...], self.wo[...], bias_AF, context)
         out_BTD = context.reduce_scatter_sequence(out_BTD)
         if self.spec.mlp_bias:
             out_BTD += self.wo_bias[...].astype(x_BTD.dtype)

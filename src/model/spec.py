@@ -10,7 +10,6 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from src.config.keys import frozen
 from src.config.model_keys import EmbeddingSettings, LayerSettings, LayerSize, Model, NormSettings
 from src.config.requirements import LAYER_REQUIREMENTS
 from src.config.step_keys import Numerics
@@ -121,21 +120,11 @@ def _values(keys: type, model: Model) -> dict[str, Any]:
 
 def layer_models(model: Model) -> list[tuple[Model, str]]:
     """Lists each layer's settings, first to last, and the name of the weights it shares; "": not shared."""
-    count = model.num_decoder_layers
     if not model.decoder_segments:
-        return [(model, "")] * count
-    counted = sum(max(entry.get("repeats", 1), 0) * len(entry["pattern"]) for entry in model.decoder_segments)
-    layers: list[tuple[Model, str]] = []
-    for index, entry in enumerate(model.decoder_segments):
-        pattern, repeats, shared = entry["pattern"], entry.get("repeats", 1), entry.get("shared", False)
-        if repeats == -1:
-            repeats = (count - counted) // len(pattern)
-        layers += repeats * [
-            (dataclasses.replace(model, **frozen(keys)), f"{index}.{position}" if shared else "")
-            for position, keys in enumerate(pattern)
-        ]
-    assert len(layers) == count, "config.load checks that decoder_segments add up"
-    return layers
+        return [(model, "")] * model.num_decoder_layers
+    from src.config.segments import expanded
+
+    return expanded(model)
 
 
 def _layer_spec(layer: Model, shared_weights: str, max_target_length: int) -> LayerSpec:

@@ -15,6 +15,7 @@ from src.config.usage import Usage
 from src.data.batch_schedule import BatchSchedule
 from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.loader import HostBatch, train_batches
+from src.data.numbered_rows import row_reader
 from src.data.open import open_sources
 from src.data.order import Mixture
 from src.data.tokenizer import make_tokenizer
@@ -185,9 +186,10 @@ def _round_trip(inputs: InputSpec, data: TrainData) -> str:
     tokenizer, checked, different = inputs.tokenizer, 0, []
     assert tokenizer
     for name, source in zip(data.names, data.sources, strict=True):
-        stream = DocumentStream(inputs, source, name)
-        has_rows = isinstance(source, RowSource)
-        read, count = (stream.row, _CHECKED_BATCHES) if has_rows else (stream.documents, _CHECKED_DOCUMENTS)
+        if isinstance(source, RowSource):
+            read, count = row_reader(inputs, source, name), _CHECKED_BATCHES
+        else:
+            read, count = DocumentStream(inputs, source, name).documents, _CHECKED_DOCUMENTS
         encoded = [document.ids for n in range(count) for document in read(n)]
         whole = [ids for ids in encoded if len(ids) and ids[0] == tokenizer.bos and ids[-1] == tokenizer.eos]
         checked += len(whole)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
-from src.checkpoint.resume import run_rules
+from src.checkpoint.run_rules import run_rules
 from src.config.schema import Config
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer

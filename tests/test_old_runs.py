@@ -11,7 +11,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from src.checkpoint import resume
+from src.checkpoint import run_rules
 from src.checkpoint.checkpointer import Checkpointer
 from src.data.rules import PRESENT_RULES
 from src.data.types import InputSpec
@@ -143,7 +143,7 @@ def test_a_new_run_and_one_that_accepts_them_have_the_present_rules(old_run, cap
 def test_rules_of_a_later_version_are_refused(old_run, monkeypatch):
     old_run("text")
     main([BASE, *make.arguments("text", accept_changes="[data_rules]")])
-    monkeypatch.setattr(resume, "PRESENT_RULES", PRESENT_RULES - 1)
+    monkeypatch.setattr(run_rules, "PRESENT_RULES", PRESENT_RULES - 1)
     with pytest.raises(UserError, match=rf"data rules of version {PRESENT_RULES}: use the MinText that wrote it"):
         main([BASE, *make.arguments("text", steps=8)])
 
@@ -152,7 +152,7 @@ def test_a_checkpoint_of_weights_from_elsewhere_has_the_present_rules(tmp_path):
     with contextlib.closing(Checkpointer(tmp_path / "out", max_to_keep=1, async_save=False)) as checkpointer:
         checkpointer.save(0, {"trainable": {"x": jnp.zeros(3)}}, {"vocab_size": 3, "tokenizer": None})
     config = resolve_config.load([BASE, f"load_full_state_path={tmp_path}/out"])
-    assert resume.run_rules(config.run, config.checkpoint) == PRESENT_RULES
+    assert run_rules.run_rules(config.run, config.checkpoint) == PRESENT_RULES
 
 
 def test_evaluations_and_inspections_of_a_run_have_its_rules(old_run, monkeypatch):

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jax.experimental import multihost_utils
 
-from src.data.host_arrays import gather_json
+from src.data.processes import gather_json
 from src.system.errors import TransientError, UserError
 from src.system.storage_errors import DamagedError, Failure, failure_of, one_line, retried
 

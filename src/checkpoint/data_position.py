@@ -10,7 +10,7 @@ from src.config.dataset_spec import SETTINGS, all_specs, train_specs, train_weig
 from src.config.schema import Data
 from src.data.batch_schedule import RAMP_KEYS
 from src.data.fingerprint import EVALUATION, TOKENIZER_KEYS
-from src.data.order import Mixture
+from src.data.mixture import Mixture
 from src.data.rules import RULES_FACT, describe_rules, rules_of
 from src.data.stream_positions import documents_consumed, remap_position
 from src.data.types import DataPosition

@@ -13,7 +13,7 @@ from src.config.model_folders import is_hf_folder
 from src.config.run_configs import HUB
 from src.config.schema import Checkpoint
 from src.data.fingerprint import TOKENIZER_KEYS
-from src.data.host_arrays import check_same
+from src.data.processes import check_same
 from src.data.types import InputSpec, Tokenizer
 from src.model import lora
 from src.model.params import Tree, by_path, dotted, join, nested

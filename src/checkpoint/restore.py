@@ -18,7 +18,7 @@ from src.checkpoint.agreement import of_process_0, on_all_processes
 from src.checkpoint.digest import digests
 from src.checkpoint.format import HostArray, Restored, checksum_of, flatten, read_evaluations
 from src.checkpoint.run_folder import absolute, is_remote, is_unfinished, steps_in
-from src.data.host_arrays import check_same
+from src.data.processes import check_same
 from src.model import params
 from src.system.errors import UserError, first_few
 from src.system.json_text import parse_json

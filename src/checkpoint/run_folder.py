@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 from etils import epath
 
-from src.data.host_arrays import gather_json
+from src.data.processes import gather_json
 from src.system.disk import any_path, lock, new_file
 from src.system.errors import TransientError, UserError
 from src.system.storage_errors import Failure, StoreError, failure_of, one_line

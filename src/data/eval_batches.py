@@ -8,10 +8,9 @@ import numpy as np
 
 from src.data.batch_schedule import BatchSchedule
 from src.data.document_stream import DocumentStream, layout_of, rows_per_epoch
-from src.data.host_arrays import max_over_hosts
 from src.data.loader import HostBatchLoader, count_targets
-from src.data.order import Mixture
 from src.data.packing import RowLayout
+from src.data.processes import max_over_hosts
 from src.data.source_packer import SourceStart, source_packer
 from src.data.types import EvalSet, InputSpec, RowArrays, Rows, RowSource, is_stream
 from src.system.errors import UserError
@@ -57,7 +56,7 @@ class EvalBatches:
         count, before = self.steps(), self._rows_taken
         self._rows_taken += count * self._global_batch
         schedule = BatchSchedule(self._global_batch)
-        loader = HostBatchLoader(self._inputs, [self._packer], Mixture([1]), self._rows, schedule)
+        loader = HostBatchLoader(self._inputs, [self._packer], [1], self._rows, schedule)
         return (batch.arrays for batch in loader.batches(before, count=count))
 
     def steps(self) -> int:

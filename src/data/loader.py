@@ -6,9 +6,10 @@ B: rows of a batch, over all hosts.  T: tokens per row.  S: sources.
 """
 
 import collections
+import functools
 import itertools
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ import numpy as np
 
 from src.data.batch_schedule import BatchSchedule, RowAssignment
 from src.data.document_stream import encode
-from src.data.order import Mixture
 from src.data.packing import SourcePacker, empty_batch
 from src.data.source_packer import SourceStart, source_packer
 from src.data.types import START, DataPosition, InputSpec, RowArrays, Rows, RowSource, Source, TrainData, is_stream
@@ -65,22 +65,32 @@ def train_batches(
         )
         packers.append(source_packer(inputs, source, streams, global_batch, name, start))
     schedule = schedule or BatchSchedule(global_batch)
-    loader = HostBatchLoader(inputs, packers, Mixture(data.weights), streams, schedule)
+    loader = HostBatchLoader(inputs, packers, data.weights, streams, schedule)
     return loader.batches(position.rows_taken, first_step)
 
 
 class HostBatchLoader:
-    """Makes this host's rows of batches, filled by `streams`, from a mixture of sources with one packer each.
+    """Makes this host's rows of batches, filled by `streams`, from sources with one packer and one weight each.
 
     The streams are split among `data_threads` threads. Rows take different times to make, so a thread waits for the
     others only when it is several batches ahead of them.
     """
 
     def __init__(
-        self, inputs: InputSpec, packers: list[SourcePacker], mixture: Mixture, streams: Rows, sizes: BatchSchedule
+        self,
+        inputs: InputSpec,
+        packers: list[SourcePacker],
+        weights: Sequence[float],
+        streams: Rows,
+        schedule: BatchSchedule,
     ) -> None:
-        self._inputs, self._packers, self._mixture = inputs, packers, mixture
-        self._streams, self._schedule = streams, sizes
+        self._inputs, self._packers, self._streams, self._schedule = inputs, packers, streams, schedule
+        self._assign: Callable[[int], tuple[int, int]] = lambda row: (0, row)  # a row's source, and its number there
+        if len(packers) > 1:
+            from src.data.mixture import Mixture
+
+            order = {"global_batch": schedule.rows, "seed": inputs.data.data_shuffle_seed}
+            self._assign = functools.partial(Mixture(weights).assign, **order)
         self._closing = threading.Event()  # once it is set, threads do not start another row
         self._transform = None
         if inputs.batch.batch_transform:
@@ -132,12 +142,11 @@ class HostBatchLoader:
         return batch._replace(arrays=self._transform(batch.arrays))
 
     def _fill(self, batch: HostBatch, rows: Sequence[RowAssignment], places: range) -> None:
-        full, seed = self._schedule.rows, self._inputs.data.data_shuffle_seed
         for number, row, place in rows:
             if self._closing.is_set():
                 raise CancelledError
             if place in places:
-                source, ordinal = self._mixture.assign(number, full, seed)
+                source, ordinal = self._assign(number)
                 batch.cuts[row] = self._packers[source].fill(batch.arrays, row, ordinal, place)
         for place in places:
             batch.stream_positions[place] = [packer.position(place) for packer in self._packers]

@@ -17,8 +17,9 @@ from src.checkpoint.run_folder import RunFolder, dated_name, in_run_folder
 from src.config import load as configuration
 from src.config.schema import Config
 from src.data.fingerprint import EVALUATION, data_fingerprint
-from src.data.host_arrays import check_same, host_rows, to_global
+from src.data.host_arrays import host_rows, to_global
 from src.data.loader import HostBatch, train_batches
+from src.data.processes import check_same
 from src.data.types import EvalSet, InputSpec, RowArrays, TrainData
 from src.model.flops import flops_per_token
 from src.parallel.slices import check_hardware, count_slices

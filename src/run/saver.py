@@ -15,8 +15,8 @@ from src.checkpoint.format import EVALUATIONS, read_evaluations
 from src.checkpoint.resume import ResumePoint
 from src.checkpoint.run_folder import RunFolder, describe_latest, describe_step, latest_step
 from src.data.fingerprint import check_unchanged
-from src.data.host_arrays import gather_json
 from src.data.loader import HostBatch
+from src.data.processes import gather_json
 from src.data.types import RowSource, Source
 from src.run.recorder import NonFiniteError, Recorder
 from src.step.state import TrainState

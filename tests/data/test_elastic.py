@@ -16,7 +16,7 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.data.order import Mixture
+from src.data.mixture import Mixture
 from src.data.tokenizer import make_tokenizer
 from src.extras.datasets.train_tokenizer import train
 from tests.data import every_source

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.data.order import Mixture
+from src.data.mixture import Mixture
 from src.data.readers.synthetic import SyntheticSource
 from src.data.readers.text import TextSource
 from src.data.stream_positions import remap_position

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from src.config.dataset_spec import whole_numbers
-from src.data.order import Mixture
+from src.data.mixture import Mixture
 from src.system.errors import UserError
 
 WEIGHTS = st.lists(st.one_of(st.integers(0, 60), st.sampled_from([0.1, 0.25, 0.335])), min_size=1, max_size=7)

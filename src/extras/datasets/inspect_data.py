@@ -9,15 +9,15 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from src.checkpoint.resume import run_rules
+from src.checkpoint.run_rules import run_rules
 from src.config.dataset_spec import train_specs
 from src.config.usage import Usage
 from src.data.batch_schedule import BatchSchedule
 from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.loader import HostBatch, train_batches
+from src.data.mixture import Mixture
 from src.data.numbered_rows import row_reader
 from src.data.open import open_sources
-from src.data.order import Mixture
 from src.data.tokenizer import make_tokenizer
 from src.data.types import DataPosition, InputSpec, RowArrays, RowSource, Tokenizer, TrainData, is_stream
 from src.extras.sft_summary import describe_conversations

@@ -13,7 +13,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from src import installing
-from src.checkpoint.resume import run_rules
+from src.checkpoint.run_rules import run_rules
 from src.config import schema
 from src.config.dataset_spec import names_eval_data, train_specs
 from src.config.run_configs import run_folder

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from src.config.schema import BatchKeys, Evaluation
-from src.data.host_arrays import gather_json
+from src.data.processes import gather_json
 from src.data.types import END, Document, Tokenizer
 from src.extras.command_files import read_lines
 from src.model.forward_context import ForwardContext

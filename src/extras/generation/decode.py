@@ -17,8 +17,8 @@ from src.config.command_keys import Decoding
 from src.config.dataset_spec import eval_specs, names_eval_data, train_specs
 from src.config.usage import Usage
 from src.data.document_stream import encode
-from src.data.host_arrays import gather_json
 from src.data.open import open_source
+from src.data.processes import gather_json
 from src.data.tokenizer import make_tokenizer
 from src.data.types import Conversation, InputSpec, Message, Tokenizer, is_stream, missing_template
 from src.extras.command_files import check_outputs, read_lines, write_output

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
 
-from src.checkpoint.resume import run_rules
+from src.checkpoint.run_rules import run_rules
 from src.config.schema import KEYS, Config
 from src.config.usage import Usage
 from src.config.yaml import dump
-from src.data.host_arrays import gather_json
 from src.data.open import train_validation_split
+from src.data.processes import gather_json
 from src.data.tokenizer import make_tokenizer
 from src.data.types import EvalSet, InputSpec, TrainData
 from src.extras.generation.loaded_model import model_fingerprint

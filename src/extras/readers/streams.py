@@ -14,9 +14,9 @@ import jax
 from absl import flags
 
 from src.data.document_stream import encode, layout_of
-from src.data.host_arrays import gather_json
 from src.data.order import permute
 from src.data.packing import PackingStream, SourcePacker, Truncation
+from src.data.processes import gather_json
 from src.data.types import Fingerprint, InputSpec, Item, RowArrays, Source
 from src.system.errors import UserError, say
 from src.system.user_code import call

@@ -1,6 +1,7 @@
 """Turns a source into an endless stream of tokenized documents, and chooses how they are laid out in rows."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,7 +19,13 @@ class DocumentStream:
 
     def __init__(self, inputs: InputSpec, source: Source, name: str = "") -> None:
         self._inputs, self._source = inputs, source
-        self._order = Shuffle(len(source), inputs.data.data_shuffle_seed, name or 0, source.group_sizes())
+        seed, sizes = inputs.data.data_shuffle_seed, source.group_sizes()
+        self._order: Callable[[int], int] = Shuffle(len(source), seed, name or 0)
+        if sizes is not None:
+            from src.data.group_shuffle import GroupShuffle
+
+            assert sizes.sum() == len(source)
+            self._order = GroupShuffle(sizes, seed, name or 0)
 
     def documents(self, ordinal: int) -> list[Document]:
         """Reads and tokenizes item `ordinal` of the stream."""

@@ -48,36 +48,12 @@ def permute(i: int, n: int, seed: int, source: int | str, epoch: int) -> int:
 
 
 class Shuffle:
-    """Shuffles the `count` items of a source endlessly, in a new random order each epoch.
+    """Shuffles the `count` items of a source endlessly, in a new random order each epoch."""
 
-    Items that are stored together, such as the rows of a Parquet row group, stay together: the groups are shuffled, and
-    so are the items of each group. Each group is therefore read about once an epoch. `group_sizes` has the sizes of the
-    groups, in order.
-    """
-
-    def __init__(self, count: int, seed: int, source: int | str, group_sizes: np.ndarray | None = None) -> None:
-        self._count, self._seed, self._source, self._sizes = count, seed, source, group_sizes
-        if group_sizes is not None:
-            assert group_sizes.sum() == count
-            self._starts = np.cumsum(group_sizes) - group_sizes
-            # Rows of a batch may be an epoch apart for a while, so the orders of two epochs are needed at a time.
-            self._groups = functools.lru_cache(maxsize=2)(functools.partial(self._shuffled_groups, group_sizes))
+    def __init__(self, count: int, seed: int, source: int | str) -> None:
+        self._count, self._seed, self._source = count, seed, source
 
     def __call__(self, ordinal: int) -> int:
         """Maps item `ordinal` of the stream to its number in the source."""
         epoch, i = divmod(ordinal, self._count)
-        if self._sizes is None:
-            return permute(i, self._count, self._seed, self._source, epoch)
-        groups, ends = self._groups(epoch)
-        place = int(np.searchsorted(ends, i, side="right"))
-        group = groups[place]
-        size = int(self._sizes[group])
-        # The group is part of the seed: groups of equal size would otherwise share one order.
-        inside = permute(i - int(ends[place]) + size, size, self._seed, f"{self._source} group {group}", epoch)
-        return int(self._starts[group]) + inside
-
-    def _shuffled_groups(self, sizes: np.ndarray, epoch: int) -> tuple[list[int], np.ndarray]:
-        number = len(sizes)
-        # Epochs of items are never negative, so the order of groups is independent of the order inside each group.
-        groups = [permute(i, number, self._seed, self._source, -1 - epoch) for i in range(number)]
-        return groups, np.cumsum(sizes[groups])
+        return permute(i, self._count, self._seed, self._source, epoch)

@@ -6,6 +6,7 @@ weight.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -32,18 +33,20 @@ class Attention(nnx.Module):
     def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: Rngs) -> None:
         self.spec, self.scores = spec, score_spec(spec, spec.head_dim)
         emb_dim, N, K, H = spec.emb_dim, spec.num_query_heads, spec.num_kv_heads, spec.head_dim
-        self.query = weight(rngs, (emb_dim, N, H), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
-        self.key = weight(rngs, (emb_dim, K, H), ("embed", "kv_heads", "head_dim"), dtype, fan_in=(0,))
+        project = functools.partial(weight, rngs, dtype=dtype, fan_in=(0,))
+        vector = functools.partial(weight, rngs, dtype=dtype, constant=0.0, decays=False)
+        self.query = project((emb_dim, N, H), ("embed", "heads", "head_dim"))
+        self.key = project((emb_dim, K, H), ("embed", "kv_heads", "head_dim"))
         if not spec.share_kv_projections:
-            self.value = weight(rngs, (emb_dim, K, H), ("embed", "kv_heads", "head_dim"), dtype, fan_in=(0,))
-        self.out = weight(rngs, (N, H, emb_dim), ("heads", "head_dim", "embed"), dtype, fan_in=(0, 1), scale=out_scale)
+            self.value = project((emb_dim, K, H), ("embed", "kv_heads", "head_dim"))
+        self.out = project((N, H, emb_dim), ("heads", "head_dim", "embed"), fan_in=(0, 1), scale=out_scale)
         if spec.attention_bias:
-            self.query_bias = weight(rngs, (N, H), ("heads", "head_dim"), dtype, constant=0.0, decays=False)
-            self.key_bias = weight(rngs, (K, H), ("kv_heads", "head_dim"), dtype, constant=0.0, decays=False)
+            self.query_bias = vector((N, H), ("heads", "head_dim"))
+            self.key_bias = vector((K, H), ("kv_heads", "head_dim"))
         if spec.attention_bias and not spec.share_kv_projections:
-            self.value_bias = weight(rngs, (K, H), ("kv_heads", "head_dim"), dtype, constant=0.0, decays=False)
+            self.value_bias = vector((K, H), ("kv_heads", "head_dim"))
         if spec.attention_bias and spec.attention_out_bias:
-            self.out_bias = weight(rngs, (emb_dim,), (None,), dtype, constant=0.0, decays=False)
+            self.out_bias = vector((emb_dim,), (None,))
         if spec.qk_norm == "head":
             self.query_norm = Norm(spec, (H,), dtype, rngs)
             self.key_norm = Norm(spec, (H,), dtype, rngs)
@@ -51,11 +54,11 @@ class Attention(nnx.Module):
             self.query_norm = Norm(spec, (N, H), dtype, rngs, ("heads", "head_dim"))
             self.key_norm = Norm(spec, (K, H), dtype, rngs, ("kv_heads", "head_dim"))
         if spec.attention_gate:
-            self.gate = weight(rngs, (emb_dim, N, H), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
+            self.gate = project((emb_dim, N, H), ("embed", "heads", "head_dim"))
         if spec.query_dim_scale:
-            self.query_dim_scale = weight(rngs, (H,), ("head_dim",), dtype, constant=0.0, decays=False)
+            self.query_dim_scale = vector((H,), ("head_dim",))
         if spec.attention_sink:
-            self.sinks = weight(rngs, (N,), ("heads",), dtype, constant=0.0, decays=False)
+            self.sinks = vector((N,), ("heads",))
 
     @staticmethod
     def costs(spec: LayerSpec) -> Costs:

@@ -1,5 +1,6 @@
 """One layer of a decoder."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -24,14 +25,15 @@ class Block(nnx.Module):
         # 2 L branches add up in the residual stream, so each starts smaller (Radford et al. 2019, section 2.3).
         out_scale = 1.0 / math.sqrt(2 * len(model.layers))
         before, after = (spec.normalization_placement in (place, "both") for place in ("before", "after"))
+        norm = functools.partial(Norm, spec, (D,), dtype, rngs)
         self.dropout_rate, self.multiplier = spec.dropout_rate, spec.residual_multiplier
         self.has_scalar = spec.layer_scalar
-        self.attention_norm = Norm(spec, (D,), dtype, rngs) if before else None
+        self.attention_norm = norm() if before else None
         self.attention = mixer(spec)(spec, out_scale, dtype, rngs)
-        self.attention_out_norm = Norm(spec, (D,), dtype, rngs) if after else None
-        self.feed_forward_norm = Norm(spec, (D,), dtype, rngs) if before else None
+        self.attention_out_norm = norm() if after else None
+        self.feed_forward_norm = norm() if before else None
         self.feed_forward = feed_forward(spec)(spec, out_scale, dtype, rngs)
-        self.feed_forward_out_norm = Norm(spec, (D,), dtype, rngs) if after else None
+        self.feed_forward_out_norm = norm() if after else None
         if spec.layer_scalar:
             self.layer_scalar = weight(rngs, (1,), (None,), dtype, constant=1.0, decays=False, trained=False)
 

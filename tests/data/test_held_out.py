@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from src.data.group_shuffle import GroupShuffle
 from src.data.open import train_validation_split
-from src.data.order import Shuffle
 from src.data.readers.text import TextSource
 from src.system.errors import UserError
 
@@ -38,7 +38,7 @@ def test_the_last_items_are_held_out_and_groups_stay_together():
     assert train.group_sizes().tolist() == [4, 0, 5, 1]
     assert held_out.group_sizes().tolist() == [0, 0, 0, 2]
     assert train.document_keys() is None
-    order = Shuffle(len(train), 1, 0, train.group_sizes())
+    order = GroupShuffle(train.group_sizes(), 1, 0)
     epoch = [order(n) for n in range(10)]
     assert sorted(epoch) == list(range(10))
     groups = [0 if i < 4 else 1 if i < 9 else 2 for i in epoch]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from src.config.dataset_spec import train_specs
-from src.data.order import Shuffle
+from src.data.group_shuffle import GroupShuffle
 from src.system.errors import UserError
 
 pa = pytest.importorskip("pyarrow")
@@ -93,7 +93,7 @@ def test_empty_row_groups_and_files_are_passed_over(tmp_path, open_parquet):
             writer.write_table(pa.table({"text": pa.array(texts, pa.string())}), row_group_size=4)
     source = open_parquet(tmp_path)
     assert items(source) == ["one", "two", "three"]
-    order = Shuffle(3, 0, 0, source.group_sizes())
+    order = GroupShuffle(source.group_sizes(), 0, 0)
     assert sorted(source[order(n)] for n in range(3)) == ["one", "three", "two"]
 
 
@@ -111,14 +111,14 @@ def test_each_row_group_is_read_once_an_epoch_and_only_its_column(tmp_path, open
     monkeypatch.setattr(parquet, "_CACHE_BYTES", 300)  # two groups
     source = open_parquet(tmp_path)
     assert reads == []
-    order = Shuffle(len(source), 0, 0, source.group_sizes())
+    order = GroupShuffle(source.group_sizes(), 0, 0)
     assert len({source[order(n)] for n in range(500)}) == 500
     assert reads == [["text"]] * 50
 
 
 def test_row_groups_of_one_size_have_orders_of_their_own():
     """Rows that are sorted within each group would otherwise come sorted alike from all."""
-    order = Shuffle(400, 0, 0, np.full(4, 100))
+    order = GroupShuffle(np.full(4, 100), 0, 0)
     epochs = np.array([order(n) for n in range(800)]).reshape(2, 4, 100)
     for epoch in epochs:
         assert sorted(epoch.ravel()) == list(range(400))

@@ -83,8 +83,11 @@ def key(
 
 def choice(default: str, comment: str, table: Mapping[str, Any], **more: Any) -> Any:
     """Declares a key whose value is a name in a table; each entry's `note` is a line above the key in base.yml."""
-    lines = [f"  {name:{max(map(len, table))}}  {entry.note}" for name, entry in table.items()]
-    return key(default, "one of the above", tuple(table), above="\n".join([f"{comment}:", *lines]), **more)
+    width = max(map(len, table))
+    lines = [f"{comment}:"]
+    for name, entry in table.items():
+        lines.append(f"  {name:{width}}  {entry.note}")
+    return key(default, "one of the above", tuple(table), above="\n".join(lines), **more)
 
 
 def path(default: str, comment: str, **more: Any) -> Any:

@@ -11,8 +11,11 @@ from src.data.types import Rows
 
 def host_rows(sharding: jax.sharding.Sharding, global_shape: Sequence[int]) -> np.ndarray:
     """Lists the rows of a global array of which this process's devices hold a shard: int [rows], ascending."""
-    index_maps = sharding.addressable_devices_indices_map(tuple(global_shape)).values()
-    return np.unique(np.concatenate([np.arange(*index[0].indices(global_shape[0])) for index in index_maps if index]))
+    rows: set[int] = set()
+    for index in sharding.addressable_devices_indices_map(tuple(global_shape)).values():
+        if index:
+            rows.update(range(*index[0].indices(global_shape[0])))
+    return np.array(sorted(rows), np.int64)
 
 
 def to_global(arrays: Any, shardings: Any, rows: Rows, global_batch: int) -> Any:

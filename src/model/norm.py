@@ -43,4 +43,5 @@ class Norm(nnx.Module):
 def root_mean_square(x: Array, epsilon: float, dims: tuple[int, ...] = (-1,)) -> Array:
     """Divides `x` by its root mean square along `dims`, keeping `x`'s dtype, without a learned scale."""
     y = x.astype(jnp.float32)
-    return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=dims, keepdims=True) + epsilon)).astype(x.dtype)
+    mean_square = jnp.mean(y * y, axis=dims, keepdims=True)
+    return (y * jax.lax.rsqrt(mean_square + epsilon)).astype(x.dtype)

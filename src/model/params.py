@@ -45,8 +45,11 @@ class Weights:
     @classmethod
     def split(cls, tree: Tree, roles: Tree) -> Self:
         """Sorts the entries of a nested dict of all weights by their roles."""
-        flat, role_of = by_path(tree), by_path(roles)
-        return cls(*(nested({path: flat[path] for path in flat if role_of[path] == role}) for role in ROLES))
+        by_role: dict[str, Tree] = {role: {} for role in ROLES}
+        role_of = by_path(roles)
+        for path, leaf in by_path(tree).items():
+            by_role[role_of[path]][path] = leaf
+        return cls(**{role: nested(flat) for role, flat in by_role.items()})
 
     def merged(self) -> Tree:
         """Merges all weights into one nested dict."""
@@ -112,7 +115,8 @@ def weight(
 def matmul(x: Array, kernel: Any, einsum: str, precision: str | None = None) -> Array:
     """Computes the einsum of `x` and a weight, in `x`'s dtype; every projection of the model uses it."""
     # einsum sums over letters in alphabetic order, and would transpose a weight whose dims are in another order.
-    letters = dict.fromkeys(einsum.partition("->")[0].partition(",")[2] + einsum.partition(",")[0])
+    x_dims, _, others = einsum.partition(",")
+    letters = dict.fromkeys(others.partition("->")[0] + x_dims)
     einsum = einsum.translate(str.maketrans(dict(zip(letters, string.ascii_lowercase, strict=False))))
     if hasattr(kernel, "multiply"):  # an adapted or a quantized weight
         return kernel.multiply(x, einsum, functools.partial(matmul, precision=precision))

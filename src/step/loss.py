@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from src.model.attention import with_segment_lists
 from src.model.decoder import Decoder, OutputPart
@@ -21,26 +22,26 @@ from src.parallel.sequence import to_zigzag
 from src.step.plan import Batch, StepPlan
 
 Metrics = dict[str, Any]
-LogitsOf = Callable[[jax.Array], jax.Array]  # hidden states [B, t, D] to float32 logits [B, t, V]
+LogitsOf = Callable[[Array], Array]  # hidden states [B, t, D] to float32 logits [B, t, V]
 
 
 class LossSums(NamedTuple):
     """Sums over the tokens of a batch, or of a part of one."""
 
-    loss: jax.Array  # nats
-    z: jax.Array  # squared log-normalisers
-    mtp: jax.Array  # [P] nats, one per multi-token prediction layer
-    non_padding: jax.Array  # int32: tokens that go through the experts, all but padding
+    loss: Array  # nats
+    z: Array  # squared log-normalisers
+    mtp: Array  # [P] nats, one per multi-token prediction layer
+    non_padding: Array  # int32: tokens that go through the experts, all but padding
     router: Tree  # the layers' reports: counts from their experts
-    metrics: Mapping[str, tuple[jax.Array, jax.Array]] = {}  # from a custom loss: values to record, (sum, count)
+    metrics: Mapping[str, tuple[Array, Array]] = {}  # from a custom loss: values to record, (sum, count)
 
 
 class TokenCounts(NamedTuple):
     """Token counts of a whole batch, which sums are divided by; a single micro-batch or device does not know them."""
 
-    loss: jax.Array  # tokens that the loss counts
-    mtp: jax.Array  # [P] tokens that each multi-token prediction layer predicts
-    non_padding: jax.Array
+    loss: Array  # tokens that the loss counts
+    mtp: Array  # [P] tokens that each multi-token prediction layer predicts
+    non_padding: Array
 
 
 LossFunction = Callable[[Decoder, Batch, StepPlan], LossSums]
@@ -56,15 +57,20 @@ def next_token_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
     ahead = [in_zigzag(each, plan.layout) for each in mtp_batches(batch, plan)]
     hidden_BTD, context, reports = hidden_states(model, inputs, plan)
     loss, z = batch_cross_entropy(model, context, hidden_BTD, inputs, plan)
-    mtp_hidden, mtp_reports = model.mtp_hidden_states(hidden_BTD, [x["tokens"] for x in ahead], context, plan.execution)
-    mtp = [batch_cross_entropy(model, context, h_BTD, x, plan)[0] for h_BTD, x in zip(mtp_hidden, ahead, strict=True)]
-    return LossSums(loss, z, jnp.array(mtp), jnp.sum(batch["segment_ids"] > 0), {**reports, **mtp_reports})
+    tokens_ahead = [each["tokens"] for each in ahead]
+    hidden_ahead, mtp_reports = model.mtp_hidden_states(hidden_BTD, tokens_ahead, context, plan.execution)
+    mtp = []
+    for each_BTD, targets in zip(hidden_ahead, ahead, strict=True):
+        loss_ahead, _ = batch_cross_entropy(model, context, each_BTD, targets, plan)
+        mtp.append(loss_ahead)
+    non_padding = jnp.sum(batch["segment_ids"] > 0)
+    return LossSums(loss, z, jnp.array(mtp), non_padding, reports | mtp_reports)
 
 
 @jax.named_scope("loss")
 def objective(
     trainable: Tree, weights: Weights, counts: TokenCounts, batch: Batch, plan: StepPlan, loss: LossFunction
-) -> tuple[jax.Array, tuple[Metrics, Tree]]:
+) -> tuple[Array, tuple[Metrics, Tree]]:
     """Computes a micro-batch's share of the loss to minimise; also its share of each reported loss, and router buffers.
 
     Shares of all micro-batches add up to means, because `counts` covers the whole batch. Gradients are taken with
@@ -73,7 +79,9 @@ def objective(
     model = plan.decoder(dataclasses.replace(weights, trainable=trainable))
     sums = loss(model, batch, plan)
     step, denominator = plan.step, jnp.maximum(counts.loss, 1.0)
-    losses: Metrics = {"loss": sums.loss / denominator, **({"user_metrics": {**sums.metrics}} if sums.metrics else {})}
+    losses: Metrics = {"loss": sums.loss / denominator}
+    if sums.metrics:
+        losses["user_metrics"] = {**sums.metrics}
     total = (sums.loss + step.z_loss_multiplier * sums.z) / denominator
     if plan.spec.has_experts and (step.load_balance_loss_weight or step.router_z_loss_weight):
         from src.model.moe import router
@@ -96,10 +104,14 @@ def count_tokens(batch: Batch, plan: StepPlan) -> TokenCounts:
     return TokenCounts(loss, jnp.array(mtp), jnp.sum(batch["segment_ids"] > 0))
 
 
-def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Array, ForwardContext, Tree]:
+def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[Array, ForwardContext, Tree]:
     """Computes the hidden states [B, T, D] of a batch that is `in_zigzag`, their context, and the layers' reports."""
     context = ForwardContext(
-        *(inputs["positions"], inputs["segment_ids"], plan.layout, plan.kernel, plan.packed),
+        inputs["positions"],
+        inputs["segment_ids"],
+        plan.layout,
+        plan.kernel,
+        plan.packed,
         dropout_keys_BTW=inputs.get("dropout_keys"),
         log_internals=plan.step.log_internals > 0,
         grad_barriers=plan.execution.grad_barriers,
@@ -135,8 +147,8 @@ def mtp_batches(batch: Batch, plan: StepPlan) -> list[Batch]:
 
 
 def batch_cross_entropy(
-    model: Decoder, context: ForwardContext, hidden_BTD: jax.Array, inputs: Batch, plan: StepPlan
-) -> tuple[jax.Array, jax.Array]:
+    model: Decoder, context: ForwardContext, hidden_BTD: Array, inputs: Batch, plan: StepPlan
+) -> tuple[Array, Array]:
     """Computes the sums of `cross_entropy` for a batch that is `in_zigzag`, in tiles of V if possible, else of T."""
     tiles, shards = plan.step.num_vocab_tiling, plan.layout.shards("norm_length")
     logits_of = functools.partial(model.logits, context=context)
@@ -146,7 +158,7 @@ def batch_cross_entropy(
 
         if parts := output_parts(model, tiles, plan.layout):
 
-            def of_part(hidden_BTD: jax.Array, part: OutputPart) -> tuple[jax.Array, jax.Array]:
+            def of_part(hidden_BTD: Array, part: OutputPart) -> tuple[Array, Array]:
                 return of_logits(logits_of(hidden_BTD, part=part), targets_BT, part.ids_V)
 
             with jax.named_scope("cross_entropy"):
@@ -156,15 +168,15 @@ def batch_cross_entropy(
 
 @jax.named_scope("cross_entropy")
 def cross_entropy(
-    logits_of: LogitsOf, hidden_BTD: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array, tiles: int, shards: int = 1
-) -> tuple[jax.Array, jax.Array]:
+    logits_of: LogitsOf, hidden_BTD: Array, targets_BT: Array, mask_BT: Array, tiles: int, shards: int = 1
+) -> tuple[Array, Array]:
     """Sums over the tokens whose mask is 1: the loss, in nats, and the squared log-normaliser.
 
     The second times `z_loss_multiplier` is the z-loss of PaLM (Chowdhery et al. 2022, section 5). T has `shards`
     shards, each cut into `tiles`; with more than one tile, the backward pass recomputes each tile's logits.
     """
 
-    def sums(hidden_BtD: jax.Array, targets_Bt: jax.Array, mask_Bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def sums(hidden_BtD: Array, targets_Bt: Array, mask_Bt: Array) -> tuple[Array, Array]:
         logits_BtV = logits_of(hidden_BtD)
         scores = of_logits(logits_BtV, targets_Bt, jnp.arange(logits_BtV.shape[-1]))
         return _sums(*scores, mask_Bt)
@@ -177,13 +189,14 @@ def cross_entropy(
     return sum_over_tiles(sums, arrays, tiles, shards)
 
 
-def of_logits(logits_BTV: jax.Array, targets_BT: jax.Array, ids_V: jax.Array) -> tuple[jax.Array, jax.Array]:
+def of_logits(logits_BTV: Array, targets_BT: Array, ids_V: Array) -> tuple[Array, Array]:
     """Computes the log-normaliser [B, T] of logits, and the target's logit, or 0 if it is not among these tokens."""
     # A sum instead of a lookup, for which XLA would hold the logits in float32.
     is_target_BTV = targets_BT[..., None] == ids_V
-    return jax.nn.logsumexp(logits_BTV, axis=-1), jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1)
+    log_normaliser_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+    return log_normaliser_BT, jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1)
 
 
-def _sums(log_normaliser_BT: jax.Array, target_logit_BT: jax.Array, mask_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sums(log_normaliser_BT: Array, target_logit_BT: Array, mask_BT: Array) -> tuple[Array, Array]:
     loss = jnp.sum((log_normaliser_BT - target_logit_BT) * mask_BT)
     return loss, jnp.sum(jnp.square(log_normaliser_BT) * mask_BT)

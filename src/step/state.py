@@ -97,9 +97,12 @@ def abstract_batch(plan: StepPlan, rows: int, length: int, key: str = "per_devic
             f"max_target_length={length} is not divisible by num_vocab_tiling={tiles} times the number of devices that "
             f"share a sequence between blocks ({sharing}): use a multiple of {tiles * shards}, or another {keys}"
         )
-    row = {name: jax.ShapeDtypeStruct((length,), dtype) for name, dtype in BATCH_ARRAYS.items()} | dict(plan.fields)
-    placed = batch_sharding(plan.layout, plan.fields)
-    return {n: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype, sharding=placed[n]) for n, x in row.items()}
+    row = {name: jax.ShapeDtypeStruct((length,), dtype) for name, dtype in BATCH_ARRAYS.items()}
+    row |= plan.fields
+    batch = {}
+    for name, sharding in batch_sharding(plan.layout, plan.fields).items():
+        batch[name] = jax.ShapeDtypeStruct((rows, *row[name].shape), row[name].dtype, sharding=sharding)
+    return batch
 
 
 def state_shardings(opt: Any, shapes: Any, shardings: Any, copy: NamedSharding) -> Any:
@@ -111,10 +114,15 @@ def state_shardings(opt: Any, shapes: Any, shardings: Any, copy: NamedSharding) 
     """
     sizes, sharding_of = by_path(shapes), by_path(shardings)
 
+    def weight_in(keys: tuple[Any, ...]) -> Any:
+        for start in range(len(keys)):
+            for end in range(len(keys), start, -1):
+                if keys[start:end] in sharding_of:
+                    return keys[start:end]
+        return None
+
     def shard(path: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        keys = tuple(entry.key for entry in path if isinstance(entry, DictKey))
-        parts = (keys[start:end] for start in range(len(keys)) for end in range(len(keys), start, -1))
-        weight = next((part for part in parts if part in sharding_of), None)
+        weight = weight_in(tuple(entry.key for entry in path if isinstance(entry, DictKey)))
         if weight is None:
             return copy
         shape, at, spec, first = sizes[weight].shape, sharding_of[weight], [], 0

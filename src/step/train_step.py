@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from src.model.params import DROPOUT, Tree, Weights, by_path, nested, random_stream
 from src.parallel.accumulate import accumulate
@@ -102,7 +103,7 @@ def loss_metrics(losses: Metrics, counts: TokenCounts) -> Metrics:
     return losses
 
 
-def with_dropout_keys(batch: Batch, step: jax.Array, plan: StepPlan) -> Batch:
+def with_dropout_keys(batch: Batch, step: Array, plan: StepPlan) -> Batch:
     """Adds each token's dropout key for this step to the batch, if the model has dropout."""
     if plan.spec.embedding_dropout == 0 and all(layer.dropout_rate == 0 for layer in plan.spec.layers):
         return batch
@@ -149,7 +150,7 @@ def cast_matrices(trainable: Tree, plan: StepPlan) -> Tree:
 
 @jax.named_scope("optimizer")
 def apply_update(
-    grads: Tree, grad_norm: jax.Array, state: TrainState, hparams: HParams, plan: StepPlan, keep_if: jax.Array
+    grads: Tree, grad_norm: Array, state: TrainState, hparams: HParams, plan: StepPlan, keep_if: Array
 ) -> tuple[Tree, Any, Metrics]:
     """Updates the trainable weights and the optimizer's state; both stay unchanged if not `keep_if`.
 
@@ -175,8 +176,10 @@ def apply_update(
     else:
         after = _where(keep_if, updated(*as_before), as_before)
     trainable, opt, of_updates = after
-    kinds = {"weight": _norms(trainable, plan), "gradient": of_gradients, "update": of_updates}
-    return trainable, opt, {f"{kind}_norm/{name}": x for kind, of in kinds.items() for name, x in of.items()}
+    internals = {}
+    for kind, found in (("weight", _norms(trainable, plan)), ("gradient", of_gradients), ("update", of_updates)):
+        internals |= {f"{kind}_norm/{name}": norm for name, norm in found.items()}
+    return trainable, opt, internals
 
 
 def _norms(tree: Tree, plan: StepPlan) -> Metrics:
@@ -187,15 +190,15 @@ def _norms(tree: Tree, plan: StepPlan) -> Metrics:
     return norms(tree, plan.axes)
 
 
-def _usable(trainable: Tree) -> jax.Array:
+def _usable(trainable: Tree) -> Array:
     # A gated feed-forward multiplies an input by three matrices and twice by the scale of a norm, and none of these
     # five can exceed the norm of all weights.
     return jnp.isfinite(_norm(trainable) ** 5)
 
 
-def _norm(tree: Tree) -> jax.Array:
+def _norm(tree: Tree) -> Array:
     return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
 
 
-def _where(condition: jax.Array, tree: Any, other: Any) -> Any:
+def _where(condition: Array, tree: Any, other: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), tree, other)

@@ -50,8 +50,14 @@ def dot_product(
 ) -> Array:
     """Attends with q [B, T, N, H] to k, v [B, n S, K, H]; holds the scores [B, N, T, S] in float32."""
     B, T, N, _ = q_BTNH.shape
-    by_device = (x.reshape(B, context.layout.shards("length"), -1, *x.shape[2:]) for x in (q_BTNH, k_BSKH, v_BSKH))
-    out_BntNH = masked_attention(*by_device, mask_BTS=causal_mask(context, spec.window), spec=spec, sinks_N=sinks_N)
+    n = context.layout.shards("length")
+
+    def by_device(x: Array) -> Array:
+        return x.reshape(B, n, -1, *x.shape[2:])
+
+    mask_BntS = causal_mask(context, spec.window)
+    q, k, v = by_device(q_BTNH), by_device(k_BSKH), by_device(v_BSKH)
+    out_BntNH = masked_attention(q, k, v, mask_BntS, spec, sinks_N)
     return checkpoint_name(out_BntNH.reshape(B, T, N, -1), CONTEXT)
 
 
@@ -92,4 +98,5 @@ def masked_attention(
     if sinks is not None:
         normaliser += jnp.exp(sinks - largest)
     out_BTKGH = jnp.einsum("...KGTS,...SKH->...TKGH", unnormalised.astype(v_BSKH.dtype), v_BSKH)
-    return (out_BTKGH / jnp.moveaxis(normaliser, -2, -4)).astype(v_BSKH.dtype).reshape(*B, T, N, -1)
+    out_BTKGH /= jnp.moveaxis(normaliser, -2, -4)
+    return out_BTKGH.astype(v_BSKH.dtype).reshape(*B, T, N, -1)

@@ -18,10 +18,10 @@ from jax.ad_checkpoint import checkpoint_name
 from src.model.attention_kernels.scores import ScoreSpec, dot_product, masked_attention, score_spec
 from src.model.cache import Cache, CacheArray, cache_slots, decode_mask, update
 from src.model.costs import Costs
-from src.model.embeddings import rope
 from src.model.forward_context import ForwardContext
 from src.model.norm import Norm, root_mean_square
 from src.model.params import Rngs, matmul, weight
+from src.model.rope import rope
 from src.model.spec import LayerSpec
 from src.parallel.mesh import MeshLayout
 from src.parallel.sequence import replicate_rows

@@ -10,7 +10,6 @@ from jax import Array
 
 from src.model.attention_kernels.scores import MASKED
 from src.model.block import Block
-from src.model.embeddings import sinusoidal
 from src.model.execution import Execution
 from src.model.forward_context import ForwardContext
 from src.model.layers import run_layer_group
@@ -68,6 +67,8 @@ class Decoder(nnx.Module):
                 table_SD = self.position_embedding[...].astype(x_BTD.dtype)
                 x_BTD += look_up(table_SD, context.positions_BT, context.layout, "position")
             elif self.spec.added_positions == "sinusoidal":
+                from src.model.sinusoidal import sinusoidal
+
                 x_BTD += sinusoidal(context.positions_BT, self.spec.emb_dim).astype(x_BTD.dtype)
             site = 2 * (len(self.spec.layers) + self.spec.mtp_num_layers)  # after the sites of all blocks
             x_BTD = context.dropout(x_BTD, self.spec.embedding_dropout, site)

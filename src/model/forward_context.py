@@ -59,15 +59,12 @@ class ForwardContext:
         return {"activations": jnp.sum(squares_BT * (self.segment_ids_BT > 0))[None, None]}
 
     def dropout(self, x_BTD: Array, rate: float, site: Array | int) -> Array:
-        """Applies inverted dropout (Srivastava et al. 2014, section 10) to [B, T, D] by the tokens' keys, if any."""
+        """Applies dropout to [B, T, D] by the tokens' keys, if any."""
         if self.dropout_keys_BTW is None or rate == 0.0:
             return x_BTD
+        from src.model.dropout import dropout
 
-        def keep(key: Array) -> Array:
-            return jax.random.bernoulli(jax.random.fold_in(key, site), 1.0 - rate, x_BTD.shape[2:])
-
-        keep_BTD = jax.vmap(jax.vmap(keep))(jax.random.wrap_key_data(self.dropout_keys_BTW))
-        return jnp.where(keep_BTD, x_BTD / (1.0 - rate), 0.0).astype(x_BTD.dtype)
+        return dropout(x_BTD, self.dropout_keys_BTW, rate, site)
 
 
 grad_barrier = with_gradient(

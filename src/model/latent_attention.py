@@ -13,10 +13,10 @@ from src.model.attention import attend
 from src.model.attention_kernels.scores import ScoreSpec, masked_attention, score_spec
 from src.model.cache import Cache, CacheArray, cache_slots, decode_mask, update
 from src.model.costs import Costs
-from src.model.embeddings import rope
 from src.model.forward_context import ForwardContext
 from src.model.norm import Norm
 from src.model.params import Rngs, matmul, weight
+from src.model.rope import rope
 from src.model.rope_stretching import yarn_size
 from src.model.spec import LayerSpec, ModelSpec
 from src.parallel.mesh import MeshLayout

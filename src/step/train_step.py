@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from src.model.params import DROPOUT, Tree, Weights, by_path, nested, random_stream
+from src.model.params import Tree, Weights, by_path, nested
 from src.parallel.accumulate import accumulate
 from src.step.eval_step import compile_eval_step
 from src.step.loss import LossFunction, Metrics, TokenCounts, count_tokens, next_token_loss, objective
@@ -107,13 +107,10 @@ def with_dropout_keys(batch: Batch, step: Array, plan: StepPlan) -> Batch:
     """Adds each token's dropout key for this step to the batch, if the model has dropout."""
     if plan.spec.embedding_dropout == 0 and all(layer.dropout_rate == 0 for layer in plan.spec.layers):
         return batch
-    step_key = jax.random.fold_in(random_stream(plan.step.init_weights_seed, DROPOUT), step)
-    token_BT = jnp.arange(batch["tokens"].size).reshape(batch["tokens"].shape)
-    key_of_token = functools.partial(jax.random.fold_in, step_key)
-    keys_BTW = jax.random.key_data(jax.vmap(jax.vmap(key_of_token))(token_BT))
-    if plan.ramped:  # order keys as the data orders sequences, so that every mesh samples the same
-        (B, *each), shards = keys_BTW.shape, plan.layout.shards("batch")
-        keys_BTW = keys_BTW.reshape(B // shards, shards, *each).swapaxes(0, 1).reshape(B, *each)
+    from src.model.dropout import dropout_keys
+
+    shards = plan.layout.shards("batch") if plan.ramped else 1
+    keys_BTW = dropout_keys(plan.step.init_weights_seed, step, batch["tokens"], shards)
     return {**batch, "dropout_keys": plan.layout.constrain(keys_BTW, "batch", None, None)}
 
 

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 from src.model.attention import Attention
-from src.model.embeddings import sinusoidal
 from src.model.forward_context import ForwardContext
 from src.model.parts import MIXERS
+from src.model.sinusoidal import sinusoidal
 from tests.tiny import LENGTH, VOCAB, assert_close, loss_and_gradients, make, packed_rows, random_weights
 
 

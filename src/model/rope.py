@@ -1,4 +1,4 @@
-"""Positions: rotary and sinusoidal."""
+"""Rotary positions."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,14 +37,3 @@ def rope(x_BTNH: Array, positions_BT: Array, spec: LayerSpec) -> Array:
     # Halves are split and concatenated, not stacked: on a TPU, XLA would copy a dim of size 2 to another layout, in
     # float32.
     return jnp.concatenate([*turned, rest], axis=-1)
-
-
-def sinusoidal(positions_BT: Array, emb_dim: int) -> Array:
-    """Fixed position encodings, float32 [B, T, D] (Vaswani et al. 2017, section 3.5).
-
-    Sines are in the first half of D, cosines in the second; wavelengths run from 2 pi to 10,000 times that.
-    """
-    half = emb_dim // 2
-    timescale = 10_000.0 ** (jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1))
-    angle = positions_BT[:, :, None].astype(jnp.float32) / timescale
-    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from src.checkpoint.format import Restored
-from src.checkpoint.restore import newest_meta, restore_weights
+from src.checkpoint.restore import newest_meta, restore_any, restore_weights
 from src.config.model_folders import is_hf_folder
 from src.config.run_configs import HUB
 from src.config.schema import Checkpoint
@@ -39,6 +39,17 @@ def initial_weights(inputs: InputSpec, accept_changes: Sequence[str], tree: Tree
         check_vocabulary(inputs.vocab_size, meta)
         check_tokenizer(accept_changes, meta, inputs.tokenizer)
     return weights, messages
+
+
+def load_state(path: str, wanted: Mapping[str, Any], vocab_size: int) -> Restored:
+    """Loads the whole state of a run or checkpoint, for `load_full_state_path`; `wanted` as in `restore_latest`.
+
+    Raises UserError if it has another vocabulary size.
+    """
+    # src/config/checks.py refuses adapters here, because load_parameters_path, which names their base, is not set.
+    restored = restore_any(path, lambda meta, saved: wanted, ", ".join(wanted))
+    check_vocabulary(vocab_size, restored.meta)
+    return restored
 
 
 def load_base(keys: Checkpoint, adapters: Mapping[str, Any], tree: Tree) -> Tree:

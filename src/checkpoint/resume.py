@@ -52,12 +52,9 @@ def starting_state(
         due = "eval_loss" not in restored.meta and restored.meta.get("evaluation_due", False)
         return point._replace(resumed=True, eval_loss=restored.meta.get("eval_loss"), evaluation_due=due)
     if path := loading.load_full_state_path:
-        from src.checkpoint.load_weights import check_vocabulary
-        from src.checkpoint.restore import restore_any
+        from src.checkpoint.load_weights import load_state
 
-        # src/config/checks.py refuses adapters here, because load_parameters_path, which names their base, is not set.
-        restored = restore_any(path, lambda meta, saved: wanted, ", ".join(wanted))
-        check_vocabulary(plan.spec.vocab_size, restored.meta)
+        restored = load_state(path, wanted, plan.spec.vocab_size)
         return _resume_point(restored, inputs, accept_changes, fingerprint)
     if not (loading.load_parameters_path or loading.load_weights_rules):
         return ResumePoint(new_state(plan, abstract), [])

@@ -275,8 +275,3 @@ def defaults() -> dict[str, Any]:
 def keys_of(section: str) -> tuple[str, ...]:
     """Lists the names of a section's keys, in the order of base.yml."""
     return tuple(name for name, key in KEYS.items() if key.section == section)
-
-
-def section_of(section: str, keys: Mapping[str, Any]) -> Any:
-    """Builds a section from its keys among the flat `keys`, with defaults for the rest."""
-    return SECTIONS[section](**{name: frozen(keys[name]) for name in keys_of(section) if name in keys})

@@ -9,6 +9,7 @@ documents comes exactly once, wherever rows are cut. A layout plans the rows: te
 T: tokens per row.  B: rows of a batch, over all hosts.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from typing import Any, NamedTuple
@@ -97,9 +98,8 @@ def concatenate(
     return segments, (item, offset)
 
 
-def one_per_row(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Segment], Position]:
-    """Gives each document its own row. The rest of a document that exceeds the row begins the next row."""
-    return concatenate(sizes_of, position, length, max_segments=1)
+# Gives each document its own row. The rest of a document that exceeds the row begins the next row.
+one_per_row: RowLayout = functools.partial(concatenate, max_segments=1)
 
 
 def remaining(sizes: Sequence[int], offset: int) -> Iterator[tuple[int, int, int]]:

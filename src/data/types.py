@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeGuard, runtime_checkable
 
 import numpy as np
 
-from src.config import schema
+from src.config.schema import BatchKeys, Config, Data
 from src.data.rules import PRESENT_RULES
 from src.system.errors import UserError
 
@@ -189,16 +189,16 @@ def missing_template() -> UserError:
 class InputSpec(NamedTuple):
     """Holds the settings by which documents become rows: sections of the config, and the tokenizer."""
 
-    data: schema.Data
-    batch: schema.BatchKeys
+    data: Data
+    batch: BatchKeys
     vocab_size: int  # V; ids are in [0, V)
     tokenizer: Tokenizer | None  # None if no data are text
-    config: schema.Config  # all keys, for the user's code: `dataset_factory` is called with them
+    config: Config  # all keys, for the user's code: `dataset_factory` is called with them
     count_bytes: Callable[[str], Document] | None = None  # tokenizes texts with their `text_bytes`
     rules: int = PRESENT_RULES  # version of the data rules; an older run keeps its own version
 
     @classmethod
-    def of(cls, config: schema.Config, tokenizer: Tokenizer | None, rules: int = PRESENT_RULES) -> Self:
+    def of(cls, config: Config, tokenizer: Tokenizer | None, rules: int = PRESENT_RULES) -> Self:
         """Selects the sections of a run's config, and sets the run's data rules in its tokenizer."""
         if tokenizer:
             tokenizer.rules = rules

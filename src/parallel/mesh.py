@@ -12,8 +12,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from src.config.schema import Mesh as MeshSection
-from src.config.schema import size_key
-from src.parallel.slices import any_of, axes_within_slices, count_slices, joined_by_process, mesh_sizes
+from src.parallel.slices import axes_within_slices, count_slices, joined_by_process, mesh_sizes
 from src.system.errors import Unsupported, UserError
 
 STAGE = "stage"  # the mesh axis of pipeline stages
@@ -169,23 +168,18 @@ def weight_shardings(layout: MeshLayout, shapes: Mapping[str, Any], axes: Mappin
 
     shardings = jax.tree.map(place, shapes, axes)
     if problems:
-        names = [name for axis in problems.values() for name in layout.axes(axis)]
-        keys = list(dict.fromkeys(size_key(kind, name) for name in names for kind in ("ici", "dcn")))
-        rules = dict.fromkeys(f"logical_axis_rules.{axis}=[]" for axis in problems.values())
-        raise Unsupported(
-            f"Weights do not divide over the mesh: {'; '.join(problems)}. Change these sizes, or {any_of(keys)}, "
-            f"or do not shard these dims: {', '.join(rules)}."
-        )
+        from src.parallel.indivisible import indivisible_weights
+
+        raise indivisible_weights(problems, [name for axis in problems.values() for name in layout.axes(axis)])
     return shardings
 
 
 def global_batch_size(layout: MeshLayout, per_device: float, micro_batches: int, key: str) -> int:
     """Computes the global batch size; raises Unsupported, naming `key`, if it is not a multiple of the batch shards."""
-    rows, shards = per_device * layout.mesh.size, layout.shards("batch")
-    if abs(rows - round(rows)) > 1e-6 or round(rows) % shards or round(rows) == 0:
-        into = f"does not divide into {shards} shards ({layout.sharded_by('batch')})" if shards > 1 else "is not whole"
-        raise Unsupported(
-            f"{key}={per_device:g} on {layout.mesh.size} device{'s' * (layout.mesh.size > 1)} is {rows:g} rows a "
-            f"micro-batch, which {into}. Use a multiple of {shards / layout.mesh.size:g}."
-        )
-    return round(rows) * micro_batches
+    devices, shards = layout.mesh.size, layout.shards("batch")
+    rows = round(per_device * devices)
+    if abs(per_device * devices - rows) > 1e-6 or rows % shards or rows == 0:
+        from src.parallel.indivisible import indivisible_batch
+
+        raise indivisible_batch(key, per_device, devices, shards, layout.sharded_by("batch"))
+    return rows * micro_batches

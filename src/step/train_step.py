@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from src.model.params import Tree, Weights, by_path, nested
+from src.model.params import Tree, Weights
 from src.parallel.accumulate import accumulate
 from src.step.eval_step import compile_eval_step
 from src.step.loss import LossFunction, Metrics, TokenCounts, count_tokens, next_token_loss, objective
@@ -129,20 +129,15 @@ def loss_gradient(
 
 
 def cast_matrices(trainable: Tree, plan: StepPlan) -> Tree:
-    """Casts the layers' trainable matrices to `dtype` once per step on TPUs, to stack their gradients in `dtype`.
+    """Casts the layers' trainable matrices to `dtype` once per step on TPUs, except with quantization.
 
-    Matmuls cast their weights and produce gradients in `dtype` in any case, but the loop over layers would otherwise
-    stack the gradients in the weights' dtype. XLA's TPU compiler makes all layers' casts before the loop anyway; other
-    compilers do not, and would need memory for the copies. Not cast: weights that layers or the micro-batches of a
-    pipeline share, because their gradients are summed; the router's weight, which is multiplied in float32; and, with
-    quantization, all weights.
+    Pipelines don't: the micro-batches share weights, whose gradients are summed.
     """
     if plan.quantization.kind or plan.execution.schedule or not plan.execution.grad_barriers:
         return trainable
-    flat, matrices, groups = by_path(trainable), by_path(plan.matrices), plan.spec.layer_groups
-    in_layers = [path for path in flat if path[0] == "segments" and not groups[int(path[1])].shared]
-    cast = [path for path in in_layers if matrices[path].hidden and path[-1] != "router"]
-    return nested(flat | {path: flat[path].astype(plan.spec.dtype) for path in cast})
+    from src.step.cast_matrices import cast_in_layers
+
+    return cast_in_layers(trainable, plan)
 
 
 @jax.named_scope("optimizer")

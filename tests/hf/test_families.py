@@ -4,11 +4,12 @@ import re
 import pytest
 import transformers
 
-from src.config.schema import Config, defaults, section_of
+from src.config.schema import Config, defaults
 from src.config.yaml import CONFIGS
 from src.extras.hf import fields
 from src.extras.hf.families import FAMILIES
 from src.extras.hf.model_keys import find_family, read_model_keys
+from src.extras.hf.sections import section_of
 from src.run import resolve_config
 from src.system.errors import UserError
 from tests.hf import saved

@@ -35,7 +35,7 @@ from src.checkpoint.resume import all_weights
 from src.config.dataset_spec import all_synthetic
 from src.config.load import from_yaml
 from src.config.model_folders import has_tokenizer
-from src.config.schema import KEYS, BatchKeys, Data, Model, Step, section_of
+from src.config.schema import KEYS, BatchKeys, Data, Model, Step
 from src.config.yaml import BASE, file_name
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import Tokenizer
@@ -49,6 +49,7 @@ from src.extras.hf.load import match_tensors
 from src.extras.hf.model_keys import find_family, folder_model, model_yaml, read_model_keys
 from src.extras.hf.peft import save_adapters
 from src.extras.hf.save import save_folder
+from src.extras.hf.sections import section_of
 from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.extras.hf.tokenizer_json import save_tokenizer
 from src.model import params

@@ -6,13 +6,14 @@ from typing import Any
 
 from src.config.keys import frozen
 from src.config.model_checks import check_value
-from src.config.schema import KEYS, Model, keys_of, section_of
+from src.config.schema import KEYS, Model, keys_of
 from src.config.segments import check_model
 from src.config.step_keys import Numerics
 from src.config.yaml import dump
 from src.extras.hf.families import FAMILIES
 from src.extras.hf.family import Family, Json, Keys, Layers, entry
 from src.extras.hf.folder import HfFolder, open_folder
+from src.extras.hf.sections import section_of
 from src.model.spec import ModelSpec, group_layers, layer_models, model_spec
 from src.system.errors import UserError, first_few
 

@@ -257,7 +257,9 @@ def collect(sections: Mapping[str, type]) -> dict[str, Key]:
                 invariant = section == "model" or title in RESUME_INVARIANT_GROUPS
             keys[field.name] = dataclasses.replace(
                 declared,
-                **{"name": field.name, "section": section, "group": title.__doc__ or ""},
+                name=field.name,
+                section=section,
+                group=title.__doc__ or "",
                 per_layer=declared.per_layer or issubclass(LayerKeys, title),
                 resume_invariant=invariant,
             )

@@ -135,8 +135,9 @@ class PackingStream:
             batch, row, ((self._unfinished[item][0][at], first, length) for item, at, first, length in segments)
         )
         oldest, written = self.position[0], {segment.item for segment in segments}
-        for item in [item for item in self._unfinished if item < oldest or (item > oldest and item in written)]:
-            del self._unfinished[item]
+        for item in list(self._unfinished):
+            if item < oldest or (item > oldest and item in written):
+                del self._unfinished[item]
         return cuts
 
     def _sizes(self, item: int) -> Sequence[int] | None:
@@ -152,7 +153,7 @@ class PackingStream:
                     f"the last {self._empty_items:,} documents that a row read have no text: the data have ended, or "
                     "their reader no longer works"
                 )
-            self._unfinished[item] = documents, tuple([len(document.ids) - 1 for document in documents])
+            self._unfinished[item] = documents, tuple(len(document.ids) - 1 for document in documents)
         return self._unfinished[item][1]
 
 

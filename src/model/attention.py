@@ -8,6 +8,7 @@ weight.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,15 @@ from src.model.rope import rope
 from src.model.spec import LayerSpec
 from src.parallel.mesh import MeshLayout
 from src.parallel.sequence import replicate_rows
+from src.system.imports import named
+
+# The function of each kernel. Others than the plain one are imported on use: Pallas takes a second.
+KERNELS: dict[str, Any] = {
+    "dot_product": dot_product,
+    "blocked": "src.model.attention_kernels.blocked:blocked",
+    "flash": "src.model.attention_kernels.splash:splash",
+    "cudnn_flash": "src.model.attention_kernels.cudnn:cudnn",
+}
 
 
 class Attention(nnx.Module):
@@ -68,9 +78,10 @@ class Attention(nnx.Module):
         if spec.share_kv_projections:  # one matmul, saved as key and as value
             saved_by["key"] += saved_by.pop("value")
         # The derivatives of norms need their inputs, but remat policies save their outputs.
-        normed = {"query", "key"} if spec.qk_norm != "none" else set()
-        normed |= {"key" if spec.share_kv_projections else "value"} if spec.value_norm else set()
-        saved_by = {name: arrays for name, arrays in saved_by.items() if name not in normed}
+        if spec.qk_norm != "none":
+            del saved_by["query"], saved_by["key"]
+        if spec.value_norm:
+            saved_by.pop("key" if spec.share_kv_projections else "value", None)
         width = sum(heads) * 2 * spec.head_dim  # queries and keys; values and attention's output
         if spec.attention_gate:
             width, saved_by["gate"] = width + 2 * heads[0] * spec.head_dim, ("query_proj",)
@@ -153,14 +164,7 @@ def attend(
         blocks = -(-q_BTNH.shape[1] // spec.chunk) + 1
         segment_ids = context.segment_ids_BT * blocks + context.positions_BT // spec.chunk
         context = dataclasses.replace(context, segment_ids_BT=segment_ids, packed=True)
-    if context.kernel == "flash":  # imported on use: Pallas takes a second
-        from src.model.attention_kernels.splash import splash as kernel
-    elif context.kernel == "cudnn_flash":
-        from src.model.attention_kernels.cudnn import cudnn as kernel
-    elif context.kernel == "blocked":
-        from src.model.attention_kernels.blocked import blocked as kernel
-    else:
-        kernel = dot_product
+    kernel = named(KERNELS[context.kernel])
     out_BTNH = kernel(q_BTNH, k_BSKH, v_BSKH, spec, sinks_N, context)
     return context.layout.constrain(out_BTNH, "batch", "length", "heads", "head_dim")
 

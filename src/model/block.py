@@ -24,7 +24,7 @@ class Block(nnx.Module):
         D, dtype = model.emb_dim, model.weight_dtype
         # 2 L branches add up in the residual stream, so each starts smaller (Radford et al. 2019, section 2.3).
         out_scale = 1.0 / math.sqrt(2 * len(model.layers))
-        before, after = (spec.normalization_placement in (place, "both") for place in ("before", "after"))
+        before, after = spec.normalization_placement != "after", spec.normalization_placement != "before"
         norm = functools.partial(Norm, spec, (D,), dtype, rngs)
         self.dropout_rate, self.multiplier = spec.dropout_rate, spec.residual_multiplier
         self.has_scalar = spec.layer_scalar

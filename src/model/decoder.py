@@ -45,13 +45,14 @@ class Decoder(nnx.Module):
         self.final_norm = Norm(spec.final_norm, (D,), dtype, rngs)
         if not spec.logits_via_embedding:
             self.output = weight(rngs, (D, V), ("embed", "vocab"), dtype, fan_in=(0,))
-        bias = {"constant": 0.0, "decays": False}
-        self.output_bias = weight(rngs, (V,), ("vocab",), dtype, **bias) if spec.logits_bias else None
+        self.output_bias = None
+        if spec.logits_bias:
+            self.output_bias = weight(rngs, (V,), ("vocab",), dtype, constant=0.0, decays=False)
         self.mtp = nnx.List([])
         if spec.mtp_num_layers:
-            from src.model.mtp import MtpLayer
+            from src.model.mtp import mtp_layers
 
-            self.mtp = nnx.List([MtpLayer(spec.layers[-1], spec, rngs) for _ in range(spec.mtp_num_layers)])
+            self.mtp = mtp_layers(spec, rngs)
 
     def __call__(
         self, tokens_BT: Array, context: ForwardContext, execution: Execution, caches: Any = None

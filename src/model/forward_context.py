@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from src.model.matmul import with_gradient
@@ -55,8 +54,9 @@ class ForwardContext:
         """Reports the sum of squares of a block's output over non-padding tokens, [1, 1] like the routers' sums."""
         if not self.log_internals:
             return {}
-        squares_BT = jnp.sum(jnp.square(jax.lax.stop_gradient(x_BTD).astype(jnp.float32)), axis=-1)
-        return {"activations": jnp.sum(squares_BT * (self.segment_ids_BT > 0))[None, None]}
+        from src.model.internals import sum_of_squares
+
+        return {"activations": sum_of_squares(x_BTD, self.segment_ids_BT)[None, None]}
 
     def dropout(self, x_BTD: Array, rate: float, site: Array | int) -> Array:
         """Applies dropout to [B, T, D] by the tokens' keys, if any."""

@@ -12,8 +12,21 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from src.config.step_keys import Trainable
-from src.model.params import ADAPTER_DTYPE, STACKED, Rngs, Tree, by_path, field, matches, nested, values, weight
+from src.config.step_keys import Step, Trainable
+from src.model.params import (
+    ADAPTER_DTYPE,
+    ADAPTERS,
+    STACKED,
+    Rngs,
+    Tree,
+    by_path,
+    field,
+    matches,
+    nested,
+    random_stream,
+    values,
+    weight,
+)
 from src.model.selection import multiplied, require_matches
 
 
@@ -46,6 +59,11 @@ class Adapted:
         thin = "".join(dim for dim in x_dims if dim in out) + "r"
         added = matmul(matmul(x, first, f"{x_dims},{first_dims}->{thin}"), second, f"{thin},{second_dims}->{out}")
         return matmul(x, self.base, einsum) + added
+
+
+def initial(keys: Step, declarations: Tree) -> Tree:
+    """Makes the initial adapters for these declarations, which leave the model's outputs unchanged."""
+    return values(declare(keys, declarations)(Rngs(random_stream(keys.init_weights_seed, ADAPTERS))))
 
 
 def declare(keys: Trainable, declarations: Tree) -> Callable[[Rngs], Tree]:

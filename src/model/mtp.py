@@ -38,6 +38,11 @@ class MtpLayer(nnx.Module):
         return x_BTD, {"block": report}
 
 
+def mtp_layers(spec: ModelSpec, rngs: Rngs) -> nnx.List:
+    """Makes the model's `mtp_num_layers` prediction layers, which have the settings of its last layer."""
+    return nnx.List([MtpLayer(spec.layers[-1], spec, rngs) for _ in range(spec.mtp_num_layers)])
+
+
 def run_mtp_layers(
     layers: Sequence[MtpLayer],
     hidden_BTD: Array,

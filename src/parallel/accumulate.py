@@ -1,5 +1,6 @@
 """Accumulates gradients over micro-batches on each device, and reduces them over devices once per step."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,9 +55,7 @@ def accumulate(
         return gradients, sums
     from src.parallel.replicas import sum_over_replicas
 
-    def compute(inputs: Any, rows: Batch) -> tuple[Any, Any]:
-        return _over_micro_batches(gradient, inputs, rows, how)
-
+    compute = functools.partial(_over_micro_batches, gradient, how=how)
     return sum_over_replicas(compute, inputs, rows, how.layout, how.manual_axes, how.weights, how.updates)
 
 

@@ -66,8 +66,7 @@ class StepPlan:
         from src.model import lora
 
         _, declarations = params.abstract(functools.partial(Decoder, self.spec))
-        rngs = Rngs(params.random_stream(self.step.init_weights_seed, params.ADAPTERS))
-        return params.values(lora.declare(self.step, declarations)(rngs))
+        return lora.initial(self.step, declarations)
 
     def split(self, tree: Any) -> Weights:
         """Sorts a tree, nested as all weights are, by the weights' roles."""

@@ -86,7 +86,7 @@ def train_step(
         "usable": _usable(trainable),
     }
     if plan.step.log_internals:
-        from src.step.internals import activation_rms
+        from src.model.internals import activation_rms
 
         outputs = activation_rms(buffers, counts.non_padding, plan.spec.emb_dim)
         metrics["internals"] = {"activation_rms": outputs, **internals}
@@ -153,14 +153,17 @@ def apply_update(
         weights = jax.lax.with_sharding_constraint(weights, plan.accumulation.updates)
     of_gradients = _norms(grads, plan)
     as_before = weights, state.opt, jax.tree.map(jnp.zeros_like, of_gradients)
-    offloaded = plan.step.optimizer_memory_host_offload
 
     def updated(weights: Tree, opt: Any, _: Metrics) -> tuple[Tree, Any, Metrics]:
         """Weights, optimizer state (in its own memory) and norms of the updates by clipped gradients."""
-        on_device = jax.device_put(opt, jax.memory.Space.Device) if offloaded else opt
-        updates, new = plan.optimizer(hparams).update(clip(grads, grad_norm, hparams["clip"]), on_device, weights)
-        if offloaded:
-            new = jax.tree.map(lambda new, old: jax.device_put(new, jax.typeof(old).memory_space), new, opt)
+        clipped, optimizer = clip(grads, grad_norm, hparams["clip"]), plan.optimizer(hparams)
+        if plan.step.optimizer_memory_host_offload:
+            from src.step.host_offload import to_device, to_host
+
+            updates, new = optimizer.update(clipped, to_device(opt), weights)
+            new = to_host(new, opt)
+        else:
+            updates, new = optimizer.update(clipped, opt, weights)
         return optax.apply_updates(weights, updates), new, _norms(updates, plan)
 
     if plan.execution.update_in_branch:
@@ -177,7 +180,7 @@ def apply_update(
 def _norms(tree: Tree, plan: StepPlan) -> Metrics:
     if not plan.step.log_internals:
         return {}
-    from src.step.internals import norms
+    from src.model.internals import norms
 
     return norms(tree, plan.axes)
 

@@ -16,6 +16,12 @@ def norms(tree: Tree, axes: Tree) -> dict[str, jax.Array]:
     return found
 
 
+def sum_of_squares(x_BTD: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """Sums the squares of a block's output over the tokens that are not padding, for `activation_rms`."""
+    squares_BT = jnp.sum(jnp.square(jax.lax.stop_gradient(x_BTD).astype(jnp.float32)), axis=-1)
+    return jnp.sum(squares_BT * (segment_ids_BT > 0))
+
+
 def activation_rms(reports: Tree, tokens: jax.Array, width: int) -> jax.Array:
     """Root mean square [L] of each layer's output, from the sums of squares that blocks reported."""
     layers = []

@@ -3,9 +3,20 @@
 import dataclasses
 from typing import Any
 
-from src.config import keys
 from src.config.attention_types import ATTENTION_TYPES
-from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, POSITIVE, POWER_OF_2, SHARE_ABOVE_0, group, key
+from src.config.keys import (
+    ABOVE_0_OR_UNSET,
+    BELOW_1,
+    FROM_0,
+    FROM_1,
+    FROM_1_OR_UNSET,
+    POSITIVE,
+    POWER_OF_2,
+    SHARE_ABOVE_0,
+    choice,
+    group,
+    key,
+)
 
 
 # fmt: off
@@ -57,7 +68,7 @@ class BlockSettings:
     normalization_placement: str = key("before",
         "norms before attention and feed-forward, after (on their output) or both",
         ("before", "after", "both"))
-    dropout_rate: float = key(0.0, "on the embeddings and on the output of each residual branch", keys.BELOW_1)
+    dropout_rate: float = key(0.0, "on the embeddings and on the output of each residual branch", BELOW_1)
     residual_multiplier: float = key(1.0,
         "multiply the outputs of attention and feed-forward by this (Granite)", POSITIVE)
     layer_scalar: bool = key(False, "multiply each layer's output by an untrained number of the layer (Gemma 4)")
@@ -66,7 +77,7 @@ class BlockSettings:
 @group
 class AttentionSettings:
     """Model: attention"""
-    attention_type: str = keys.choice("global", "How a layer mixes its tokens", ATTENTION_TYPES)
+    attention_type: str = choice("global", "How a layer mixes its tokens", ATTENTION_TYPES)
     head_dim: int = key(128, "H, head size", FROM_1, 2**16)
     sliding_window_size: int = key(0,
         "local_sliding: number of tokens that a token sees, including itself", FROM_0, 2**24)
@@ -156,7 +167,7 @@ class FeedForwardSettings:
     scale_expert_inputs: bool = key(False, "multiply the experts' inputs by the scores, not their outputs (Llama 4)")
     capacity_factor: float = key(-1.0,
         "expert capacity per sequence = this x mean load; overflow is dropped; -1: dropless",
-        keys.ABOVE_0_OR_UNSET, 2**16)
+        ABOVE_0_OR_UNSET, 2**16)
 # fmt: on
 
 

@@ -1,4 +1,4 @@
-"""Fills rows that are numbered: those of a source of rows, or one document each."""
+"""Fills numbered rows: the rows of a source of rows, or rows with one document each."""
 
 from collections.abc import Callable
 

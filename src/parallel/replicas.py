@@ -36,7 +36,7 @@ def sum_over_replicas(
     """Sums the results of `compute(inputs, rows)` over the mesh axes `axes`: gradients, and other sums, in float32.
 
     `inputs` are the same on all replicas, and `rows`, arrays [B, ...], are split over them. `weights` has the sharding
-    of each weight and `updates` that of its gradient's sum, which may also be sharded over the replicas.
+    of each weight and `updates` the sharding of its gradient's sum, maybe also over the replicas.
     """
 
     def on_replica(inputs: Any, rows: Any) -> tuple[Any, Any]:

@@ -28,8 +28,8 @@ from src.config.yaml import BASE
 from src.extras.aot.roofline import Constants
 from src.extras.aot.topology import parse_topology
 from src.extras.plan.calibrate import LARGEST, error, least_errors
-from src.extras.plan.declared import spec_of
 from src.extras.plan.estimate import Costs, step_costs
+from src.extras.plan.placed import spec_of
 from src.model.flops import flops_per_token
 from src.run import resolve_config
 from src.system.exit_codes import run_command

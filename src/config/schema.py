@@ -228,7 +228,11 @@ class Config(Mapping[str, Any]):
 
     def replace(self, **keys: Any) -> "Config":
         """Returns a copy with other values for some keys."""
-        return Config.of({**self, **keys})
+        changed: dict[str, dict[str, Any]] = {}
+        for name, value in keys.items():
+            changed.setdefault(KEYS[name].section, {})[name] = frozen(value)
+        sections = {name: dataclasses.replace(getattr(self, name), **values) for name, values in changed.items()}
+        return dataclasses.replace(self, **sections)
 
     def __getitem__(self, name: str) -> Any:
         return getattr(getattr(self, KEYS[name].section), name)

@@ -64,6 +64,14 @@ class ModelSpec(EmbeddingSettings):
     dtype: str
     stacked: bool = True  # stack the weights of repeated layers, for a scan over them; otherwise each has its own
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Counts are cached by model; hashing every layer for each lookup would take longer than counting.
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
     @functools.cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
         """Groups the layers in the nesting of weights and caches."""

@@ -11,7 +11,7 @@ from src.extras.aot.roofline import Constants, constants_of
 from src.extras.aot.topology import parse_topology
 from src.extras.plan import calibrate as calibration
 from src.extras.plan.calibrate import FEW, Row, calibrate, error, fitted, read_calibration
-from src.extras.plan.estimate import check_point, estimate, step_costs
+from src.extras.plan.estimate import absent_step, step_costs
 from src.extras.plan.traffic import collectives as closed_form
 from src.run import resolve_config
 from src.system.errors import UserError
@@ -182,9 +182,8 @@ COMPILED = [
 @pytest.mark.parametrize(("keys", "hardware", "compiled"), COMPILED)
 def test_the_closed_form_is_what_compiled_programs_move(keys, hardware, compiled):
     config = resolve_config.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
-    point = check_point(config, parse_topology(*hardware))
     sums = dict.fromkeys(compiled, 0.0)
-    for each in closed_form(point.step, point.model.weights):
+    for each in closed_form(absent_step(config, parse_topology(*hardware))):
         kind, times = (each.kind, 1) if each.kind != "reduce-scatter" else ("all-reduce", 2)
         if (kind, each.axes[0]) in sums:
             sums[kind, each.axes[0]] += times * each.times * each.sent_bytes / 1e9
@@ -232,8 +231,6 @@ def test_what_a_few_runs_fit_are_constants():
 def test_given_constants_replace_a_chips_own():
     config = resolve_config.load([BASE, *(f"{key}={value}" for key, value in SMALL.items())])
     topology = parse_topology("a3", 1)
-    usual = estimate(config, topology)
-    halved = estimate(config, topology, constants_of(topology.chip.kind)._replace(matmul=0.1))
-    assert halved.compute_seconds == pytest.approx(
-        usual.compute_seconds * constants_of(topology.chip.kind).matmul / 0.1
-    )
+    costs, own = step_costs(config, topology), constants_of(topology.chip.kind)
+    usual, slower = costs.predict(own), costs.predict(own._replace(matmul=0.1))
+    assert slower.compute_seconds == pytest.approx(usual.compute_seconds * own.matmul / 0.1)

@@ -7,8 +7,10 @@ import pytest
 
 from src.extras.aot.hlo import collectives as compiled_collectives
 from src.extras.aot.memory import memory
+from src.extras.aot.roofline import constants_of
 from src.extras.aot.topology import parse_topology
-from src.extras.plan.estimate import check_point, estimate, estimate_memory
+from src.extras.plan.estimate import absent_step, estimate_memory, step_costs
+from src.extras.plan.placed import place
 from src.extras.plan.traffic import collectives
 from src.step.trace import trace_train_step
 from src.system.errors import UserError
@@ -36,8 +38,7 @@ def configured(**keys):
 
 
 def estimated(**keys):
-    config = configured(**keys)
-    return estimate_memory(config, check_point(config, CPUS))
+    return estimate_memory(absent_step(configured(**keys), CPUS))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -120,11 +121,10 @@ FULL = {"remat_policy": "full"}
 def test_bytes_are_those_of_the_compiled_program(mesh, keys, axes):
     sizes = {f"ici_{name}_parallelism": size for name, size in mesh.items()}
     config = configured(**WIDE, **sizes, **keys)
-    point = check_point(config, CPUS)
     step = trace_train_step(config, jax.devices())
     program = step.jax_traced.lower().compile().as_text()
     theirs = sent(compiled_collectives(program, step.plan.layout.mesh))
-    mine = sent(collectives(point.step, point.model.weights))
+    mine = sent(collectives(absent_step(config, CPUS)))
     for kind, *names in axes:
         assert mine[kind, (*names,)] == pytest.approx(theirs[kind, (*names,)], rel=0.03), (kind, names)
 
@@ -133,21 +133,27 @@ V5E = parse_topology("v5e-16", 1)
 REAL = {"dtype": "bfloat16", "max_target_length": 512, "matmul_precision": "default"}
 
 
+def costed(topology=V5E, **keys):
+    return step_costs(configured(**{**REAL, **keys}), topology)
+
+
 def on_tpu(topology=V5E, **keys):
-    return estimate(configured(**{**REAL, **keys}), topology)
+    return costed(topology, **keys).predict(constants_of(topology.chip.kind))
 
 
 def test_more_work_takes_longer_and_more_memory():
-    small, large = on_tpu(), on_tpu(per_device_batch_size=4)
-    assert large.step_seconds > small.step_seconds
-    assert large.memory_bytes > small.memory_bytes
+    assert on_tpu(per_device_batch_size=4).step_seconds > on_tpu().step_seconds
+    small, large = costed(), costed(per_device_batch_size=4)
+    assert large.memory.total > small.memory.total
     assert large.tokens_per_step == 2 * small.tokens_per_step == 2 * 16 * 2 * 512
 
 
 def test_recomputing_takes_longer_and_less_memory():
-    kept, recomputed = on_tpu(remat_policy="minimal"), on_tpu(remat_policy="full")
+    policies = ("minimal", "full")
+    kept, recomputed = (on_tpu(remat_policy=policy) for policy in policies)
     assert recomputed.compute_seconds > kept.compute_seconds
-    assert recomputed.memory_bytes < kept.memory_bytes
+    kept, recomputed = (costed(remat_policy=policy).memory.total for policy in policies)
+    assert recomputed < kept
 
 
 def test_more_slices_send_more_between_them_and_are_no_faster():
@@ -157,9 +163,9 @@ def test_more_slices_send_more_between_them_and_are_no_faster():
 
 
 def test_a_pipeline_idles_as_long_as_its_schedule():
-    piped = on_tpu(ici_pipeline_parallelism=2, num_pipeline_microbatches=4, per_device_batch_size=4)
-    assert piped.bubble == pytest.approx(1 / 5)
-    assert piped.ici_seconds > 0
+    keys = {"ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 4, "per_device_batch_size": 4}
+    assert costed(**keys).work.bubble == pytest.approx(1 / 5)
+    assert on_tpu(**keys).ici_seconds > 0
 
 
 @pytest.mark.parametrize(
@@ -177,3 +183,19 @@ def test_a_pipeline_idles_as_long_as_its_schedule():
 def test_what_does_not_fit_the_mesh_is_refused(keys, message):
     with pytest.raises(UserError, match=message):
         on_tpu(**keys)
+
+
+def test_points_of_one_mesh_cost_the_same_together_as_alone():
+    """A model is placed on its mesh once for all policies and batches."""
+    mesh = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 4, "head_dim": 4}
+    placed = place(configured(**REAL, **mesh), V5E)
+    for keys in (
+        {"remat_policy": "full"},
+        {"remat_policy": "minimal", "per_device_batch_size": 4},
+        {"gradient_accumulation_steps": 2},
+        {"num_vocab_tiling": 8, "optimizer_memory_host_offload": True},
+    ):
+        config = configured(**{**REAL, **mesh, **keys})
+        together, alone = step_costs(config, V5E, placed), step_costs(config, V5E)
+        assert together == alone
+        assert together != step_costs(configured(**REAL, **mesh), V5E), keys

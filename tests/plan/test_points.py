@@ -9,7 +9,7 @@ import pytest
 from src.config.schema import MESH_AXES, size_key
 from src.extras.aot.topology import parse_topology
 from src.extras.plan.costing import cost
-from src.extras.plan.estimate import estimate
+from src.extras.plan.estimate import step_costs
 from src.extras.plan.points import Point, Space
 from src.parallel.chips import GPU_HOSTS
 from src.parallel.mesh import global_batch_size, make_layout
@@ -31,7 +31,7 @@ def space(topology=CPUS, typed=(), rows=8, quantizations=(), **keys):
 
 def refused(found, point):
     try:
-        estimate(found.config.replace(**point.keys), found.topology)
+        step_costs(found.config.replace(**point.keys), found.topology)
     except UserError:
         return True
     return False

@@ -9,6 +9,7 @@ from src.extras.aot.report import device_capacity
 from src.extras.aot.roofline import Prediction
 from src.extras.plan import host
 from src.extras.plan.estimate import Costs, step_costs
+from src.extras.plan.placed import Placed, place
 from src.extras.plan.points import Keys, Point, Space
 from src.system.errors import UserError
 
@@ -25,6 +26,7 @@ class Candidate(NamedTuple):
     costs: Costs
     prediction: Prediction
     host_seconds: float  # waiting for copies to host memory and back
+    placed: Placed  # the same for all points of a mesh and variant
 
     @property
     def step_seconds(self) -> float:
@@ -87,7 +89,7 @@ def cost(space: Space) -> Costing:
     costing, bounds, smallest = Costing(capacity), list[Candidate](), list[Candidate]()
     for mesh in space.meshes():
         try:
-            fastest = [_costed(space, costing, point) for point in _fastest(space, mesh)]
+            fastest = [_costed(space, costing, point, _placed(space, point)) for point in _fastest(space, mesh)]
             why = "" if fastest else f"its shards of the batch do not divide {space.rows} sequences"
         except UserError as error:
             fastest, why = [], str(error)
@@ -104,14 +106,13 @@ def cost(space: Space) -> Costing:
         if fastest.speed < SLOWER * best:
             costing.omit_slow(points, fastest)
             continue
-        least = min(
-            (_costed(space, costing, point) for point in _smallest(space, fastest.point)), key=lambda each: each.memory
-        )
+        small = (_costed(space, costing, point, fastest.placed) for point in _smallest(space, fastest.point))
+        least = min(small, key=lambda each: each.memory)
         if least.memory > MISSES * capacity:
             costing.omit_large("whole meshes", points, least)
             smallest.append(least)
             continue
-        walked = list(_walk(space, costing, fastest.point, SLOWER * best))
+        walked = list(_walk(space, costing, fastest, SLOWER * best))
         best = max([best, *(each.speed for each in walked if each.memory <= capacity)])
         costing.no_gain += points - len(walked)
         found += walked
@@ -134,13 +135,16 @@ def _count(space: Space, of: Point) -> int:
     return sum(1 for _ in itertools.product(*parts))
 
 
-def _costed(space: Space, costing: Costing, point: Point) -> Candidate:
+def _placed(space: Space, point: Point) -> Placed:
+    return place(space.config.replace(**point.mesh, **point.variant), space.topology)
+
+
+def _costed(space: Space, costing: Costing, point: Point, placed: Placed) -> Candidate:
     costing.costed += 1
     config = space.config.replace(**point.keys)
-    costs = step_costs(config, space.topology)
-    return Candidate(
-        point, costs, costs.predict(space.constants), host.estimated_seconds(config, space.topology, costs)
-    )
+    costs = step_costs(config, space.topology, placed)
+    waits = host.estimated_seconds(config, space.topology, costs, placed)
+    return Candidate(point, costs, costs.predict(space.constants), waits, placed)
 
 
 def _fastest(space: Space, mesh: Keys) -> Iterator[Point]:
@@ -161,8 +165,9 @@ def _smallest(space: Space, of: Point) -> Iterator[Point]:
         yield of._replace(policy=policy, batch=batch, placement=placement)
 
 
-def _walk(space: Space, costing: Costing, of: Point, slowest: float) -> Iterator[Candidate]:
-    """Yields points with this point's mesh and variant that are worth costing."""
+def _walk(space: Space, costing: Costing, fastest: Candidate, slowest: float) -> Iterator[Candidate]:
+    """Yields points with this candidate's mesh and variant that are worth costing."""
+    of = fastest.point
 
     def suffices(candidate: Candidate) -> bool:
         return candidate.memory <= COMFORTABLE * costing.capacity or candidate.speed < slowest
@@ -171,7 +176,8 @@ def _walk(space: Space, costing: Costing, of: Point, slowest: float) -> Iterator
         for batch in space.batches(of.mesh, of.variant):
             found = list[Candidate]()
             for placement in space.placements(of.mesh):
-                found.append(_costed(space, costing, of._replace(policy=policy, batch=batch, placement=placement)))
+                point = of._replace(policy=policy, batch=batch, placement=placement)
+                found.append(_costed(space, costing, point, fastest.placed))
                 if suffices(found[-1]):
                     break
             yield from found

@@ -5,6 +5,7 @@ from src.config.step_keys import REMAT_POLICIES
 from src.extras.aot.memory import SAVED
 from src.extras.aot.topology import Topology
 from src.extras.plan.estimate import Costs, step_costs
+from src.extras.plan.placed import Placed
 
 # Bytes per second each way, by the start of a device's kind. PCIe 4.0 and 5.0 x16: NVIDIA's data sheets of A100, L40S
 # and H100, which add up both ways. TPU v4: "How to Scale Your Model" (jax-ml.github.io/scaling-book/tpus), which names
@@ -21,7 +22,7 @@ def seconds(topology: Topology, optimizer: float, activations: float) -> float:
     return 2 * (optimizer + EXPOSED * activations) / bandwidth
 
 
-def estimated_seconds(config: Config, topology: Topology, costs: Costs) -> float:
+def estimated_seconds(config: Config, topology: Topology, costs: Costs, placed: Placed | None = None) -> float:
     """Estimates the same for a config and its costs; activations are what would stay on the device without the host."""
     step, memory = config.step, costs.memory
     if step.remat_policy == "custom":
@@ -32,5 +33,5 @@ def estimated_seconds(config: Config, topology: Topology, costs: Costs) -> float
     activations = 0
     if on_host:
         kept = config.replace(remat_policy="custom", remat_custom=dict.fromkeys(names, "device"))
-        activations = step_costs(kept, topology).memory.temporaries[SAVED] - memory.temporaries[SAVED]
+        activations = step_costs(kept, topology, placed).memory.temporaries[SAVED] - memory.temporaries[SAVED]
     return seconds(topology, memory.on_host, max(activations, 0) * step.gradient_accumulation_steps)

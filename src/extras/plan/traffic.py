@@ -8,36 +8,42 @@ travel to their experts; pipeline stages pass micro-batches on.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from src.extras.aot.hlo import RING_SHARE, Collective, network_shares
-from src.extras.plan.declared import AbsentLayout, DeclaredWeight
+from src.extras.plan.placed import AbsentLayout, DeclaredWeight, Placed
 from src.model.attention_kernels.scores import CONTEXT
 from src.model.execution import Execution
 from src.model.flops import all_layers
-from src.model.spec import LayerSpec, ModelSpec
+from src.model.spec import LayerSpec
 from src.parallel.mesh import STAGE
+from src.parallel.slices import divisors
 
 
 class Step(NamedTuple):
-    """The facts of a step that its collectives depend on."""
+    """A step on a mesh: what its memory and its collectives depend on."""
 
-    layout: AbsentLayout
-    spec: ModelSpec
+    placed: Placed
     execution: Execution
-    tokens: float  # on a device in a micro-batch, as its matmuls see them: shared by devices that split heads
+    rows: int  # sequences of a micro-batch
     micro_batches: int
     tiles: int  # of the loss
-    torus: tuple[int, ...]  # chips of a TPU's slice along each dim; empty for other devices
-    devices_per_chip: int = 1
+    optimizer_on_host: bool
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch that a device's matmuls see: devices that split heads share theirs."""
+        layout = self.placed.layout
+        return self.rows * self.placed.length / (layout.shards("batch") * layout.shards("length"))
 
 
-def collectives(step: Step, weights: Sequence[DeclaredWeight]) -> list[Collective]:
+def collectives(step: Step) -> list[Collective]:
     """Lists the collectives of a step, each with its network; arrays as small as norms are left out."""
-    return [each for each in (*_of_weights(step, weights), *_of_tokens(step)) if each.sent_bytes]
+    of_weights = _of_weights(step.placed, step.micro_batches, step.tiles > 1)
+    return [each for each in (*of_weights, *_of_tokens(step)) if each.sent_bytes]
 
 
 def gathered_elements(weight: DeclaredWeight, layout: AbsentLayout) -> float:
@@ -53,38 +59,44 @@ def _gathered(weight: DeclaredWeight, layout: AbsentLayout) -> tuple[str, ...]:
     return tuple(name for axis in dims for name in layout.axes(axis) if name in tokens)
 
 
-def _of_weights(step: Step, weights: Sequence[DeclaredWeight]) -> Iterator[Collective]:
-    layout, schedule = step.layout, step.execution.schedule
-    itemsize = jnp.dtype(step.spec.dtype).itemsize
+@functools.lru_cache(maxsize=64)  # remat policies and other choices follow each other on one mesh
+def _of_weights(placed: Placed, micro_batches: int, in_tiles: bool) -> tuple[Collective, ...]:
+    return tuple(_each_weight(placed, micro_batches, in_tiles))
+
+
+def _each_weight(placed: Placed, micro_batches: int, in_tiles: bool) -> Iterator[Collective]:
+    layout, schedule = placed.layout, placed.schedule
+    itemsize = jnp.dtype(placed.spec.dtype).itemsize
     tokens = (*layout.axes("batch"), *layout.axes("length"))
     # In a pipeline, a stage gathers the weights of a turn in each iteration.
-    turns = step.micro_batches * (schedule.iterations / schedule.repeats if schedule else 1)
-    for weight in weights:
+    turns = micro_batches * (schedule.iterations / schedule.repeats if schedule else 1)
+    for weight in placed.model.weights:
         shards = math.prod(layout.shards(axis) for axis in weight.axes if axis)
         shard = math.prod(weight.shape) / shards
         over = _gathered(weight, layout)
-        passes = turns if weight.layers else step.micro_batches
+        passes = turns if weight.layers else micro_batches
         whole = shard * layout.size(over) * itemsize
         in_layer = bool(weight.layers)
         # A layer's weights are gathered again for the backward pass; the tables' gathered copy is kept for it, unless
         # the loss runs in tiles.
-        gathers = passes * (2 if in_layer or step.tiles > 1 else 1) * weight.shared
-        yield from _collective(step, "all-gather", over, gathers, whole, True)
+        gathers = passes * (2 if in_layer or in_tiles else 1) * weight.shared
+        yield from _collective(placed, "all-gather", over, gathers, whole, True)
         if not weight.trained:
             continue
         # XLA on TPUs sums the embedding's gradient, of random rows, on every device.
-        kind = "all-reduce" if step.torus and weight.axes[0] == "vocab" and not in_layer else "reduce-scatter"
-        yield from _collective(step, kind, over, passes * weight.shared, whole, True)
+        kind = "all-reduce" if placed.torus and weight.axes[0] == "vocab" and not in_layer else "reduce-scatter"
+        yield from _collective(placed, kind, over, passes * weight.shared, whole, True)
         used = {name for axis in weight.axes if axis for name in layout.axes(axis)}
         replicas = tuple(name for name in tokens if name not in used)
-        wide = step.micro_batches > 1 or schedule is not None or step.execution.for_gpu
-        yield from _collective(step, "all-reduce", replicas, 1, shard * (4 if wide else itemsize), True)
+        wide = micro_batches > 1 or schedule is not None or layout.platform == "gpu"
+        yield from _collective(placed, "all-reduce", replicas, 1, shard * (4 if wide else itemsize), True)
 
 
 def _of_tokens(step: Step) -> Iterator[Collective]:
-    layout, spec, schedule = step.layout, step.spec, step.execution.schedule
-    itemsize, saves_all = jnp.dtype(spec.dtype).itemsize, step.execution.remat_policy == "none"
-    kept = set() if saves_all else {name for names in step.execution.saved_names for name in names}
+    placed, execution = step.placed, step.execution
+    layout, spec, schedule = placed.layout, placed.spec, placed.schedule
+    itemsize, saves_all = jnp.dtype(spec.dtype).itemsize, execution.remat_policy == "none"
+    kept = set() if saves_all else {name for names in execution.saved_names for name in names}
     stages = schedule.stages if schedule else 1
     # Stages that idle compute, and communicate, on zeros.
     passes = step.micro_batches * (schedule.iterations / schedule.items if schedule else 1) / stages
@@ -95,29 +107,29 @@ def _of_tokens(step: Step) -> Iterator[Collective]:
         # The sum after attention is needed again for the feed-forward layer's derivatives, unless it is saved.
         again = 0 if saves_all or "out_proj" in kept else 1
         # Backward, XLA on TPUs adds up the gradients of a part's input before it sums them over devices.
-        merged = bool(step.torus) or layout.shards("norm_length") > layout.shards("length")
-        factors = len(layer.mlp_activations) if step.execution.for_gpu and not merged else 1
-        yield from _collective(step, "all-reduce", heads, times * (1 + (1 if merged else 3) + again), stream, False)
-        yield from _collective(step, "all-reduce", units, times * (1 + factors), stream, False)
+        merged = bool(placed.torus) or layout.shards("norm_length") > layout.shards("length")
+        factors = len(layer.mlp_activations) if execution.for_gpu and not merged else 1
+        yield from _collective(placed, "all-reduce", heads, times * (1 + (1 if merged else 3) + again), stream, False)
+        yield from _collective(placed, "all-reduce", units, times * (1 + factors), stream, False)
         # A part's input that is sharded between blocks is gathered again for the gradients of its weights.
         between = tuple(name for name in layout.axes("norm_length") if name not in layout.axes("length"))
-        yield from _collective(step, "all-gather", between, times * 2 * (not saves_all), stream, False)
+        yield from _collective(placed, "all-gather", between, times * 2 * (not saves_all), stream, False)
         if layout.shards("length") > 1:
             width = _key_value_width(layer) / layout.shards("kv_heads")
             whole = step.tokens * layout.shards("length") * width * itemsize
             again = 0 if saves_all or CONTEXT in kept else 1
             over = layout.axes("length")
-            yield from _collective(step, "all-gather", over, times * (1 + again), whole, False)
-            yield from _collective(step, "reduce-scatter", over, times, whole, False)
+            yield from _collective(placed, "all-gather", over, times * (1 + again), whole, False)
+            yield from _collective(placed, "reduce-scatter", over, times, whole, False)
         if layer.num_experts > 1 and layout.axes("expert"):
             rows = step.tokens * layer.num_experts_per_tok * spec.emb_dim * itemsize
-            yield from _collective(step, "all-to-all", layout.axes("expert"), times * (5 - saves_all), rows, False)
-    yield from _collective(step, "all-reduce", vocab, step.micro_batches * 2, stream, False)
+            yield from _collective(placed, "all-to-all", layout.axes("expert"), times * (5 - saves_all), rows, False)
+    yield from _collective(placed, "all-reduce", vocab, step.micro_batches * 2, stream, False)
     if schedule:
         rows = stream / schedule.micro_batches
         times = 2 * step.micro_batches * schedule.iterations
-        yield from _collective(step, "collective-permute", (STAGE,), times, rows, False)
-        yield from _collective(step, "all-reduce", (STAGE,), 2 * step.micro_batches, stream, False)
+        yield from _collective(placed, "collective-permute", (STAGE,), times, rows, False)
+        yield from _collective(placed, "all-reduce", (STAGE,), 2 * step.micro_batches, stream, False)
 
 
 def _key_value_width(layer: LayerSpec) -> int:
@@ -127,17 +139,17 @@ def _key_value_width(layer: LayerSpec) -> int:
 
 
 def _collective(
-    step: Step, kind: str, axes: tuple[str, ...], times: float, whole: float, asynchronous: bool
+    placed: Placed, kind: str, axes: tuple[str, ...], times: float, whole: float, asynchronous: bool
 ) -> Iterator[Collective]:
     """Yields a collective over mesh axes once for each network that it uses; none if it is of one device."""
-    n, near = step.layout.size(axes), step.layout.within_slice(axes)
+    n, near = placed.layout.size(axes), placed.layout.within_slice(axes)
     if n == 1 or not whole:
         return
     sent = whole * RING_SHARE[kind](n)
     shares = (1.0, 0.0) if kind == "collective-permute" and near > 1 else network_shares(kind, n, near)
     if kind == "collective-permute" and near < n:
         shares = (float(near > 1), 1.0)
-    links = _links(step, axes) if step.torus else 1.0
+    links = _links(placed, axes) if placed.torus else 1.0
     for network, share in zip(("ici", "dcn"), shares, strict=True):
         if share:
             along = links if network == "ici" else 1.0
@@ -147,13 +159,13 @@ def _collective(
             )  # fmt: skip
 
 
-def _links(step: Step, axes: tuple[str, ...]) -> float:
+def _links(placed: Placed, axes: tuple[str, ...]) -> float:
     """Share of a chip's links that a group along these axes uses."""
-    names = step.layout.mesh.axis_names
-    sizes = tuple(zip(names, step.layout.within, strict=True))
-    dims = _torus_dims(step.torus, step.devices_per_chip, sizes)
+    names = placed.layout.mesh.axis_names
+    sizes = tuple(zip(names, placed.layout.within, strict=True))
+    dims = _torus_dims(placed.torus, placed.devices_per_chip, sizes)
     used = {dim for axis in axes for dim in dims.get(axis, ())}
-    return len(used) / sum(size > 1 for size in step.torus) if used else 1.0
+    return len(used) / sum(size > 1 for size in placed.torus) if used else 1.0
 
 
 @functools.cache
@@ -192,9 +204,4 @@ def _splits(size: int, limits: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Writes a size as a product with one factor for each limit, which it divides."""
     if not limits:
         return [()] if size == 1 else []
-    return [
-        (part, *rest)
-        for part in range(1, size + 1)
-        if size % part == 0 and limits[0] % part == 0
-        for rest in _splits(size // part, limits[1:])
-    ]
+    return [(part, *rest) for part in divisors(math.gcd(size, limits[0])) for rest in _splits(size // part, limits[1:])]

@@ -1,0 +1,88 @@
+"""Lists the arrays that a block stores for each token, from its traced forward and backward pass on one device."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from src.extras.aot.memory import stored_in_backward, stored_in_forward
+from src.extras.plan.placed import Placed, one_device
+from src.model.block import Block
+from src.model.execution import Execution
+from src.model.forward_context import ForwardContext
+from src.model.params import abstract, values
+from src.model.parts import layer_costs
+from src.model.spec import LayerSpec, ModelSpec
+
+ROWS = 101  # of a traced block, a prime that divides no size of a model: arrays that it divides are activations
+
+
+class TokenArray(NamedTuple):
+    """An array of activations: its bytes per token of the batch, and the logical axis that shards it beside tokens."""
+
+    bytes: float
+    axis: str  # heads or mlp; norm_length: as wide as the residual stream; length: sharded by tokens only
+    of_experts: bool  # its rows are choices of experts
+
+
+class BlockArrays(NamedTuple):
+    """Arrays that a block stores for each token."""
+
+    saved: tuple[TokenArray, ...]  # from the forward to the backward pass
+    computed: tuple[TokenArray, ...]  # in the backward pass
+
+
+def block_arrays(layer: LayerSpec, placed: Placed, execution: Execution) -> BlockArrays:
+    """Lists the arrays of a layer under a remat policy, traced once for all meshes."""
+    custom = tuple(sorted(execution.remat_custom.items()))
+    in_halves = execution.mlp_in_halves and placed.layout.shards("mlp") == 1
+    kind = placed.layout.device.device_kind
+    key = (layer, placed.spec, execution.remat_policy, custom, placed.kernel, placed.packed, placed.length, kind)
+    if (*key, in_halves) not in _blocks:
+        _blocks[*key, in_halves] = _trace_block(layer, placed, execution, in_halves)
+    return _blocks[*key, in_halves]
+
+
+_blocks: dict[tuple[Any, ...], BlockArrays] = {}
+
+
+def _trace_block(layer: LayerSpec, placed: Placed, execution: Execution, in_halves: bool) -> BlockArrays:
+    spec, length, layout = placed.spec, placed.length, one_device(placed.layout)
+    graphdef, declarations = abstract(functools.partial(Block, layer, spec))
+    weights = values(declarations)
+
+    def run(stacked: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
+        context = ForwardContext(
+            ids, ids, layout, placed.kernel, placed.packed, grad_barriers=execution.grad_barriers,
+            separate_factors=execution.for_gpu, mlp_in_halves=in_halves,
+        )  # fmt: skip
+        block = execution.remat(lambda x, weights: nnx.merge(graphdef, weights)(x, context, None, 0)[0], 2)
+        return jnp.sum(jax.lax.scan(lambda x, weights: (block(x, weights), None), x, stacked)[0].astype(jnp.float32))
+
+    stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), weights)
+    x = jax.ShapeDtypeStruct((ROWS, length, spec.emb_dim), spec.dtype)
+    jaxpr = jax.make_jaxpr(jax.grad(run, argnums=(0, 1)))(
+        stacked, x, jax.ShapeDtypeStruct((ROWS, length), jnp.int32)
+    ).jaxpr
+    classify = functools.partial(_token_array, layer=layer, spec=spec, length=length)
+    saved = [classify(array.shape[1:], array) for array in stored_in_forward(jaxpr)]
+    computed = [classify(array.shape, array) for array in stored_in_backward(jaxpr)]
+    return BlockArrays(tuple(filter(None, saved)), tuple(filter(None, computed)))
+
+
+def _token_array(
+    shape: tuple[int, ...], array: Any, *, layer: LayerSpec, spec: ModelSpec, length: int
+) -> TokenArray | None:
+    """Describes an array of activations; None for others."""
+    if array.size % ROWS:
+        return None
+    size = math.prod(shape) * array.dtype.itemsize / (ROWS * length)
+    of_experts = ROWS not in shape[:1]  # choices of experts, in one dim with the rows
+    for axis, sizes in [item for part in layer_costs(layer).values() for item in part.sharded.items()]:
+        if set(sizes).intersection(shape[1:]):
+            return TokenArray(size, axis, of_experts)
+    is_stream = spec.emb_dim in shape[1:] and not of_experts
+    return TokenArray(size, "norm_length" if is_stream else "length", of_experts)

@@ -72,13 +72,13 @@ def test_a_step_for_a_tpu_slice_fits(tmp_path):
 
 
 def no_changes(*arguments):
-    """In place of `changes`, which takes a while: tests/aot/test_memory.py has what they are."""
+    """In place of `changes`, which takes a while: tests/plan/test_advice.py has what they are."""
     return iter(())
 
 
 @needs_libtpu
 def test_a_step_too_large_for_a_tpu_is_an_answer(tmp_path, monkeypatch, settings, capsys):
-    monkeypatch.setattr(sys.modules[main.__module__], "changes", no_changes)
+    monkeypatch.setattr("src.extras.plan.advice.changes", no_changes)
     path, program = tmp_path / "report.json", tmp_path / "step"
     arguments = [BASE, "compile_topology=v5e-4", *SMALL, "base_num_decoder_layers=1", "per_device_batch_size=16384"]
     assert command([*arguments, f"compile_report={path}", f"compiled_trainstep_file={program}"]) == 3
@@ -113,7 +113,7 @@ def test_what_should_help_is_compiled_to_see(tmp_path):
 @pytest.mark.long
 @needs_cuda
 def test_a_gpu_host_has_a_verdict_though_its_compiler_gives_none(tmp_path, monkeypatch, settings):
-    monkeypatch.setattr(sys.modules[main.__module__], "changes", no_changes)
+    monkeypatch.setattr("src.extras.plan.advice.changes", no_changes)
     path = tmp_path / "report.json"
     arguments = [BASE, "compile_topology=a3", *SMALL, "base_num_decoder_layers=1", f"compile_report={path}"]
     assert command([*arguments, "per_device_batch_size=65536", "attention=dot_product", "remat_policy=none"]) == 3
@@ -224,7 +224,7 @@ def test_rows_that_are_too_long(setting, part, key, monkeypatch, settings):
 
 
 def test_what_takes_long_to_compile_is_tried_once(monkeypatch, settings, capsys):
-    monkeypatch.setattr(sys.modules[main.__module__], "MAX_SECONDS_TO_TRY", 0)
+    monkeypatch.setattr("src.extras.plan.advice.MAX_SECONDS_TO_TRY", 0)
     assert len(offered([BASE, *TINY, *SHORT], monkeypatch, 1)) <= 1  # none if it was compiled and did not help
     said = capsys.readouterr().out
     assert said.count("compiling with") == 1

@@ -1,7 +1,6 @@
 """The parts of a step's memory, against real arrays, compiled programs and sums by hand."""
 
 import functools
-import itertools
 import math
 import re
 
@@ -9,8 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from src.extras.aot import advice
-from src.extras.aot.advice import changes
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.memory import attention_workspace, device_bytes, memory, scores_bytes
 from src.extras.aot.topology import parse_topology
@@ -33,11 +30,6 @@ MESHES = [
     {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
     {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
 ]
-
-
-@pytest.fixture(autouse=True)
-def changes_built_once(monkeypatch):
-    monkeypatch.setattr(advice, "trace_train_step", build_once)
 
 
 @functools.cache
@@ -148,20 +140,6 @@ def test_a_copy_on_every_device_counts_whole():
     assert device_bytes([np.zeros((3, 2), np.float32), jax.ShapeDtypeStruct((5,), np.int8)]) == 29
 
 
-PLENTY = 10**12
-MUCH_STATE = {"remat_policy": "full", "base_mlp_dim": 512, "per_device_batch_size": 1}
-DEVICES = jax.devices()
-TOGETHER = "all of these"
-
-
-def offer(keys, config, step, needed, capacity, devices=8):
-    """The first offer with just these keys, or with one of this name."""
-    for change in changes(config, jax.devices()[:devices], step, needed, capacity):
-        if tuple(change.keys) == keys or keys in change.keys:
-            return change
-    return None
-
-
 def test_what_is_there_when_memory_is_fullest_is_what_counts():
     """Kept in both phases; then logits and their gradient, or gradients, a block's weights and what it computes."""
     _, step = traced(num_vocab_tiling=1)
@@ -195,151 +173,6 @@ def test_micro_batches_hold_the_sum_of_gradients_too():
     _, one = traced()
     _, two = traced(gradient_accumulation_steps=2)
     assert memory(two).temporaries["gradients"] == 2 * memory(one).temporaries["gradients"]
-
-
-PASSES = ("per_device_batch_size", "gradient_accumulation_steps")
-
-
-def test_a_change_is_estimated_by_what_can_be_told_and_by_how_the_compiled_step_differs_from_it():
-    config, step = traced(remat_policy="minimal", dtype="bfloat16")
-    held = sum(memory(step).arguments.values())
-    needed = held + 3 * (memory(step).total - held)
-    halved = offer(PASSES, config, step, needed, PLENTY)
-    _, then = traced(remat_policy="minimal", dtype="bfloat16", **halved.keys)
-    assert (then.rows, then.plan.accumulation.micro_batches) == (step.rows, 2)
-    assert held == sum(memory(then).arguments.values())
-    assert halved.estimated == held + 3 * (memory(then).total - held)
-
-
-def test_no_estimate_is_below_the_arguments():
-    # A compiler that makes do with little beside the arguments needs less than the parts that can be told.
-    config, step = traced(remat_policy="none", per_device_batch_size=8)
-    needed = sum(memory(step).arguments.values()) + 1000
-    found = list(itertools.islice(changes(config, DEVICES, step, needed, needed - 1), 3))
-    assert found
-    for change in found:
-        assert change.estimated >= sum(memory(change.traced).arguments.values())
-        assert change.estimated < needed
-
-
-def test_what_does_not_touch_the_fullest_moment_is_not_offered():
-    for vocab_size, offered in ((VOCAB, False), (8192, True)):  # of the tiny vocabulary the logits are small
-        config, step = traced(remat_policy="full", vocab_size=vocab_size)
-        found = changes(config, DEVICES, step, memory(step).total, PLENTY)
-        cheaper = itertools.takewhile(lambda change: tuple(change.keys) != PASSES, found)
-        assert ({"num_vocab_tiling": 8} in [change.keys for change in cheaper]) == offered
-
-
-def test_the_state_is_cut_where_it_decides():
-    config, step = traced(devices=1, **MUCH_STATE)
-    needed = memory(step).total
-    rounded = offer("mu_dtype", config, step, needed, needed - 1, devices=1)
-    assert rounded.keys == {"mu_dtype": "bfloat16"}
-    _, then = traced(devices=1, **MUCH_STATE, mu_dtype="bfloat16")
-    compiled = [each.jax_traced.lower().compile().memory_analysis().argument_size_in_bytes for each in (step, then)]
-    assert needed - rounded.estimated == compiled[0] - compiled[1]
-
-
-@needs_libtpu
-def test_twice_the_slices_hold_half_of_the_state_each():
-    devices = abstract_devices(parse_topology("v5e-1", 1))
-    config = load(**EVEN | MUCH_STATE, compile_topology="v5e-1")
-    step = trace_train_step(config, devices)
-    now = memory(step)
-    found = changes(config, devices, step, now.total, now.total - 1)
-    more = next(one for one in found if "compile_topology_num_slices" in one.keys)
-    assert more.keys["compile_topology_num_slices"] == 2
-    assert more.traced.plan.layout.mesh.shape["fsdp"] == 2
-    then = memory(more.traced)
-    # Norms are not sharded.
-    assert then.arguments["weights"] == pytest.approx(now.arguments["weights"] / 2, rel=0.05)
-
-
-def test_rows_are_cut_until_it_fits():
-    config, step = traced(per_device_batch_size=8, remat_policy="none")
-    needed = memory(step).total
-    found = offer(PASSES, config, step, needed, needed - 1)
-    assert found.keys == {"per_device_batch_size": 4.0, "gradient_accumulation_steps": 2}
-    found = offer(PASSES, config, step, needed, found.estimated - 1)
-    assert found.keys == {"per_device_batch_size": 2.0, "gradient_accumulation_steps": 4}
-
-
-def test_a_row_that_is_too_long_for_a_device_is_shared():
-    """By the sequence, or by heads and then between blocks too; the step has the same rows, in two passes."""
-    config, step = traced(per_device_batch_size=1, remat_policy="full")
-    needed = memory(step).total
-    for axis, rules in (("context", {}), ("tensor", {"logical_axis_rules.norm_length": ["context", "tensor"]})):
-        key = f"ici_{axis}_parallelism"
-        change = offer(key, config, step, needed, needed - 1)
-        passes = {"per_device_batch_size": 0.5, "gradient_accumulation_steps": 2}
-        assert change.keys == {key: 2, **passes, **rules}
-        assert change.traced.batch["tokens"].shape == step.batch["tokens"].shape
-        assert change.traced.plan.layout.mesh.shape[axis] == 2
-        parts = memory(change.traced).temporaries
-        assert parts["kept for the backward pass"] == memory(step).temporaries["kept for the backward pass"] / 2
-
-
-def test_keys_of_fewer_heads_than_devices_are_copied():
-    config, step = traced(per_device_batch_size=1, base_num_kv_heads=1)
-    needed = memory(step).total
-    change = offer("ici_tensor_parallelism", config, step, needed, needed - 1)
-    assert change.keys["logical_axis_rules.kv_heads"] == []
-
-
-def test_devices_that_share_heads_share_the_tokens_between_blocks_too():
-    mesh = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}
-    config, step = traced(**mesh, remat_policy="full")
-    needed = memory(step).total
-    change = offer("logical_axis_rules.norm_length", config, step, needed, needed - 1)
-    assert change.keys == {"logical_axis_rules.norm_length": ["context", "tensor"]}
-    saved = memory(step).temporaries["kept for the backward pass"] / 2
-    assert memory(change.traced).temporaries["kept for the backward pass"] == saved
-    config, step = traced(**mesh, remat_policy="full", logical_axis_rules__norm_length="[context, tensor]")
-    needed = memory(step).total
-    first = next(changes(config, DEVICES, step, needed, needed - 1))
-    assert "logical_axis_rules.norm_length" not in first.keys
-
-
-def test_experts_that_every_device_gathers_are_left_where_they_are():
-    """Over eight devices a device gathers none of its part; the batch is the same."""
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "base_moe_mlp_dim": 512}
-    config, step = traced(**experts)
-    needed = memory(step).total
-    _, apart = traced(**experts, ici_expert_parallelism=8)
-    change = offer("ici_expert_parallelism", config, step, needed, memory(apart).total)
-    assert change.keys == {"ici_expert_parallelism": 8}
-    assert change.estimated == memory(apart).total
-    assert change.traced.rows == step.rows
-
-
-def test_weights_that_lie_whole_on_every_device_are_cut():
-    config = load(**LATENT, logical_axis_rules__latent="[]")
-    step = build_once(config, DEVICES, {})
-    needed = memory(step).total
-    change = offer("logical_axis_rules.latent", config, step, needed, needed - 1)
-    assert list(change.keys) == ["logical_axis_rules.latent"]
-    whole, cut = (memory(each).arguments["weights"] for each in (step, change.traced))
-    down, up = (LATENT[rank] * TINY["base_num_query_heads"] for rank in ("q_lora_rank", "kv_lora_rank"))
-    assert whole - cut == LAYERS * 4 * 7 / 8 * (down * (8 + 4) + up * (8 + 8))
-
-
-@pytest.mark.long
-def test_what_no_change_makes_fit_fits_with_shorter_rows():
-    config, step = traced(per_device_batch_size=1, max_target_length=1024)
-    needed = memory(step).total
-    first, *_, last = changes(config, DEVICES, step, needed, needed // 20)
-    assert first.cost == TOGETHER
-    assert {"ici_context_parallelism", "ici_tensor_parallelism"} & first.keys.keys()
-    assert last.keys["max_target_length"] == 128
-    assert last.estimated <= needed // 20
-    *_, last = changes(config, DEVICES, step, needed, sum(memory(step).arguments.values()) // 2)
-    assert last.cost == TOGETHER, "shorter rows help no state that is too large"
-
-
-def test_tiles_that_are_offered_divide_a_row():
-    config, step = traced(max_target_length=12, vocab_size=8192)
-    needed = memory(step).total + 10**6
-    assert offer("num_vocab_tiling", config, step, needed, PLENTY).keys == {"num_vocab_tiling": 4}
 
 
 @needs_libtpu

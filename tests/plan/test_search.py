@@ -44,10 +44,10 @@ class Compiler:
         self.folder = compiling.Folder.of(space.config.replace(jax_cache_dir=str(path)), space.topology)
         self.started = []
 
-    def file(self, config, advises=False):
-        return self.folder.file(config, advises)
+    def file(self, config):
+        return self.folder.file(config)
 
-    def start(self, config, words, advises=False):
+    def start(self, config, words):
         candidate = next(
             each for each in self.costs.candidates if self.space.config.replace(**each.point.keys) == config
         )

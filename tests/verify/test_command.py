@@ -203,7 +203,7 @@ def test_an_interrupted_command_continues_with_the_same_code_and_config(checks, 
     interrupted()
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "edited.py").write_text("EDITED = True")
-    monkeypatch.setattr(report_file, "SOURCES", tmp_path / "src")
+    monkeypatch.setattr("src.extras.code_digest.FOLDER", tmp_path / "src")
     command.main(words)
     assert ran == ["a", "b"]
 

@@ -10,6 +10,7 @@ import json
 import resource
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
 import jax
@@ -18,7 +19,6 @@ from ml_collections import ConfigDict
 from src.config.schema import Config
 from src.config.usage import Usage
 from src.extras.aot import eight_bits, pgle, program, report
-from src.extras.aot.advice import changes
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.topology import Topology, parse_topology
 from src.extras.command_files import check_outputs, write_output
@@ -35,7 +35,6 @@ python -m src.train_compile CONFIG compile_topology=v5p-128 [key=value ...]""",
     ("Compilation ahead of time",),
 )
 DOES_NOT_FIT = 3  # exit code
-MAX_SECONDS_TO_TRY = 600  # no further change is compiled after this
 CUDNN_CALL = "@__cudnn$"  # in StableHLO
 
 
@@ -50,12 +49,8 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     check_outputs({key: path for key, path in outputs.items() if path})
     # Compile time is measured, so don't use the cache.
     jax.config.update("jax_enable_compilation_cache", False)
-    devices = abstract_devices(topology)
-
     times = [time.monotonic()]
-    traced = trace_train_step(
-        config, devices, compiler_options(config.aot.compile_xla_flags, devices[0], topology.slices)
-    )
+    traced = traced_for(config, topology)
     times.append(time.monotonic())
     print(f"compiling for {report.describe(topology.name, topology.slices)}; this may take minutes", flush=True)
     lowered = traced.jax_traced.lower()
@@ -82,7 +77,10 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     print_header(report.lines(result))
     fits = result["memory"]["fits"]
     if not fits:
-        advise(result, config, topology, devices, traced)
+        from src.extras.plan.advice import advise
+
+        memory = result["memory"]
+        result["changes"] = advise(config, topology, memory["needed"], memory["capacity"], _compiled_change)
         print_header([("would help ", "\n".join(report.change_lines(result)))])
 
     if program_path and compiled and fits:
@@ -115,6 +113,13 @@ def checked_topology(config: Config) -> Topology:
     return topology
 
 
+def traced_for(config: Config, topology: Topology) -> TracedTrainStep:
+    """Traces a config's step for the devices of a topology."""
+    devices = abstract_devices(topology)
+    options = compiler_options(config.aot.compile_xla_flags, devices[0], topology.slices)
+    return trace_train_step(config, devices, options)
+
+
 def compile_lowered(
     lowered: jax.stages.Lowered, topology: Topology, profile: Mapping[str, bytes]
 ) -> tuple[jax.stages.Compiled | None, str]:
@@ -135,24 +140,13 @@ def compile_lowered(
     )
 
 
-def advise(
-    result: report.Report, config: Config, topology: Topology, devices: list[jax.Device], traced: TracedTrainStep
-) -> None:
-    """Adds changes that reduce the step's memory to the report, compiling each until one fits or time runs out."""
-    needed, capacity = result["memory"]["needed"], result["memory"]["capacity"]
-    begun, listed = time.monotonic(), []
-    for keys, cost, changed, estimated in changes(config, devices, traced, needed, capacity):
-        print(f"compiling with {report.typed(keys)}, estimated at {report.readable(estimated)}", flush=True)
-        memory = {"needed": needed, "fits": False}
-        with contextlib.suppress(UserError):  # the compiler failed: not a useful suggestion
-            compiled, refusal = compile_lowered(changed.jax_traced.lower(), topology, {})
-            memory = report.device_memory(topology, changed, compiled, refusal)
-        if memory["needed"] < needed:
-            entry = {"keys": keys, "cost": cost, "estimated": estimated}
-            listed.insert(0, entry | {"compiled": memory["needed"], "fits": memory["fits"]})
-        if memory["fits"] or time.monotonic() - begun > MAX_SECONDS_TO_TRY:
-            break
-    result["changes"] = listed
+def _compiled_change(config: Config, keys: Mapping[str, Any]) -> report.Report | None:
+    """Compiles a changed config's step; returns its memory, None if the compiler fails."""
+    topology = parse_topology(config.aot.compile_topology, config.aot.compile_topology_num_slices)
+    with contextlib.suppress(UserError):
+        traced = traced_for(config, topology)
+        return report.device_memory(topology, traced, *compile_lowered(traced.jax_traced.lower(), topology, {}))
+    return None
 
 
 def command(argv: Sequence[str]) -> int:

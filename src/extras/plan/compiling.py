@@ -1,6 +1,5 @@
 """Compiles points, each in a process of its own, and keeps what was found in a folder."""
 
-import functools
 import hashlib
 import json
 import os
@@ -10,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,15 +19,15 @@ from src import FOLDER
 from src.config.schema import Config
 from src.config.yaml import dump
 from src.extras.aot import eight_bits, report
-from src.extras.aot.devices import CUDA, abstract_devices
+from src.extras.aot.devices import CUDA
 from src.extras.aot.program import JAX_SETTINGS, RUN_TIME_KEYS
 from src.extras.aot.topology import Topology
-from src.extras.aot.train_compile import advise, checked_topology, compile_lowered
+from src.extras.aot.train_compile import checked_topology, compile_lowered, traced_for
+from src.extras.code_digest import code_digest
 from src.parallel.chips import GPU_HOSTS, GPU_PROPERTIES
 from src.run import resolve_config
 from src.run.run_setup import configure_jax
-from src.step.compiler_flags import compiler_options, environment_flags
-from src.step.trace import trace_train_step
+from src.step.compiler_flags import environment_flags
 from src.system.disk import new_file
 from src.system.errors import UserError
 from src.system.exit_codes import run_command
@@ -40,7 +38,6 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", f"jax-cuda{CUDA}-plugin"
 SOURCES = ("config", "data", "model", "parallel", "step", "extras/aot")  # of src, which make the program and its report
 USER_FUNCTIONS = ("loss", "batch_transform", "eval_metrics")
 MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-ADVISED = "-advised"  # in a record's name
 
 Record = dict[str, Any]  # the report of train_compile, `failed` (the compiler's message or ""), `cpu_seconds`
 
@@ -84,24 +81,23 @@ class Folder(NamedTuple):
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"jax_cache_dir={kept}: cannot keep compiled points there: {error}") from None
-        installed = sorted((each.name, each.version) for each in metadata.distributions() if each.name in PACKAGES)
         fractions = {name: os.environ.get(name) for name in MEMORY_FRACTIONS}
         settings = {name: str(jax.config.values[name]) for name in JAX_SETTINGS if name in jax.config.values}
         flags = environment_flags(), config.aot.compile_xla_flags
         chip = topology, GPU_PROPERTIES.get(topology.chip.kind if topology.chip else "")
-        return cls(path, repr((chip, installed, fractions, settings, flags, _sources())))
+        return cls(path, code_digest(chip, fractions, settings, flags, folders=SOURCES, packages=PACKAGES))
 
-    def file(self, config: Config, advises: bool = False) -> Path:
+    def file(self, config: Config) -> Path:
         """Names the record of a config: by a digest of its program's keys, versions, flags and sources."""
         sections = (config.model, config.step, config.batch, config.mesh)
         keys = {key: dump(value) for section in sections for key, value in vars(section).items()}
         keys = {key: value for key, value in keys.items() if key not in RUN_TIME_KEYS}
         digest = hashlib.sha256(f"{self.surroundings}{sorted(keys.items())}".encode()).hexdigest()
-        return self.path / f"{digest}{ADVISED * advises}.json"
+        return self.path / f"{digest}.json"
 
-    def start(self, config: Config, words: Sequence[str], advises: bool = False) -> Running:
-        """Starts compiling the config that `words` resolve to, and with `advises` changes that reduce its memory."""
-        file = self.file(config, advises)
+    def start(self, config: Config, words: Sequence[str]) -> Running:
+        """Starts compiling the config that `words` resolve to."""
+        file = self.file(config)
         arguments = [sys.executable, "-m", __spec__.name, str(file), *words]
         path = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
         with file.with_suffix(".log").open("wb") as log:
@@ -133,15 +129,12 @@ def kept(file: Path) -> Record | None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Compiles the config of a command line as train_compile does, and writes the record `argv[0]`.
-
-    A record that is ADVISED also has changes that reduce the memory of a step that does not fit.
-    """
+    """Compiles the config of a command line as train_compile does, and writes the record `argv[0]`."""
     file, *words = argv
     config = resolve_config.load(words, [], command=COMMAND)
     configure_jax(config.step)
     try:
-        record: Record = {**compiled_report(config, Path(file).stem.endswith(ADVISED)), "failed": ""}
+        record: Record = {**compiled_report(config), "failed": ""}
     except UserError as error:
         record = {"failed": str(error)}
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -150,28 +143,15 @@ def main(argv: Sequence[str]) -> None:
         opened.write(json.dumps(record).encode())
 
 
-def compiled_report(config: Config, advises: bool) -> report.Report:
+def compiled_report(config: Config) -> report.Report:
     """Compiles a config's step for its topology; returns the report of train_compile."""
     topology = rated(checked_topology(config))
     jax.config.update("jax_enable_compilation_cache", False)
-    devices, begun = abstract_devices(topology), time.monotonic()
-    options = compiler_options(config.aot.compile_xla_flags, devices[0], topology.slices)
-    traced = trace_train_step(config, devices, options)
+    begun, traced = time.monotonic(), traced_for(config, topology)
     compiled, refusal = compile_lowered(traced.jax_traced.lower(), topology, {})
     if compiled:
         eight_bits.check(compiled, traced.plan)
-    result = report.make_report(topology, traced, compiled, refusal, {"compiling": time.monotonic() - begun})
-    if advises and not result["memory"]["fits"]:
-        advise(result, config, topology, devices, traced)
-    return result
-
-
-@functools.cache
-def _sources() -> str:
-    digest = hashlib.sha256()
-    for file in sorted(file for folder in SOURCES for file in (FOLDER / folder).rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return report.make_report(topology, traced, compiled, refusal, {"compiling": time.monotonic() - begun})
 
 
 if __name__ == "__main__":

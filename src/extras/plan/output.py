@@ -5,6 +5,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from src import as_installed
@@ -58,10 +59,10 @@ class Request(NamedTuple):
         """A point's keys whose values are not the config's."""
         return {key: value for key, value in point.keys.items() if dump(value) != dump(self.config[key])}
 
-    def command_words(self, point: Point) -> list[str]:
-        """Words of the command line that resolve to a point's config."""
-        changed = self.changed(point)
-        own = [word for word in self.words if key_of(word) not in changed]
+    def command_words(self, point: Point, changes: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
+        """Words of the command line that resolve to a point's config, with other values of some keys."""
+        changed = {**self.changed(point), **changes}
+        own = [word for word in self.words if not {key_of(word), word.partition("=")[0]} & changed.keys()]
         return [*own, *(f"{key}={dump(value)}" for key, value in changed.items())]
 
 

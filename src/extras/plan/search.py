@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from src.config.schema import Config
@@ -12,6 +12,7 @@ from src.extras.aot.memory import SAVED
 from src.extras.aot.report import readable
 from src.extras.aot.roofline import Prediction
 from src.extras.plan import host
+from src.extras.plan.advice import advise
 from src.extras.plan.compiling import Folder, Record, Running, kept, processes
 from src.extras.plan.costing import NEAREST, Candidate, Costing
 from src.extras.plan.points import Point, Space
@@ -54,7 +55,7 @@ class Search:
     """Compiles `top` candidates, and up to as many more while one should be faster than the fastest that fits."""
 
     def __init__(
-        self, costing: Costing, space: Space, folder: Folder, words: Callable[[Point], list[str]], top: int
+        self, costing: Costing, space: Space, folder: Folder, words: Callable[..., list[str]], top: int
     ) -> None:
         self._costing, self._space, self._folder, self._words, self._top = costing, space, folder, words, top
         self.results: list[Result] = []
@@ -85,15 +86,25 @@ class Search:
     def advice(self) -> Result:
         """Compiles changes that may make the smallest result fit; returns it with them in its record."""
         nearest = min(self.results, key=lambda each: each.needed)
-        config, words = self._config(nearest.candidate), self._words(nearest.candidate.point)
-        if (record := kept(self._folder.file(config, advises=True))) is None:
-            running = self._folder.start(config, words, advises=True)
+        if nearest.record["failed"]:
+            return nearest
+        config, memory, point = self._config(nearest.candidate), nearest.record["memory"], nearest.candidate.point
+
+        def compiled(changed: Config, keys: Mapping[str, Any]) -> Any:
+            return self._compiled(changed, self._words(point, keys)).get("memory")
+
+        found = advise(config, self._space.topology, memory["needed"], memory["capacity"], compiled)
+        return nearest._replace(record={**nearest.record, "changes": found})
+
+    def _compiled(self, config: Config, words: list[str]) -> Record:
+        if (record := kept(self._folder.file(config))) is None:
+            running = self._folder.start(config, words)
             try:
                 while (record := running.result()) is None:
                     time.sleep(0.1)
             finally:
                 running.end()
-        return self._result(nearest.candidate, record)
+        return record
 
     def _start(self) -> bool:
         """Starts as many compilations as there are processes for; returns whether it started any."""

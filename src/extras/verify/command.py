@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 
+from src import FOLDER
 from src.config.schema import Config
 from src.config.usage import Usage
 from src.extras.command_files import check_outputs
@@ -168,7 +169,7 @@ def _edited_line(error: BaseException) -> str:
     """The innermost line of the project or of a user's module that the error went through, but of no tool."""
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sys.prefix)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(installed)]
-    own = (str(Path(__file__).parent), *(str(report.SOURCES.parent / tool) for tool in TOOLS))
+    own = (str(Path(__file__).parent), *(str(FOLDER.parent / tool) for tool in TOOLS))
     edited = [frame for frame in frames if not frame.filename.startswith(own)]
     frame = (edited or frames or traceback.extract_tb(error.__traceback__))[-1]
     return f"{frame.filename}:{frame.lineno}: {frame.line}"

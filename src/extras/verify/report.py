@@ -1,21 +1,19 @@
 """The file `report=`: what was found, and of which config and code, so that an interrupted command can continue."""
 
-import hashlib
 import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from src.config.schema import Config
 from src.config.yaml import dump
+from src.extras.code_digest import code_digest
 from src.extras.command_files import write_output
 from src.extras.verify.rows import Row
 
 KIND = "report of src.verify"  # in messages
-SOURCES = Path(__file__).parents[2]
 
 
 def write(path: str, head: Mapping[str, Any], rows: Sequence[Row], unfinished: Sequence[str]) -> None:
@@ -58,8 +56,4 @@ def digest_of(config: Config, arguments: Any) -> str:
     named = (config.step.loss, config.batch.batch_transform)
     if not all(name.startswith("src.") for name in named if name):
         return ""
-    packages = sorted(f"{each.name} {each.version}" for each in metadata.distributions())
-    digest = hashlib.sha256(f"{sys.version} {packages} {dump(dict(config))} {arguments}".encode())
-    for file in sorted(SOURCES.rglob("*.py")):
-        digest.update(f"{file.relative_to(SOURCES)} {hashlib.sha256(file.read_bytes()).hexdigest()}".encode())
-    return digest.hexdigest()
+    return code_digest(sys.version, dump(dict(config)), arguments)

@@ -1,47 +1,70 @@
-"""Suggests config changes that reduce a step's memory, each with its estimated effect."""
+"""Finds changes to a config that make a step fit that does not: estimated first, then compiled."""
 
 import math
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
-
-import jax
 
 from src.config.schema import LOGICAL_AXES, Config, size_key
 from src.data.batch_schedule import size_keys
-from src.extras.aot.devices import abstract_devices
-from src.extras.aot.memory import memory
-from src.extras.aot.topology import parse_topology
-from src.step.trace import TracedTrainStep, trace_train_step
-from src.system.errors import UserError
+from src.extras.aot.report import Report, readable, typed
+from src.extras.aot.topology import Topology, parse_topology
+from src.extras.plan.estimate import absent_step, estimate_memory
+from src.extras.plan.traffic import Step
+from src.system.errors import UserError, show
 
+MAX_SECONDS_TO_TRY = 600  # no further change is compiled after this
 FACTORS = (2, 4, 8, 16, 32)
 SHORTEST = 128  # shortest sequence length to suggest
 
 
 class Change(NamedTuple):
-    """A suggested change: its keys, its cost, the step it gives, and that step's estimated bytes per device."""
+    """A suggested change: its keys, its cost, the config it gives, and that step's estimated bytes per device."""
 
     keys: dict[str, Any]  # a logical axis rule by its dotted name
     cost: str
-    traced: TracedTrainStep
+    config: Config
     estimated: int
 
 
-def changes(
-    config: Config, devices: list[jax.Device], traced: TracedTrainStep, needed: int, capacity: int
-) -> Iterator[Change]:
+def advise(
+    config: Config,
+    topology: Topology,
+    needed: int,
+    capacity: int,
+    compiled: Callable[[Config, Mapping[str, Any]], Report | None],
+) -> list[Report]:
+    """Compiles changes until one fits or time runs out, and lists those that lower the memory, the last first.
+
+    `compiled` takes a changed config and its changed keys, and returns the part `memory` of the step's report, None if
+    the compiler failed.
+    """
+    begun, listed = time.monotonic(), list[Report]()
+    for change in changes(config, topology, needed, capacity):
+        show(f"compiling with {typed(change.keys)}, estimated at {readable(change.estimated)}")
+        memory = compiled(change.config, change.keys) or {"needed": needed, "fits": False}
+        if memory["needed"] < needed:
+            entry = {"keys": change.keys, "cost": change.cost, "estimated": change.estimated}
+            listed.insert(0, entry | {"compiled": memory["needed"], "fits": memory["fits"]})
+        if memory["fits"] or time.monotonic() - begun > MAX_SECONDS_TO_TRY:
+            break
+    return listed
+
+
+def changes(config: Config, topology: Topology, needed: int, capacity: int) -> Iterator[Change]:
     """Yields changes that may bring a step's `needed` bytes per device down to `capacity`; the caller compiles each.
 
     Single changes that should suffice come first, cheapest first. Next come the largest savings combined, as few as
     should suffice, or else all of them. Last come the same combinations with shorter sequences.
 
-    The estimate for a changed step is its arguments plus the parts of its temporaries (`memory`), scaled by the ratio
-    of compiled to estimated temporaries of the original step. A change to something that is not live at peak memory
-    therefore has no effect and is dropped.
+    The estimate for a changed step is its arguments plus its temporaries, both as src/extras/plan/estimate.py counts
+    them, the temporaries scaled by the ratio of compiled to estimated ones of the original step. A change to something
+    that is not live at peak memory therefore has no effect and is dropped.
     """
-    parts = memory(traced)
+    step = absent_step(config, topology)
+    parts = estimate_memory(step)
     arguments = sum(parts.arguments.values())
-    scale = (needed - arguments) / (parts.total - arguments)
+    scale = max(needed - arguments, 0) / (parts.total - arguments)
     now = {**config, **{_rule(axis): list(axes) for axis, axes in config.mesh.logical_axis_rules.items()}}
 
     def change(keys: Mapping[str, Any], cost: str) -> Change | None:
@@ -50,22 +73,20 @@ def changes(
             return None
         rules = {axis: keys.get(_rule(axis), axes) for axis, axes in config.mesh.logical_axis_rules.items()}
         plain = {key: value for key, value in keys.items() if "." not in key}
-        changed, on = config.replace(**plain, logical_axis_rules=rules), devices
+        changed, on = config.replace(**plain, logical_axis_rules=rules), topology
         try:
             if "compile_topology_num_slices" in keys:
-                aot = changed.aot
-                on = abstract_devices(parse_topology(aot.compile_topology, aot.compile_topology_num_slices))
-            step = trace_train_step(changed, on, traced.compiler_options)
+                on = parse_topology(topology.name, keys["compile_topology_num_slices"])
+            after = estimate_memory(absent_step(changed, on))
         except UserError:  # such as a batch that can't be halved
             return None
-        after = memory(step)
         held = sum(after.arguments.values())
         estimated = held + round((after.total - held) * scale)
-        return Change(keys, cost, step, estimated) if estimated < needed else None
+        return Change(keys, cost, changed, estimated) if estimated < needed else None
 
     found: list[Change] = []
     # Change the optimizer's precision and sharding only if the state takes much of the memory.
-    for cost, *alternatives in _candidates(config, traced, arguments > capacity / 2):
+    for cost, *alternatives in _candidates(config, step, arguments > capacity / 2):
         best = None
         for keys in alternatives:
             best = change(keys, cost) or best
@@ -93,16 +114,16 @@ def _rule(axis: str) -> str:
     return f"logical_axis_rules.{axis}"
 
 
-def _candidates(config: Config, traced: TracedTrainStep, state_decides: bool) -> Iterator[tuple[Any, ...]]:
+def _candidates(config: Config, planned: Step, state_decides: bool) -> Iterator[tuple[Any, ...]]:
     """Yields the cost of a change and alternative keys for it; the first alternative that suffices is used."""
-    step, batch, spec, layout = traced.plan.step, config.batch, traced.plan.spec, traced.plan.layout
+    step, batch, spec, layout = config.step, config.batch, planned.placed.spec, planned.placed.layout
     yield "nothing: it is the kernel for these devices", {"attention": "autoselected"}
     between_blocks = {_rule("norm_length"): ["context", "tensor"]}
     if layout.mesh.shape["tensor"] > 1:
         yield "devices that share heads gather tokens between blocks", between_blocks
     if any(layer.attention_type == "mla" for layer in spec.layers):
         yield "latent attention's weights are gathered", {_rule("latent"): list(LOGICAL_AXES["latent"][0])}
-    tiles = math.gcd(step.num_vocab_tiling * 8, batch.max_target_length)  # tiles have to divide the sequence length
+    tiles = math.gcd(planned.tiles * 8, batch.max_target_length)  # tiles have to divide the sequence length
     yield "logits are computed twice", {"num_vocab_tiling": tiles}
     no_arrays = {"remat_custom": {}} if step.remat_policy == "custom" else {}
     yield "blocks are computed twice", {"remat_policy": "full", **no_arrays}

@@ -206,4 +206,6 @@ def test_the_workspace_of_a_gpus_attention_counts_what_its_layers_have(keys, exp
     sizes = {"base_num_query_heads": 2, "base_num_kv_heads": 2, "head_dim": 128, "max_target_length": 256}
     given = {key: value for key, value in {**sizes, "dtype": "bfloat16", **keys}.items() if value is not None}
     step = trace_train_step(load(**given), abstract_devices(parse_topology("a3:1", 1)))
-    assert attention_workspace(step) == expected * step.tokens * 128
+    plan, (rows, length) = step.plan, step.batch["tokens"].shape
+    found = attention_workspace(plan.spec, plan.execution, plan.kernel, plan.layout, rows, length, plan.packed)
+    assert found == expected * step.tokens * 128

@@ -107,7 +107,7 @@ def test_what_a_step_asks_of_a_device_is_its_share_of_the_mesh():
 
 def test_what_is_computed_again_moves_through_memory_again():
     spec = spec_of(load())
-    arguments = {"tokens": 64, "length": 16, "sharing": 1, "state_bytes": 0}
+    arguments = {"layout": make()[1].layout, "tokens": 64, "length": 16, "state_bytes": 0}
     kept = step_work(spec, Execution(remat_policy="none"), "flash", **arguments)
     again = step_work(spec, Execution(remat_policy="full"), "flash", **arguments)
     scores = step_work(spec, Execution(remat_policy="none"), "dot_product", **arguments)
@@ -148,7 +148,7 @@ def test_kernels_compute_whole_blocks():
 def test_what_is_rounded_moves_through_memory(kind, gradients):
     """Read twice and written as codes, in float32 and 8 bits: inputs once or twice, and gradients of outputs."""
     _, plan = make(quantization=kind, quantization_exclude="[output,attention.out]")
-    arguments = {"tokens": 64, "length": 16, "sharing": 1, "state_bytes": 0}
+    arguments = {"layout": plan.layout, "tokens": 64, "length": 16, "state_bytes": 0}
     for policy, times in (("none", 1), ("full", 2)):
         execution = Execution(remat_policy=policy)
         wide = step_work(plan.spec, execution, "flash", **arguments)

@@ -11,10 +11,13 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from src.model.attention_kernels.blocked import TILE
 from src.model.attention_kernels.cudnn import workspace_bytes
+from src.model.execution import Execution
+from src.model.flops import all_layers
 from src.model.moe.dispatch import BUFFER_SLACK
 from src.model.params import by_path
 from src.model.parts import attention_scores, layer_costs
-from src.parallel.mesh import mesh_axes_of
+from src.model.spec import ModelSpec
+from src.parallel.mesh import MeshLayout, mesh_axes_of
 from src.step.plan import StepPlan
 from src.step.trace import TracedTrainStep
 
@@ -83,16 +86,20 @@ def scores_bytes(traced: TracedTrainStep) -> int:
     return rows // plan.accumulation.micro_batches // stage // layout.shards("batch") * heads * pairs * 4
 
 
-def attention_workspace(traced: TracedTrainStep) -> int:
-    """Returns the bytes of the fused kernel's workspace, which a compiler without a GPU does not count."""
-    plan, (rows, length) = traced.plan, traced.batch["tokens"].shape
-    if plan.kernel != "cudnn_flash":
+def attention_workspace(
+    spec: ModelSpec, execution: Execution, kernel: str, layout: MeshLayout, rows: int, length: int, packed: bool
+) -> int:
+    """Returns the bytes of the fused kernel's workspace, which a compiler without a GPU does not count.
+
+    `rows` are the sequences of a micro-batch.
+    """
+    if kernel != "cudnn_flash":
         return 0
-    rows //= plan.accumulation.micro_batches * (plan.execution.schedule.micro_batches if plan.execution.schedule else 1)
-    mixers = [layer_costs(layer)["attention"] for layer in dict.fromkeys(plan.spec.layers)]
+    rows //= execution.schedule.micro_batches if execution.schedule else 1
+    mixers = [layer_costs(layer)["attention"] for layer in all_layers(spec)]
     return max(
         (
-            workspace_bytes(rows, length, costs.scores, min(costs.sharded["heads"]), plan.packed, plan.layout)
+            workspace_bytes(rows, length, costs.scores, min(costs.sharded["heads"]), packed, layout)
             for costs in mixers
             if costs.scores
         ),

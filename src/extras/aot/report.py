@@ -92,17 +92,19 @@ def device_memory(
 ) -> Report:
     """Returns a device's needed bytes, capacity and parts; `needed` is a lower bound if the compiler failed."""
     parts, capacity = memory(traced), device_capacity(topology)
-    saved_on_host = 0
+    plan, (rows, length), saved_on_host = traced.plan, traced.batch["tokens"].shape, 0
     if compiled:
         stats = compiled.memory_analysis()
         assert stats
+        rows //= plan.accumulation.micro_batches
+        workspace = attention_workspace(plan.spec, plan.execution, plan.kernel, plan.layout, rows, length, plan.packed)
         sizes = {
             "arguments": stats.argument_size_in_bytes,
             "temporaries": stats.temp_size_in_bytes,
             "outputs": stats.output_size_in_bytes,
             "donated": stats.alias_size_in_bytes,
             "program": stats.generated_code_size_in_bytes,
-            **({"workspace": workspace} if (workspace := attention_workspace(traced)) else {}),
+            **({"workspace": workspace} if workspace else {}),
         }
         if topology.platform != "cpu":  # on a CPU the peak covers only the arguments
             sizes["peak"] = stats.peak_memory_in_bytes

@@ -21,6 +21,7 @@ from src.model.parts import layer_costs
 from src.model.selection import Quantization
 from src.model.spec import ModelSpec
 from src.parallel.chips import Chip
+from src.parallel.mesh import MeshLayout
 from src.step.trace import TracedTrainStep
 
 NONE = Quantization()
@@ -150,21 +151,18 @@ def predict(
 
 def work_of(traced: TracedTrainStep) -> Work:
     """Computes the work of each device in a traced step."""
-    plan, layout, schedule = traced.plan, traced.plan.layout, traced.plan.execution.schedule
-    stages = schedule.stages if schedule else 1
+    plan = traced.plan
     return step_work(
         plan.spec,
         plan.execution,
         plan.kernel,
-        tokens=traced.tokens / layout.mesh.size,
+        plan.layout,
+        tokens=traced.tokens,
         length=traced.batch["tokens"].shape[1],
-        sharing=layout.mesh.size // (layout.shards("batch") * layout.shards("length") * stages),
         state_bytes=device_bytes(traced.state),
         vocab_tiles=plan.step.num_vocab_tiling,
         quantization=plan.quantization,
-        # For each micro-batch of a pipeline, a device reads only its stage's weights.
-        micro_batches=plan.accumulation.micro_batches * (schedule.micro_batches / stages if schedule else 1),
-        expert_shards=layout.shards("expert"),
+        micro_batches=plan.accumulation.micro_batches,
     )
 
 
@@ -172,25 +170,28 @@ def step_work(
     spec: ModelSpec,
     execution: Execution,
     kernel: str,
+    layout: MeshLayout,
     *,
     tokens: float,
     length: int,
-    sharing: int,
     state_bytes: int,
     vocab_tiles: int = 1,
     quantization: Quantization = NONE,
     micro_batches: float = 1,
-    expert_shards: int = 1,
 ) -> Work:
-    """Computes one device's work in a step.
+    """Computes one device's work in a step of `tokens` in sequences of `length`, in `micro_batches`.
 
-    A device has `tokens` of the step in sequences of `length`, and computes them together with `sharing` devices, over
-    which heads and hidden units are sharded. `kernel` is the attention kernel; `state_bytes` covers weights and
-    optimizer on the device; `vocab_tiles` is the number of loss tiles; the weights, and one of `expert_shards` of the
-    experts' weights, are read in `micro_batches` passes.
+    `kernel` is the attention kernel; `state_bytes` covers weights and optimizer on the device; `vocab_tiles` is the
+    number of loss tiles.
     For `quantization`, matmuls use their own peak, and quantizing activations and gradients counts; quantizing weights
     does not, since each device quantizes only its shard.
     """
+    stages = execution.schedule.stages if execution.schedule else 1
+    # Devices that share heads and hidden units compute their tokens together.
+    sharing = layout.mesh.size // (layout.shards("batch") * layout.shards("length") * stages)
+    tokens /= layout.mesh.size
+    if execution.schedule:  # for each of a pipeline's micro-batches, a device reads only its stage's weights
+        micro_batches *= execution.schedule.micro_batches / stages
     model = flops.flops_per_token(spec, length)
     again = recomputed_flops(spec, length, execution, vocab_tiles, kernel)
     itemsize = jnp.dtype(spec.dtype).itemsize
@@ -229,7 +230,7 @@ def step_work(
         for each in flops.block_weights(layer, spec)
         if each.used < each.size
     )
-    elements = flops.count_params(spec) - of_experts * (1 - 1 / expert_shards)
+    elements = flops.count_params(spec) - of_experts * (1 - 1 / layout.shards("expert"))
     weights = 6 * micro_batches * elements / sharing * itemsize
     rows = tokens * sharing / micro_batches
     of_token = operations(spec, length, execution, vocab_tiles, kernel, quantized, rows, sharing)

@@ -11,17 +11,15 @@ import jax.numpy as jnp
 
 from src.config.schema import Config
 from src.extras.aot.hlo import Collective
-from src.extras.aot.memory import LOGITS, SAVED, Memory
+from src.extras.aot.memory import LOGITS, SAVED, Memory, attention_workspace
 from src.extras.aot.roofline import Constants, Prediction, Work, predict, step_work
 from src.extras.aot.topology import Topology
 from src.extras.plan.block_arrays import TokenArray, block_arrays
 from src.extras.plan.placed import AbsentLayout, DeclaredWeight, Placed, place
 from src.extras.plan.traffic import Step, collectives, gathered_elements
-from src.model.attention_kernels.cudnn import workspace_bytes
 from src.model.execution import check_rows, make_execution
 from src.model.flops import all_layers
 from src.model.moe.dispatch import BUFFER_SLACK
-from src.model.parts import layer_costs
 from src.model.vocab_tiles import vocab_tiles
 from src.parallel.chips import Chip, peak_flops, run_peak
 from src.parallel.mesh import global_batch_size
@@ -53,22 +51,20 @@ def step_costs(config: Config, topology: Topology, placed: Placed | None = None)
         raise UserError(f"compile_topology={topology.name}: no peak rate is published for dtype={config.step.dtype}")
     step = absent_step(config, topology, placed)
     placed = step.placed
-    layout, schedule, quantization = placed.layout, placed.schedule, placed.model.plan.quantization
-    stages = schedule.stages if schedule else 1
+    quantization = placed.model.plan.quantization
     memory = estimate_memory(step)
     tokens = step.rows * step.micro_batches * placed.length
     work = step_work(
         placed.spec,
         step.execution,
         placed.kernel,
-        tokens=tokens / layout.mesh.size,
+        placed.layout,
+        tokens=tokens,
         length=placed.length,
-        sharing=layout.mesh.size // (layout.shards("batch") * layout.shards("length") * stages),
         state_bytes=memory.arguments["weights"] + memory.arguments["optimizer"],
         vocab_tiles=step.tiles,
         quantization=quantization,
-        micro_batches=step.micro_batches * (schedule.micro_batches / stages if schedule else 1),
-        expert_shards=layout.shards("expert"),
+        micro_batches=step.micro_batches,
     )
     low_peak = peak_flops(chip.kind, quantization.kind)
     return Costs(work, collectives(step), memory, tokens, chip, peak, low_peak, topology.slices)
@@ -119,6 +115,9 @@ def estimate_memory(step: Step) -> Memory:
         elements, on_stage = gathered_elements(weight, layout), stages if "layers" in weight.axes else 1
         if weight.block and elements > math.prod(weight.shape) / layout.size(_axes(weight, layout)):
             gathered[weight.block] += elements * on_stage / weight.layers * itemsize
+    workspace = attention_workspace(
+        spec, step.execution, placed.kernel, layout, step.rows, placed.length, placed.packed
+    )
     return Memory(
         arguments={
             "weights": round(shares.weights),
@@ -130,7 +129,7 @@ def estimate_memory(step: Step) -> Memory:
             LOGITS: round(2 * logits),
             "gradients": round(gradients),
             "a block's weights, gathered": round(max(gathered.values())),
-            "what a block computes": round(max(computed)) + _workspace(step),
+            "what a block computes": round(max(computed)) + workspace,
         },
         on_host=round(shares.optimizer) if on_host else 0,
     )
@@ -152,16 +151,3 @@ def _bytes(arrays: Sequence[TokenArray], layout: AbsentLayout) -> float:
         slack = BUFFER_SLACK if each.of_experts and layout.shards("expert") > 1 else 1
         total += each.bytes * slack / shards
     return total
-
-
-def _workspace(step: Step) -> int:
-    placed, schedule = step.placed, step.placed.schedule
-    if placed.kernel != "cudnn_flash":
-        return 0
-    rows = step.rows // (schedule.micro_batches if schedule else 1)
-    mixers = [layer_costs(layer)["attention"] for layer in all_layers(placed.spec)]
-    return max(
-        workspace_bytes(rows, placed.length, costs.scores, min(costs.sharded["heads"]), placed.packed, placed.layout)
-        for costs in mixers
-        if costs.scores
-    )

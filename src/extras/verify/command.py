@@ -35,8 +35,11 @@ CHECKS = {  # each is `rows` of the module of its name beside this one
     "h": ("counts", "parameters and FLOPs are as counted"),
     "i": ("conversion", "to Hugging Face and back keeps all bits"),
     "j": ("program", "the compiled program shards, donates and computes as configured"),
+    "k": ("schedules", "learning rates follow the schedule"),
+    "l": ("updates", "optimizers update as published"),
+    "m": ("evaluation", "evaluations read and average what they should"),
 }
-DEFAULT = "abde"
+DEFAULT = "abdeklm"
 OWN = ("mesh", "checks", "report", "golden")
 USAGE = Usage(
     f"""Checks a config and the code it runs, shrunk and on virtual devices, before accelerators are rented.

@@ -1,0 +1,297 @@
+"""Check m: evaluations read each document once, where they should begin, and average over tokens."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from src.data.eval_batches import EvalBatches
+from src.data.open import train_validation_split
+from src.data.types import END, Document, EvalSet, InputSpec, RowArrays, Source
+from src.extras.verify.logits import evaluated, unlimited
+from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject
+from src.model.params import by_path, nested
+from src.run.evaluator import Evaluator, means
+from src.step.eval_step import compile_eval_step
+from src.step.plan import StepPlan
+from src.system.imports import optional
+
+# Relative to the mean, of float32 sums of at most a few hundred tokens: rounding gives at most 4e-7 over three seeds of
+# five kinds of models. A mean of batches' means gives 2e-3 or more, padding that counts 0.1.
+BOUND = 1e-5
+# Log-probabilities of a token, in nats: rounding gives up to 3e-6 of scores up to 20, the score of another token 1.
+SCORE_BOUND = 1e-4
+BATCH, DOCUMENTS = 4, 13  # rows of a batch; documents, so that the last batch has padding
+LN_2 = float(np.log(2))
+
+Pairs = Counter[tuple[int, int]]  # inputs and their targets
+Outcome = tuple[float, str]  # how many things are wrong, and which
+
+
+class Texts(Source):
+    """Documents of known ids, as texts that name them or as ids."""
+
+    def __init__(self, documents: Sequence[np.ndarray], as_text: bool = False, keys: Any = None) -> None:
+        self.documents, self._as_text, self._keys = documents, as_text, keys
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, i: int) -> Any:
+        return str(i) if self._as_text else self.documents[i]
+
+    def document_keys(self) -> Any:
+        return self._keys
+
+    def fingerprint(self) -> dict[str, str | int]:
+        return {"documents": len(self.documents)}
+
+
+def rows(subject: Subject) -> Iterator[Row]:
+    """Evaluates on documents in memory, and compares with sums in float64 over logits of the same documents."""
+    if subject.config.batch.batch_transform:
+        note = "it may change which tokens count: evaluations are checked without it"
+        yield Row("m", "batch_transform", NOT_APPLICABLE, note=note)
+        subject = dataclasses.replace(subject, config=subject.config.replace(batch_transform=""))
+    subject, limited = unlimited("m", subject)
+    yield from limited
+    config = subject.config.replace(eval_per_device_batch_size=float(BATCH))
+    subject, inputs = dataclasses.replace(subject, config=config), InputSpec.of(config, None)
+    rng, most = np.random.default_rng(subject.seed), subject.length + subject.length // 2
+    sizes = [*rng.integers(2, most, DOCUMENTS - 2), 0, 1]  # the last two have no target
+    documents = [rng.integers(0, config.model.vocab_size, size, dtype=np.int32) for size in sizes]
+    batches = list(_batches(inputs, documents, -1))
+    yield _row("an epoch has each document once", _documents(inputs, documents, batches))
+    yield _row("evaluations begin where eval_mode says", _positions(inputs, documents, len(batches)))
+    yield _row("no held-out document is trained on", _held_out(documents, config.data.eval_fraction))
+    yield from _means(subject, inputs, documents, batches)
+
+
+def _batches(inputs: InputSpec, documents: Sequence[np.ndarray], steps: int, **place: Any) -> EvalBatches:
+    return EvalBatches(inputs, EvalSet("", Texts(documents), steps), range(BATCH), BATCH, **place)
+
+
+def _row(name: str, outcome: Outcome) -> Row:
+    figure, note = outcome
+    return Row("m", name, FAIL if figure else PASS, figure, 0, note)
+
+
+# ---- Which documents an evaluation has
+
+
+def _pairs(documents: Sequence[np.ndarray]) -> Pairs:
+    return Counter((int(x), int(y)) for ids in documents for x, y in zip(ids[:-1], ids[1:], strict=True))
+
+
+def _counted(batches: Sequence[RowArrays]) -> Pairs:
+    """Inputs and targets whose loss counts; all that are not padding should."""
+    found: Pairs = Counter()
+    for batch in batches:
+        at = batch["loss_mask"] > 0
+        found.update(zip(batch["tokens"][at].tolist(), batch["targets"][at].tolist(), strict=True))
+    return found
+
+
+def _documents(inputs: InputSpec, documents: Sequence[np.ndarray], batches: Sequence[RowArrays]) -> Outcome:
+    """Counts the tokens that an epoch lacks, or has too often."""
+    found, longest = _counted(batches), None
+    if not inputs.batch.packing and inputs.batch.long_documents == "truncate":
+        longest = inputs.batch.max_target_length + 1
+    expected = _pairs([ids[:longest] for ids in documents])
+    # Of an endless stream, as many batches begin a second epoch at some rows, but have all of the first.
+    again = _counted(list(_batches(inputs, documents, len(batches))))
+    counts = {
+        "of the epoch are missing": (expected - found).total(),
+        "of the epoch are there too often": (found - expected).total(),
+        f"are missing from {len(batches)} batches": (expected - again).total(),
+    }
+    wrong = [f"{count} of {expected.total()} tokens {what}" for what, count in counts.items() if count]
+    note = f"{len(documents)} documents, {expected.total()} tokens in {len(batches)} batches of {BATCH} rows"
+    return float(sum(counts.values())), "; ".join(wrong) or note
+
+
+def _positions(inputs: InputSpec, documents: Sequence[np.ndarray], count: int) -> Outcome:
+    """Counts evaluations whose batches differ from the first ones of an endless stream, or from the next ones."""
+    whole, epoch = list(_batches(inputs, documents, 3)), list(_batches(inputs, documents, -1))
+    reset, rolling = _batches(inputs, documents, 1), _batches(inputs, documents, 1, rolls=True)
+    found = {"the first evaluation": (list(reset), whole[:1]), "the second, with reset,": (list(reset), whole[:1])}
+    again = _batches(inputs, documents, -1)
+    found |= {f"epoch {number}": (list(again), epoch) for number in (1, 2)}
+    found |= {f"rolling evaluation {number + 1}": (list(rolling), whole[number : number + 1]) for number in range(2)}
+    resumed = _batches(inputs, documents, 1, rolls=True, position=rolling.position())
+    found["rolling evaluation 3, resumed,"] = list(resumed), whole[2:]
+    wrong = [name for name, (some, others) in found.items() if not _same(some, others)]
+    note = f"{wrong[0]} has other documents; {len(wrong)} of {len(found)} evaluations do" if wrong else ""
+    return float(len(wrong)), note or f"{len(found)} evaluations"
+
+
+def _same(some: Sequence[RowArrays], others: Sequence[RowArrays]) -> bool:
+    if len(some) != len(others):
+        return False
+    pairs = [(one[name], other[name]) for one, other in zip(some, others, strict=True) for name in other]
+    return all(np.array_equal(one, other) for one, other in pairs)
+
+
+def _held_out(documents: Sequence[np.ndarray], fraction: float) -> Outcome:
+    """Counts documents on both sides of the split or on neither, also if some are pieces of the same document."""
+    pieces = np.arange(len(documents), dtype=np.uint64) // np.uint64(3)
+    wrong: list[str] = []
+    for keys in (None, pieces):
+        sides = train_validation_split(Texts(documents, as_text=True, keys=keys), fraction or 0.1)
+        training, held_out = ([int(side[i]) for i in range(len(side))] for side in sides)
+        both = {*training} & {*held_out}
+        wrong += [f"document {at} is in both parts" for at in both]
+        wrong += [f"document {at} is in neither part" for at in {*range(len(documents))} - {*training, *held_out}]
+        if keys is not None:
+            shared = {int(keys[at]) for at in training} & {int(keys[at]) for at in held_out}
+            wrong += [f"pieces of document {key} are in both parts" for key in shared]
+    return float(len(wrong)), wrong[0] if wrong else ""
+
+
+# ---- What it computes of them
+
+
+def _means(
+    subject: Subject, inputs: InputSpec, documents: Sequence[np.ndarray], batches: Sequence[RowArrays]
+) -> Iterator[Row]:
+    plan, config = subject.reference_plan, subject.config
+    sequences = [ids[: subject.length + 1] for ids in documents if len(ids) > 1][: BATCH + 2]
+    texts = [_one_per_row(sequences[first : first + BATCH], subject.length) for first in (0, BATCH)]
+    log_probs = _log_probs(subject, [*batches, *texts])
+    of_batches, of_texts = log_probs[: len(batches)], log_probs[len(batches) :]
+    expected = _mean(of_batches, batches)
+
+    data, weights = EvalSet("", Texts(documents), -1), subject.placed(plan)
+    evaluator = Evaluator(config.evaluation, inputs, plan, compile_eval_step(plan), data)
+    (sums,) = evaluator.sums(weights)
+    found = means(sums)
+    tokens = sum(float(batch["tokens"]) for batch in sums), sum(float(batch["loss_mask"].sum()) for batch in batches)
+    values = {
+        "eval_loss": (found["eval_loss"], expected),
+        "eval_perplexity": (found["eval_perplexity"], float(np.exp(expected))),
+        "the number of tokens": tokens,
+    }
+    yield _close("an epoch's loss is its tokens' mean", values)
+    yield _of_average(subject, evaluator, batches)
+    yield _of_bytes(subject, inputs, documents, batches, of_batches)
+    yield _of_scores(subject, sequences, of_texts, texts)
+
+
+def _log_probs(subject: Subject, batches: Sequence[RowArrays]) -> np.ndarray:
+    """Log-probabilities [n, B, T, V] of all tokens of the vocabulary, in float64."""
+    logits, _ = evaluated(subject, subject.reference_plan, batches)
+    logits = np.float64(logits[:, 0])
+    largest = np.max(logits, axis=-1, keepdims=True)
+    return logits - largest - np.log(np.sum(np.exp(logits - largest), axis=-1, keepdims=True))
+
+
+def _of_targets(log_probs: np.ndarray, batch: RowArrays) -> np.ndarray:
+    return np.take_along_axis(log_probs, batch["targets"][..., None], axis=-1)[..., 0]
+
+
+def _mean(log_probs: np.ndarray, batches: Sequence[RowArrays]) -> float:
+    """Nats per token that is not padding."""
+    pairs = list(zip(log_probs, batches, strict=True))
+    nats = sum(-np.sum(_of_targets(each, batch)[batch["segment_ids"] > 0]) for each, batch in pairs)
+    return float(nats / sum(np.sum(batch["segment_ids"] > 0) for batch in batches))
+
+
+def _of_average(subject: Subject, evaluator: Evaluator, batches: Sequence[RowArrays]) -> Row:
+    """Evaluates a state whose average has other trained weights."""
+    name, plan = "the loss of the averaged weights", subject.reference_plan
+    if not subject.config.step.ema_decay:
+        return Row("m", name, NOT_APPLICABLE, note="ema_decay is 0")
+    weights, trained = by_path(subject.weights), by_path(plan.split(subject.weights).trainable)
+    others = by_path(Subject(subject.config, subject.seed + 1).weights)
+    average = subject.with_weights(nested(weights | {path: others[path] for path in trained}))
+    state = subject.first_state(plan)
+    state = dataclasses.replace(state, ema=jax.tree.map(jnp.asarray, plan.split(average.weights).trainable))
+    found = evaluator.run(state)
+    values = {
+        "eval_loss": (found["eval_loss"], _mean(_log_probs(subject, batches), batches)),
+        "eval_ema_loss": (found["eval_ema_loss"], _mean(_log_probs(average, batches), batches)),
+    }
+    return _close(name, values)
+
+
+def _of_bytes(
+    subject: Subject,
+    inputs: InputSpec,
+    documents: Sequence[np.ndarray],
+    batches: Sequence[RowArrays],
+    log_probs: np.ndarray,
+) -> Row:
+    """Evaluates the same documents as texts, whose first and last ids are no text and others have 0 to 4 bytes."""
+    rng = np.random.default_rng(subject.seed)
+    lengths = [rng.integers(0, 5, len(ids), dtype=np.int32) for ids in documents]
+    for each in lengths:
+        each[:1] = each[-1:] = END
+    counted = inputs._replace(count_bytes=lambda text: Document(documents[int(text)], text_bytes=lengths[int(text)]))
+    row = jax.ShapeDtypeStruct((subject.length,), np.int32)
+    plan: StepPlan = dataclasses.replace(subject.reference_plan, fields={"text_bytes": row})
+    data = EvalSet("", Texts(documents, as_text=True), -1)
+    evaluator = Evaluator(subject.config.evaluation, counted, plan, compile_eval_step(plan), data)
+    (sums,) = evaluator.sums(subject.placed(plan))
+    found, of_text = means(sums), list(evaluator.batches)
+    nats, total = 0.0, 0
+    for each, batch, text in zip(log_probs, batches, of_text, strict=True):
+        is_text = (text["text_bytes"] >= 0) & (batch["segment_ids"] > 0)
+        nats -= float(np.sum(_of_targets(each, batch)[is_text]))
+        total += int(np.sum(text["text_bytes"][is_text]))
+    if inputs.batch.packing or inputs.batch.long_documents == "split":
+        total = sum(int(np.sum(each[each >= 0])) for each in lengths)  # of the documents, and not of the batches
+    values = {
+        "eval_bits_per_byte": (found.get("eval_bits_per_byte", np.nan), nats / LN_2 / total),
+        "eval_loss": (found["eval_loss"], _mean(log_probs, batches)),
+    }
+    return _close("bits per byte of texts", values)
+
+
+def _one_per_row(sequences: Sequence[np.ndarray], length: int) -> RowArrays:
+    """A batch with one sequence in each row, in one segment with its padding."""
+    batch = {name: np.zeros((BATCH, length), np.int32) for name in ("tokens", "targets")}
+    for row, ids in enumerate(sequences):
+        batch["tokens"][row, : len(ids) - 1], batch["targets"][row, : len(ids) - 1] = ids[:-1], ids[1:]
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), (BATCH, length))
+    segments = np.ones((BATCH, length), np.int32)
+    return {**batch, "segment_ids": segments, "positions": positions, "loss_mask": np.float32(segments)}
+
+
+def _of_scores(
+    subject: Subject, sequences: Sequence[np.ndarray], log_probs: np.ndarray, batches: Sequence[RowArrays]
+) -> Row:
+    """Scores sequences of unequal lengths as src.evaluate does for texts and tasks."""
+    name, scoring = "scores of the tokens of texts", optional("evaluation.scoring")
+    if scoring is None:
+        return Row("m", name, NOT_APPLICABLE, note="src/extras/evaluation was deleted")
+    config, plan = subject.config, subject.reference_plan
+    found = list(scoring.Scorer(config.evaluation, config.batch, plan, subject.placed(plan))(sequences))
+    if len(found) != len(sequences):
+        return Row("m", name, FAIL, np.inf, SCORE_BOUND, f"{len(found)} of {len(sequences)} texts have scores")
+    errors = []
+    for number, (ids, (scores, likeliest)) in enumerate(zip(sequences, found, strict=True)):
+        batch, row, count = number // BATCH, number % BATCH, len(ids) - 1
+        if scores.shape != (count,):
+            return Row("m", name, FAIL, np.inf, SCORE_BOUND, f"text {number} has {scores.shape}, not {count} scores")
+        of_row = log_probs[batch, row, :count]
+        wanted = _of_targets(log_probs[batch], batches[batch])[row, :count]
+        clear = np.ptp(np.sort(of_row, axis=-1)[:, -2:], axis=-1) > SCORE_BOUND  # the two likeliest are not equal
+        differ = (likeliest != (np.argmax(of_row, axis=-1) == ids[1:])) & clear
+        errors.append(float(np.max(np.where(differ, np.inf, np.abs(scores - wanted)))))
+    worst = int(np.argmax(np.nan_to_num(errors, nan=np.inf)))
+    is_close = errors[worst] <= SCORE_BOUND
+    note = f"{len(errors)} texts" if is_close else f"text {worst} of {len(errors)}, of {len(sequences[worst])} ids"
+    return Row("m", name, PASS if is_close else FAIL, errors[worst], SCORE_BOUND, note)
+
+
+def _close(name: str, values: Mapping[str, tuple[float, float]]) -> Row:
+    """Compares each value with the one that it should be, by their ratio."""
+    errors = {what: abs(found / wanted - 1) for what, (found, wanted) in values.items()}
+    worst = max(errors, key=lambda what: np.nan_to_num(errors[what], nan=np.inf))
+    wrong = [what for what in errors if not errors[what] <= BOUND]
+    note = "; ".join(f"{what} is {values[what][0]:.7g}, not {values[what][1]:.7g}" for what in wrong)
+    return Row("m", name, FAIL if wrong else PASS, errors[worst], BOUND, note)

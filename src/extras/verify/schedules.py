@@ -1,0 +1,196 @@
+"""Check k: learning rates of the config's schedule, against closed forms, at its own length and in a short run."""
+
+import contextlib
+import io
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from src.config.schema import Step
+from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, PLAIN_DESCENT, Row, Subject, mesh_keys
+from src.step.optimizer import hparams_at
+from src.system.errors import UserError
+from src.system.imports import named
+
+# Relative to the peak. A rate is a float32, so rounding gives up to 6e-8. In a schedule of a million steps, a cosine that
+# is one step late gives 1.5e-6 and a warm-up 1e-5.
+BOUND = 3e-7
+# The rate that a run applies is a ratio of two float32 norms: rounding gives up to 3e-7. One step gives 0.05 or more.
+RUN_BOUND = 1e-5
+# How far the highest rate may be from the peak. Schedules such as an inverse square root reach it only in the warm-up.
+PEAK_BOUND = 0.05
+MOST_STEPS = 4096  # that are all compared; of a longer schedule, these and the steps where it changes its form
+RUN = 20  # steps of the schedule in the short run, which makes two more
+RUN_RATE = 2.0**-10  # its peak: plain gradient descent is stable with it
+
+Rates = np.ndarray  # learning rates [steps], relative to the peak
+Shape = Callable[[Step, int, int, np.ndarray], Rates]  # keys, warm-up steps, steps of the schedule, numbers of steps
+
+
+def rows(subject: Subject) -> Iterator[Row]:
+    """Compares the rate of each step with its closed form, and what a run applies and logs with both."""
+    keys, steps = subject.config.step, subject.config.run.steps
+    total = length(keys, steps)
+    numbers = compared_steps(keys, total)
+    found = _rates(keys, steps, numbers)
+    yield _as_published(keys, total, numbers, found)
+    yield _within_limits(keys, total, numbers, found)
+    yield _of_a_run(subject)
+
+
+# ---- Closed forms, of the steps after the warm-up
+
+
+def cosine(keys: Step, warmup: int, total: int, steps: np.ndarray) -> Rates:
+    """Half a cosine from the peak to the final fraction (Loshchilov and Hutter 2017, section 3, equation 5)."""
+    final, share = keys.learning_rate_final_fraction, (steps - warmup) / max(total - warmup, 1)
+    return final + (1 - final) * (1 + np.cos(np.pi * share)) / 2
+
+
+def exponential(keys: Step, warmup: int, total: int, steps: np.ndarray) -> Rates:
+    """The same factor in every step, which reaches the final fraction at the end."""
+    return np.power(keys.learning_rate_final_fraction, (steps - warmup) / max(total - warmup, 1))
+
+
+def wsd(keys: Step, warmup: int, total: int, steps: np.ndarray) -> Rates:
+    """The peak, and a linear decay in the last share of all steps (Hu et al. 2024, section 4.2)."""
+    final, decay = keys.learning_rate_final_fraction, max(np.rint(keys.wsd_decay_steps_fraction * total), 1)
+    since = np.maximum(steps - (total - decay), 0)
+    return 1 - (1 - final) * since / decay
+
+
+SHAPES: Mapping[str, Shape] = {"cosine": cosine, "exponential": exponential, "wsd": wsd}
+
+
+def closed_form(keys: Step, total: int, steps: np.ndarray) -> Rates:
+    """Rates of a schedule of `total` steps: a linear warm-up (Goyal et al. 2017, section 2.2), its shape, then 0.
+
+    The last step of the warm-up and the first one after it have the peak's rate.
+    """
+    warmup = int(np.rint(keys.warmup_steps_fraction * total))
+    after = SHAPES[keys.lr_schedule_type](keys, warmup, total, np.maximum(steps, warmup))
+    return np.where(steps < total, np.where(steps < warmup, (steps + 1) / max(warmup, 1), after), 0.0)
+
+
+def length(keys: Step, steps: int) -> int:
+    """Steps of the schedule, in a run of `steps`."""
+    return steps if keys.learning_rate_schedule_steps == -1 else keys.learning_rate_schedule_steps
+
+
+def compared_steps(keys: Step, total: int) -> np.ndarray:
+    """All steps of a schedule and some after it; of a long one, steps at even distances and near its borders."""
+    if total <= MOST_STEPS:
+        return np.arange(total + 3)
+    shares = keys.warmup_steps_fraction, 1 - keys.wsd_decay_steps_fraction
+    borders = [0, total, *(round(share * total) for share in shares)]
+    near = [np.arange(border - 3, border + 4) for border in borders]
+    numbers = np.unique(np.concatenate([np.linspace(0, total, MOST_STEPS).astype(int), *near]))
+    return numbers[numbers >= 0]
+
+
+def _rates(keys: Step, steps: int, numbers: np.ndarray) -> Rates:
+    rates = [float(hparams_at(keys, steps, int(number))["learning_rate"]) for number in numbers]
+    return np.array(rates) / keys.learning_rate
+
+
+# ---- Rows
+
+
+def _as_published(keys: Step, total: int, numbers: np.ndarray, found: Rates) -> Row:
+    name, kind = "learning rates of the schedule", keys.lr_schedule_type
+    if kind not in SHAPES:
+        note = f"lr_schedule_type={kind} is not one of {', '.join(SHAPES)}: only its limits are checked"
+        return Row("k", name, NOT_APPLICABLE, note=note)
+    expected = closed_form(keys, total, numbers)
+    note = f"{kind}, {total} steps"
+    return _row(name, numbers, found, expected, BOUND, note)
+
+
+def _within_limits(keys: Step, total: int, numbers: np.ndarray, found: Rates) -> Row:
+    """What holds for every schedule: finite, from 0 to the peak, which it reaches, and 0 after its end.
+
+    A schedule may have steps, as DeepSeek's does: the largest change between two steps is only reported.
+    """
+    name, during = "the schedule reaches its peak and its end", numbers < total
+    problems = {
+        "is not finite": ~np.isfinite(found),
+        "is negative": found < 0,
+        "is above learning_rate": found > 1 + BOUND,
+        "is not 0 after the schedule": (found != 0) & ~during,
+    }
+    for problem, where in problems.items():
+        if np.any(where):
+            at = np.flatnonzero(where)[0]
+            figure = float(np.max(np.abs(found[where] - np.clip(found[where], 0, during[where]))))
+            note = f"step {numbers[at]}: the rate {problem}: {found[at]:.6g} times learning_rate"
+            return Row("k", name, FAIL, figure, BOUND, note)
+    short = float(1 - np.max(found))
+    if short > PEAK_BOUND:
+        return Row("k", name, FAIL, short, PEAK_BOUND, f"its highest rate is {1 - short:.3f} of learning_rate")
+    changes = np.abs(np.diff(found[during])) / np.diff(numbers[during])
+    note = ""
+    if len(changes):
+        at = int(np.argmax(changes))
+        note = f"the largest change in a step is {changes[at]:.2%} of the peak, after step {numbers[at]}"
+    return Row("k", name, PASS, short, PEAK_BOUND, note)
+
+
+def _of_a_run(subject: Subject) -> Row:
+    """Trains for the length of a short schedule, and two steps more, with plain gradient descent.
+
+    Its rate in a step is the norm of the update divided by the norm of the gradient. The schedule has the config's
+    shares, and its number of micro-batches, which must not change the step that the schedule counts.
+    """
+    name, config, devices = "learning rates that a run applies and logs", subject.config, len(jax.devices())
+    if config.step.lora_rank:
+        return Row("k", name, NOT_APPLICABLE, note="adapters need saved weights that they add to")
+    keys: dict[str, Any] = PLAIN_DESCENT | {"learning_rate": RUN_RATE, "learning_rate_schedule_steps": RUN}
+    keys |= {
+        "steps": RUN + 2,
+        "log_internals": 1,
+        "enable_checkpointing": False,
+        "quiet": True,
+        **mesh_keys({"data": devices}),
+    }
+    keys |= {"dataset_type": "synthetic", "per_device_batch_size": float(config.step.gradient_accumulation_steps)}
+    try:
+        subject.plan(devices, **keys)
+    except UserError as error:
+        return Row("k", name, NOT_APPLICABLE, note=str(error).partition("\n")[0])
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as exits:
+        config = config.replace(**keys, base_output_directory=folder, run_name="rates")
+        with contextlib.redirect_stdout(io.StringIO()):
+            named("src.train:train")(config, exits)
+        entries = [json.loads(line) for line in (Path(folder) / "rates" / "metrics.jsonl").read_text().splitlines()]
+    logged = np.array([entry["learning_rate"] for entry in entries if "learning_rate" in entry]) / RUN_RATE
+    norms = [entry for entry in entries if any(name.startswith("update_norm/") for name in entry)]
+    applied = np.array([_norm(each, "update_norm/") / _norm(each, "gradient_norm/") for each in norms]) / RUN_RATE
+    numbers = np.arange(RUN + 2)
+    if config.step.lr_schedule_type in SHAPES:
+        expected = closed_form(config.step, RUN, numbers)
+    else:
+        expected = _rates(config.step, config.run.steps, numbers)
+    rows = [
+        _row(name, numbers, rates, expected, RUN_BOUND, f"{where}, with a schedule of {RUN} steps")
+        for rates, where in ((applied, "updates"), (logged, "metrics.jsonl"))
+    ]
+    return max(rows, key=lambda row: np.nan_to_num(row.figure or 0.0, nan=np.inf))
+
+
+def _norm(entry: Mapping[str, Any], prefix: str) -> float:
+    return float(np.sqrt(sum(np.sum(np.square(x)) for name, x in entry.items() if name.startswith(prefix))))
+
+
+def _row(name: str, numbers: np.ndarray, found: Rates, expected: Rates, bound: float, note: str) -> Row:
+    errors = np.nan_to_num(np.abs(found - expected), nan=np.inf)
+    if np.all(errors <= bound):
+        return Row("k", name, PASS, float(np.max(errors)), bound, note)
+    at, wrong = int(np.argmax(errors)), np.flatnonzero(~(errors <= bound))
+    failure = f"step {numbers[at]}: {found[at]:.6g} times learning_rate, not {expected[at]:.6g}; {len(wrong)} of "
+    failure += f"{len(numbers)} steps are wrong, from {numbers[wrong[0]]} to {numbers[wrong[-1]]}; {note}"
+    return Row("k", name, FAIL, float(errors[at]), bound, failure)

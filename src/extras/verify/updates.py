@@ -1,0 +1,172 @@
+"""Check l: what an optimizer makes of two gradients, against its paper's algorithm in float64.
+
+S: matrices that a weight stacks (layers, experts).  I: inputs, O: outputs of a matrix; a vector has I = 1.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from src.config.schema import Step
+from src.extras.verify.derivatives import worst
+from src.extras.verify.subject import NOT_APPLICABLE, PLAIN_DESCENT, ROWS, SGD_RATE, Row, Subject, flat
+from src.model.params import by_path, dotted, matches
+from src.step.matrices import MatrixDims
+
+# Relative to the root mean square of a weight's expected update. Three seeds of five kinds of models give at most 4e-4
+# for Muon, whose iteration amplifies rounding, and 1e-4 for the others. A forgotten factor gives 0.3 to 10, Nesterov's
+# momentum that is left out 0.5, another polynomial 0.2, an update that is not clipped 0.1.
+BOUND = 5e-3
+STRONG, NONE = 0.01, 1e-6  # entries whose gradient is smaller, in its weight or in all, are rounding
+LOOKED_UP = {"vocab", "position"}  # logical axes of tables and of the output projection, which adamw updates
+
+# Jordan et al. 2024, kellerjordan.github.io/posts/muon: the quintic that is iterated five times.
+QUINTIC, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
+MUON_RMS = 0.2  # Liu et al. 2025 (arXiv 2502.16982), section 2.2, equation 4
+# Shazeer and Stern 2018 (arXiv 1804.04235), section 9: epsilon_1, epsilon_2, d, and the exponent of the decay rates.
+SMALLEST_SQUARE, SMALLEST_SCALE, LONGEST, EXPONENT = 1e-30, 1e-3, 1.0, 0.8
+
+Matrices = np.ndarray  # [S, I, O], float64
+
+
+class Past(NamedTuple):
+    """What an update of one weight depends on."""
+
+    first: Matrices  # gradients of the two steps
+    second: Matrices
+    weight: Matrices
+    is_matrix: bool
+
+
+def rows(subject: Subject) -> Iterator[Row]:
+    """Compares the update of each trained weight in the second step with its optimizer's.
+
+    The first step has the rate 0, and neither has decay or a clipped norm, which check e tests.
+    """
+    keys, plan = subject.config.step, subject.reference_plan
+    of_one_row = subject.batch["loss_mask"] * (np.arange(ROWS)[:, None] == 0)
+    # The gradient of a row is longer than the mean of all rows, so that Adafactor clips its second update.
+    batches = [subject.batch, {**subject.batch, "loss_mask": of_one_row}]
+    descent = subject.plan(**PLAIN_DESCENT)
+    g, h = (subject.result(descent, *batches[: n + 1]).gradients for n in range(2))
+    without = tuple({**rule, "weight_decay": 0.0} for rule in keys.optimizer_rules)
+    own = {"adam_weight_decay": 0.0, "gradient_clipping_threshold": 0.0, "optimizer_rules": without}
+    own |= {"skip_step_on_spikes": False, "ema_decay": 0.0}
+    old = flat(plan.split(subject.weights).trainable)
+    tried = subject.plan(**own)
+    *_, (after, _) = subject.steps(tried, jax.device_get(subject.first_state(tried)), [0.0, SGD_RATE], batches)
+    new = flat(jax.device_get(after.weights.trainable))
+
+    declared, axes = (by_path(plan.split(tree).trainable) for tree in (plan.matrices, plan.axes))
+    least = NONE * max(float(np.max(np.abs(gradient))) for gradient in h.values())
+    figures: dict[str, dict[str, float]] = {}
+    unknown: dict[str, list[str]] = {}
+    clipped: list[str] = []
+    for path, kind in declared.items():
+        name, rule = dotted(path), next((it for it in keys.optimizer_rules if matches(path, [it["match"]])), {})
+        chosen, scale = rule.get("opt_type", keys.opt_type), rule.get("learning_rate_scale", 1.0)
+        optimizer = "adamw" if chosen == "muon" and (not kind.reduction or LOOKED_UP & {*axes[path]}) else chosen
+        if optimizer not in UPDATES:
+            unknown.setdefault(optimizer, []).append(name)
+            continue
+        if not scale:  # check e tests that it stays
+            continue
+        past = Past(*(in_matrices(each[name], kind) for each in (g, h, old)), bool(kind.reduction))
+        update = UPDATES[optimizer](keys, past)
+        if chosen == "adamw" and keys.adam_clip_threshold:
+            update = limited(update, keys.adam_clip_threshold)
+        if keys.mup_base_emb_dim and kind.reduction and axes[path][0] not in LOOKED_UP:
+            # Yang et al. 2022, table 3: the rate of a weight used in matmuls falls with the width.
+            update = update * keys.mup_base_emb_dim / plan.spec.emb_dim
+        if optimizer == "adafactor" and np.any(root_mean_square(preconditioned(past)) > LONGEST):
+            clipped.append(name)
+        strong = np.abs(past.second) > max(STRONG * float(np.max(np.abs(past.second))), least)
+        if np.any(strong):
+            moved = in_matrices(np.float64(old[name]) - new[name], kind) / (SGD_RATE * scale)
+            size = float(np.sqrt(np.mean(np.square(update[strong]))))
+            figures.setdefault(optimizer, {})[name] = float(np.max(np.abs(moved - update)[strong])) / size
+    for optimizer, of_weights in figures.items():
+        note = f"{len(clipped)} of {len(of_weights)} are clipped" if optimizer == "adafactor" else ""
+        yield worst("l", f"{optimizer}'s second update is as published", of_weights, BOUND, note)
+    for optimizer, names in unknown.items():
+        note = f"opt_type={optimizer} is not one of {', '.join(UPDATES)}"
+        yield Row("l", f"{optimizer}'s second update", NOT_APPLICABLE, note=note)
+
+
+def in_matrices(weight: np.ndarray, kind: MatrixDims) -> Matrices:
+    """Arranges a weight as matrices, without the rows or columns that pad a vocabulary."""
+    weight = np.float64(weight)
+    if kind.vocab:
+        weight = np.take(weight, np.arange(kind.vocab[1]), axis=kind.vocab[0])
+    groups = kind.batch, kind.reduction, kind.output
+    sizes = [int(np.prod([weight.shape[dim] for dim in dims], dtype=int)) for dims in groups]
+    return weight.transpose(sum(groups, ())).reshape(sizes)
+
+
+# ---- The published algorithms: from gradients to what the learning rate is multiplied by
+
+
+def sgd(keys: Step, past: Past) -> Matrices:
+    """The gradient."""
+    return past.second
+
+
+def adamw(keys: Step, past: Past) -> Matrices:
+    """Kingma and Ba 2015, algorithm 1, after two steps with both moments' biases corrected."""
+    b1, b2 = keys.adam_b1, keys.adam_b2
+    first = (b1 * past.first + past.second) / (1 + b1)
+    second = (b2 * past.first**2 + past.second**2) / (1 + b2)
+    return first / (np.sqrt(second) + keys.adam_eps)
+
+
+def muon(keys: Step, past: Past) -> Matrices:
+    """Jordan et al. 2024: Nesterov's momentum, made roughly orthogonal; in the size of Liu et al. 2025.
+
+    A factor on the momentum, which some implementations have, makes no difference.
+    """
+    momentum = keys.muon_beta * past.first + past.second
+    x = past.second + keys.muon_beta * momentum
+    rows, columns = x.shape[1:]
+    x = x / (np.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-7)
+    a, b, c = QUINTIC
+    for _ in range(ITERATIONS):
+        square = np.swapaxes(x, 1, 2) @ x
+        x = a * x + b * x @ square + c * x @ square @ square
+    return MUON_RMS * np.sqrt(max(rows, columns)) * x
+
+
+def adafactor(keys: Step, past: Past) -> Matrices:
+    """Shazeer and Stern 2018, algorithms 4 and 5, without a first moment."""
+    scale = np.maximum(SMALLEST_SCALE, root_mean_square(past.weight))
+    return scale * limited(preconditioned(past), LONGEST)
+
+
+def preconditioned(past: Past) -> Matrices:
+    """Adafactor's second gradient over the root of its second moment, which a matrix has as row and column means.
+
+    In step t the moments decay by 1 - t^-0.8 (section 7.2).
+    """
+    squares, decay = [np.square(each) + SMALLEST_SQUARE for each in (past.first, past.second)], 1 - 2**-EXPONENT
+    square = decay * squares[0] + (1 - decay) * squares[1]
+    if past.is_matrix:
+        by_row, by_column = (np.mean(square, axis=axis, keepdims=True) for axis in (2, 1))
+        square = by_row * by_column / np.mean(square, axis=(1, 2), keepdims=True)
+    return past.second / np.sqrt(square)
+
+
+def limited(update: Matrices, most: float) -> Matrices:
+    """Scales each matrix down to a root mean square of `most` (Shazeer and Stern 2018, section 6)."""
+    return update / np.maximum(1.0, root_mean_square(update) / most)
+
+
+def root_mean_square(matrices: Matrices) -> np.ndarray:
+    """Of each matrix, [S, 1, 1]."""
+    return np.sqrt(np.mean(np.square(matrices), axis=(1, 2), keepdims=True))
+
+
+UPDATES: Mapping[str, Callable[[Step, Past], Matrices]] = {
+    **{"adamw": adamw, "adafactor": adafactor, "muon": muon, "sgd": sgd}
+}

@@ -78,7 +78,7 @@ def test_each_row_of_resumed_runs_is_printed(capsys):
 @pytest.mark.parametrize(
     ("word", "answer"),
     [
-        ("checks=ax", "checks=ax: unknown check x; expected all, or letters of abcdefghij"),
+        ("checks=ax", "checks=ax: unknown check x; expected all, or letters of abcdefghijklm"),
         ("mesh=rows=2", "unknown mesh axis rows; expected one of data, stage, fsdp, context, expert, tensor"),
         ("mesh=tensor=1", "expected tensor=2 or more devices, not 1"),
         ("mesh=tensor=16", "has 16 devices, and verify makes 8"),

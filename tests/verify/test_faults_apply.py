@@ -38,7 +38,7 @@ def test_entry(name):
     entry = TABLE[name]
     assert entry.keys() - OPTIONAL == REQUIRED
     assert all(entry[key] for key in REQUIRED - {"model"})
-    assert set(entry["check"]) <= set("abcdefghij")
+    assert set(entry["check"]) <= set("abcdefghijklm")
     keys = [assignment.partition("=")[0].partition(".")[0] for assignment in shlex.split(entry["model"])]
     assert not [key for key in keys if key not in KEYS]
     axes = [] if entry["mesh"] == "none" else entry["mesh"].split(",")
@@ -60,4 +60,4 @@ def test_diff_applies_and_changes_the_program(name):
 
 
 def test_every_check_is_needed():
-    assert {entry["check"][0] for entry in TABLE.values()} == set("abcdefghij")
+    assert {entry["check"][0] for entry in TABLE.values()} == set("abcdefghijklm")

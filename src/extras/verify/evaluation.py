@@ -1,6 +1,7 @@
-"""Check m: evaluations read each document once, where they should begin, and average over tokens."""
+"""Check m: evaluations begin at the right document, read each once, and average over tokens."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -45,9 +46,11 @@ class Texts(Source):
         return str(i) if self._as_text else self.documents[i]
 
     def document_keys(self) -> Any:
+        """Pieces of a document have the same key."""
         return self._keys
 
     def fingerprint(self) -> dict[str, str | int]:
+        """Counts the documents."""
         return {"documents": len(self.documents)}
 
 
@@ -84,7 +87,7 @@ def _row(name: str, outcome: Outcome) -> Row:
 
 
 def _pairs(documents: Sequence[np.ndarray]) -> Pairs:
-    return Counter((int(x), int(y)) for ids in documents for x, y in zip(ids[:-1], ids[1:], strict=True))
+    return Counter((int(x), int(y)) for ids in documents for x, y in itertools.pairwise(ids))
 
 
 def _counted(batches: Sequence[RowArrays]) -> Pairs:
@@ -102,7 +105,7 @@ def _documents(inputs: InputSpec, documents: Sequence[np.ndarray], batches: Sequ
     if not inputs.batch.packing and inputs.batch.long_documents == "truncate":
         longest = inputs.batch.max_target_length + 1
     expected = _pairs([ids[:longest] for ids in documents])
-    # Of an endless stream, as many batches begin a second epoch at some rows, but have all of the first.
+    # The same number of batches of an endless stream has all of the first epoch, and in some rows the next one.
     again = _counted(list(_batches(inputs, documents, len(batches))))
     counts = {
         "of the epoch are missing": (expected - found).total(),
@@ -141,7 +144,7 @@ def _held_out(documents: Sequence[np.ndarray], fraction: float) -> Outcome:
     pieces = np.arange(len(documents), dtype=np.uint64) // np.uint64(3)
     wrong: list[str] = []
     for keys in (None, pieces):
-        sides = train_validation_split(Texts(documents, as_text=True, keys=keys), fraction or 0.1)
+        sides: Any = train_validation_split(Texts(documents, as_text=True, keys=keys), fraction or 0.1)
         training, held_out = ([int(side[i]) for i in range(len(side))] for side in sides)
         both = {*training} & {*held_out}
         wrong += [f"document {at} is in both parts" for at in both]
@@ -225,7 +228,7 @@ def _of_bytes(
     batches: Sequence[RowArrays],
     log_probs: np.ndarray,
 ) -> Row:
-    """Evaluates the same documents as texts, whose first and last ids are no text and others have 0 to 4 bytes."""
+    """Evaluates the same documents as texts: their first and last ids are not text, and others have 0 to 4 bytes."""
     rng = np.random.default_rng(subject.seed)
     lengths = [rng.integers(0, 5, len(ids), dtype=np.int32) for ids in documents]
     for each in lengths:
@@ -257,8 +260,8 @@ def _one_per_row(sequences: Sequence[np.ndarray], length: int) -> RowArrays:
     for row, ids in enumerate(sequences):
         batch["tokens"][row, : len(ids) - 1], batch["targets"][row, : len(ids) - 1] = ids[:-1], ids[1:]
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), (BATCH, length))
-    segments = np.ones((BATCH, length), np.int32)
-    return {**batch, "segment_ids": segments, "positions": positions, "loss_mask": np.float32(segments)}
+    ones = np.ones((BATCH, length))
+    return {**batch, "segment_ids": ones.astype(np.int32), "positions": positions, "loss_mask": ones.astype(np.float32)}
 
 
 def _of_scores(

@@ -17,14 +17,14 @@ from src.step.optimizer import hparams_at
 from src.system.errors import UserError
 from src.system.imports import named
 
-# Relative to the peak. A rate is a float32, so rounding gives up to 6e-8. In a schedule of a million steps, a cosine that
-# is one step late gives 1.5e-6 and a warm-up 1e-5.
+# Relative to the peak. A rate is a float32, so rounding gives up to 6e-8. In a schedule of a million steps, a cosine
+# that is one step late gives 1.5e-6 and a warm-up 1e-5.
 BOUND = 3e-7
 # The rate that a run applies is a ratio of two float32 norms: rounding gives up to 3e-7. One step gives 0.05 or more.
 RUN_BOUND = 1e-5
 # How far the highest rate may be from the peak. Schedules such as an inverse square root reach it only in the warm-up.
 PEAK_BOUND = 0.05
-MOST_STEPS = 4096  # that are all compared; of a longer schedule, these and the steps where it changes its form
+MOST_STEPS = 4096  # that are all compared; of a longer schedule, as many at even distances and those near its borders
 RUN = 20  # steps of the schedule in the short run, which makes two more
 RUN_RATE = 2.0**-10  # its peak: plain gradient descent is stable with it
 

@@ -141,7 +141,7 @@ def _same(some: Sequence[RowArrays], others: Sequence[RowArrays]) -> bool:
 
 def _held_out(documents: Sequence[np.ndarray], fraction: float) -> Outcome:
     """Counts documents on both sides of the split or on neither, also if some are pieces of the same document."""
-    pieces = np.arange(len(documents), dtype=np.uint64) // np.uint64(3)
+    pieces = (np.arange(len(documents), dtype=np.uint64) + np.uint64(1)) // np.uint64(2)
     wrong: list[str] = []
     for keys in (None, pieces):
         sides: Any = train_validation_split(Texts(documents, as_text=True, keys=keys), fraction or 0.1)

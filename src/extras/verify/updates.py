@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from src.config.optimizer_keys import OPTIMIZERS
 from src.config.schema import Step
 from src.extras.verify.derivatives import worst
 from src.extras.verify.subject import NOT_APPLICABLE, PLAIN_DESCENT, ROWS, SGD_RATE, Row, Subject, flat
@@ -66,7 +67,8 @@ def rows(subject: Subject) -> Iterator[Row]:
     for path, kind in declared.items():
         name, rule = dotted(path), next((it for it in keys.optimizer_rules if matches(path, [it["match"]])), {})
         chosen, scale = rule.get("opt_type", keys.opt_type), rule.get("learning_rate_scale", 1.0)
-        optimizer = "adamw" if chosen == "muon" and (not kind.reduction or LOOKED_UP & {*axes[path]}) else chosen
+        is_hidden = bool(kind.reduction) and not LOOKED_UP & {*axes[path]}
+        optimizer = "adamw" if OPTIMIZERS[chosen].hidden_only and not is_hidden else chosen
         if optimizer not in UPDATES:
             unknown.add(optimizer)
             continue

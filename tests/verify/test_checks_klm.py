@@ -15,17 +15,19 @@ from src.data.document_stream import DocumentStream
 from src.data.open import train_validation_split
 from src.data.types import InputSpec
 from src.extras.verify import evaluation, schedules, updates
-from src.extras.verify.subject import FAIL, LENGTH, NOT_APPLICABLE, PASS, Subject
+from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS
+from src.extras.verify.subject import LENGTH, Subject
 from src.step import adafactor, muon
 from tests import runs
 from tests.tiny import assert_close, load
+from tests.verify.contexts import context
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 16, "capacity_factor": 1.0}
 PEAK = 0.01
 
 
-def subject(seed=0, **keys):
-    return Subject(load(max_target_length=LENGTH, **keys), seed)
+def given(seed=0, **keys):
+    return context(Subject(load(max_target_length=LENGTH, **keys), seed))
 
 
 def named(rows):
@@ -82,16 +84,16 @@ SHAPES += [{"steps": 1}, {"steps": -1, "learning_rate_schedule_steps": 3}, {"lea
 
 @pytest.mark.parametrize("keys", SHAPES)
 def test_clean_schedules_pass(keys):
-    assert_clean(itertools.islice(schedules.rows(subject(**keys)), 2))
+    assert_clean(itertools.islice(schedules.rows(given(**keys)), 2))
 
 
 def test_a_run_applies_and_logs_the_schedule(monkeypatch):
-    model = subject(gradient_accumulation_steps=2, lr_schedule_type="wsd")
+    model = given(gradient_accumulation_steps=2, lr_schedule_type="wsd").subject
     with runs.built_once():
-        assert_clean([schedules._of_a_run(model)])
+        assert_clean([schedules.of_a_run("rates", model)])
         at = optimizer_keys.learning_rate
         monkeypatch.setattr("src.run.recorder.learning_rate", lambda keys, steps, step: at(keys, steps, step + 1))
-        row = schedules._of_a_run(model)
+        row = schedules.of_a_run("rates", model)
     assert row.status == FAIL
     assert "metrics.jsonl" in row.note
 
@@ -102,8 +104,8 @@ def shape(monkeypatch, share):
     keys = load().step
     object.__setattr__(keys, "lr_schedule_type", "mine")
     numbers = schedules.compared_steps(keys, 1000)
-    found = schedules._rates(keys, 1000, numbers)
-    return schedules._as_published(keys, 1000, numbers, found), schedules._within_limits(keys, 1000, numbers, found)
+    found = schedules.rates_at(keys, 1000, numbers)
+    return schedules.as_published(keys, 1000, numbers, found), schedules.within_limits(1000, numbers, found)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def test_of_a_users_schedule_only_the_limits_are_checked(monkeypatch, share, pro
 def test_a_schedule_of_other_steps_is_found(monkeypatch, change, keys):
     at = optimizer_keys.learning_rate
     monkeypatch.setattr("src.step.optimizer.learning_rate", lambda keys, steps, step: at(keys, steps, change(step)))
-    row = next(schedules.rows(subject(**{"steps": 1_000_000, **keys})))
+    row = next(schedules.rows(given(**{"steps": 1_000_000, **keys})))
     assert row.status == FAIL
     assert row.figure > 3 * row.bound
 
@@ -213,7 +215,7 @@ def test_a_weight_in_matrices_has_no_padding():
     ],
 )
 def test_clean_updates_pass(keys, seed):
-    assert_clean(updates.rows(subject(seed, **keys)))
+    assert_clean(updates.rows(given(seed, **keys)))
 
 
 @pytest.mark.parametrize(
@@ -225,15 +227,15 @@ def test_clean_updates_pass(keys, seed):
 )
 def test_another_constant_of_an_optimizer_is_found(monkeypatch, module, name, value, keys):
     monkeypatch.setattr(module, name, value)
-    row = named(updates.rows(subject(**keys)))[f"{keys['opt_type']}'s second update is as published"]
+    row = named(updates.rows(given(**keys)))[f"{keys['opt_type']}'s second update is as published"]
     assert row.status == FAIL
     assert row.figure > 3 * row.bound
 
 
 def test_a_users_optimizer_is_not_compared(monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "mine", OptimizerType("mine", "src.step.adafactor:adafactor"))
-    model = subject()
-    object.__setattr__(model.config.step, "opt_type", "mine")
+    model = given()
+    object.__setattr__(model.subject.config.step, "opt_type", "mine")
     (row,) = updates.rows(model)
     assert (row.status, row.note) == (NOT_APPLICABLE, "opt_type=mine is not one of adamw, adafactor, muon")
 
@@ -249,12 +251,12 @@ PACKINGS = [{}, {"packing": "false"}, {"packing": "false", "long_documents": "tr
     "keys", [{"ema_decay": 0.9}, *(pytest.param(keys, marks=pytest.mark.long) for keys in (*PACKINGS[1:], EXPERTS))]
 )
 def test_clean_evaluations_pass(keys, seed):
-    assert_clean(evaluation.rows(subject(seed, **keys)))
+    assert_clean(evaluation.rows(given(seed, **keys)))
 
 
 def read(keys):
     """The rows about what is read, which need no model."""
-    return named(itertools.islice(evaluation.rows(subject(**keys)), 3))
+    return named(itertools.islice(evaluation.rows(given(**keys)), 3))
 
 
 @pytest.mark.parametrize("keys", PACKINGS)
@@ -307,7 +309,7 @@ def test_a_wrong_sum_is_named(monkeypatch, wrong, where):
         return [[{name: x * wrong.get(name, 1) for name, x in each.items()} for each in of] for of in of_models]
 
     monkeypatch.setattr(evaluation.Evaluator, "sums", changed)
-    rows = evaluation.rows(subject())
+    rows = evaluation.rows(given())
     assert where in " ".join(row.note for row in rows if row.status == FAIL)
 
 

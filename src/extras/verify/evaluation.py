@@ -14,7 +14,8 @@ from src.data.eval_batches import EvalBatches
 from src.data.open import train_validation_split
 from src.data.types import END, Document, EvalSet, InputSpec, RowArrays, Source
 from src.extras.verify.logits import evaluated, unlimited
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, Row, Subject
+from src.extras.verify.rows import Row, largest, none_of, not_applicable, verdict
+from src.extras.verify.subject import Context, Subject
 from src.model.params import by_path, nested
 from src.run.evaluator import Evaluator, means
 from src.step.eval_step import compile_eval_step
@@ -27,10 +28,10 @@ BOUND = 1e-5
 # Log-probabilities of a token, in nats: rounding gives up to 3e-6 of scores up to 20, the score of another token 1.
 SCORE_BOUND = 1e-4
 BATCH, DOCUMENTS = 4, 13  # rows of a batch; documents, so that the last batch has padding
+HELD_OUT = 0.1  # share of the documents
 LN_2 = float(np.log(2))
 
 Pairs = Counter[tuple[int, int]]  # inputs and their targets
-Outcome = tuple[float, str]  # how many things are wrong, and which
 
 
 class Texts(Source):
@@ -54,13 +55,13 @@ class Texts(Source):
         return {"documents": len(self.documents)}
 
 
-def rows(subject: Subject) -> Iterator[Row]:
+def rows(context: Context) -> Iterator[Row]:
     """Evaluates on documents in memory, and compares with sums in float64 over logits of the same documents."""
+    subject = context.subject
     if subject.config.batch.batch_transform:
-        note = "it may change which tokens count: evaluations are checked without it"
-        yield Row("m", "batch_transform", NOT_APPLICABLE, note=note)
+        yield not_applicable("batch_transform", "it may change which tokens count: evaluations are checked without it")
         subject = dataclasses.replace(subject, config=subject.config.replace(batch_transform=""))
-    subject, limited = unlimited("m", subject)
+    subject, limited = unlimited(subject)
     yield from limited
     config = subject.config.replace(eval_per_device_batch_size=float(BATCH))
     subject, inputs = dataclasses.replace(subject, config=config), InputSpec.of(config, None)
@@ -68,19 +69,14 @@ def rows(subject: Subject) -> Iterator[Row]:
     sizes = [*rng.integers(2, most, DOCUMENTS - 2), 0, 1]  # the last two have no target
     documents = [rng.integers(0, config.model.vocab_size, size, dtype=np.int32) for size in sizes]
     batches = list(_batches(inputs, documents, -1))
-    yield _row("an epoch has each document once", _documents(inputs, documents, batches))
-    yield _row("evaluations begin where eval_mode says", _positions(inputs, documents, len(batches)))
-    yield _row("no held-out document is trained on", _held_out(documents, config.data.eval_fraction))
+    yield _documents("an epoch has each document once", inputs, documents, batches)
+    yield _positions("evaluations begin where eval_mode says", inputs, documents)
+    yield _held_out("no held-out document is trained on", documents)
     yield from _means(subject, inputs, documents, batches)
 
 
 def _batches(inputs: InputSpec, documents: Sequence[np.ndarray], steps: int, **place: Any) -> EvalBatches:
     return EvalBatches(inputs, EvalSet("", Texts(documents), steps), range(BATCH), BATCH, **place)
-
-
-def _row(name: str, outcome: Outcome) -> Row:
-    figure, note = outcome
-    return Row("m", name, FAIL if figure else PASS, figure, 0, note)
 
 
 # ---- Which documents an evaluation has
@@ -99,7 +95,7 @@ def _counted(batches: Sequence[RowArrays]) -> Pairs:
     return found
 
 
-def _documents(inputs: InputSpec, documents: Sequence[np.ndarray], batches: Sequence[RowArrays]) -> Outcome:
+def _documents(name: str, inputs: InputSpec, documents: Sequence[np.ndarray], batches: Sequence[RowArrays]) -> Row:
     """Counts the tokens that an epoch lacks, or has too often."""
     found, longest = _counted(batches), None
     if not inputs.batch.packing and inputs.batch.long_documents == "truncate":
@@ -114,10 +110,10 @@ def _documents(inputs: InputSpec, documents: Sequence[np.ndarray], batches: Sequ
     }
     wrong = [f"{count} of {expected.total()} tokens {what}" for what, count in counts.items() if count]
     note = f"{len(documents)} documents, {expected.total()} tokens in {len(batches)} batches of {BATCH} rows"
-    return float(sum(counts.values())), "; ".join(wrong) or note
+    return verdict(name, sum(counts.values()), 0, note, "; ".join(wrong))
 
 
-def _positions(inputs: InputSpec, documents: Sequence[np.ndarray], count: int) -> Outcome:
+def _positions(name: str, inputs: InputSpec, documents: Sequence[np.ndarray]) -> Row:
     """Counts evaluations whose batches differ from the first ones of an endless stream, or from the next ones."""
     whole, epoch = list(_batches(inputs, documents, 3)), list(_batches(inputs, documents, -1))
     reset, rolling = _batches(inputs, documents, 1), _batches(inputs, documents, 1, rolls=True)
@@ -127,9 +123,8 @@ def _positions(inputs: InputSpec, documents: Sequence[np.ndarray], count: int) -
     found |= {f"rolling evaluation {number + 1}": (list(rolling), whole[number : number + 1]) for number in range(2)}
     resumed = _batches(inputs, documents, 1, rolls=True, position=rolling.position())
     found["rolling evaluation 3, resumed,"] = list(resumed), whole[2:]
-    wrong = [name for name, (some, others) in found.items() if not _same(some, others)]
-    note = f"{wrong[0]} has other documents; {len(wrong)} of {len(found)} evaluations do" if wrong else ""
-    return float(len(wrong)), note or f"{len(found)} evaluations"
+    wrong = [f"{which} has other documents" for which, pair in found.items() if not _same(*pair)]
+    return none_of(name, wrong, f"{len(found)} evaluations")
 
 
 def _same(some: Sequence[RowArrays], others: Sequence[RowArrays]) -> bool:
@@ -139,12 +134,12 @@ def _same(some: Sequence[RowArrays], others: Sequence[RowArrays]) -> bool:
     return all(np.array_equal(one, other) for one, other in pairs)
 
 
-def _held_out(documents: Sequence[np.ndarray], fraction: float) -> Outcome:
+def _held_out(name: str, documents: Sequence[np.ndarray]) -> Row:
     """Counts documents on both sides of the split or on neither, also if some are pieces of the same document."""
     pieces = (np.arange(len(documents), dtype=np.uint64) + np.uint64(1)) // np.uint64(2)
     wrong: list[str] = []
     for keys in (None, pieces):
-        sides: Any = train_validation_split(Texts(documents, as_text=True, keys=keys), fraction or 0.1)
+        sides: Any = train_validation_split(Texts(documents, as_text=True, keys=keys), HELD_OUT)
         training, held_out = ([int(side[i]) for i in range(len(side))] for side in sides)
         both = {*training} & {*held_out}
         wrong += [f"document {at} is in both parts" for at in both]
@@ -152,7 +147,7 @@ def _held_out(documents: Sequence[np.ndarray], fraction: float) -> Outcome:
         if keys is not None:
             shared = {int(keys[at]) for at in training} & {int(keys[at]) for at in held_out}
             wrong += [f"pieces of document {key} are in both parts" for key in shared]
-    return float(len(wrong)), wrong[0] if wrong else ""
+    return none_of(name, wrong)
 
 
 # ---- What it computes of them
@@ -207,7 +202,7 @@ def _of_average(subject: Subject, evaluator: Evaluator, batches: Sequence[RowArr
     """Evaluates a state whose average has other trained weights."""
     name, plan = "the loss of the averaged weights", subject.reference_plan
     if not subject.config.step.ema_decay:
-        return Row("m", name, NOT_APPLICABLE, note="ema_decay is 0")
+        return not_applicable(name, "ema_decay is 0")
     weights, trained = by_path(subject.weights), by_path(plan.split(subject.weights).trainable)
     others = by_path(Subject(subject.config, subject.seed + 1).weights)
     average = subject.with_weights(nested(weights | {path: others[path] for path in trained}))
@@ -270,31 +265,29 @@ def _of_scores(
     """Scores sequences of unequal lengths as src.evaluate does for texts and tasks."""
     name, scoring = "scores of the tokens of texts", optional("evaluation.scoring")
     if scoring is None:
-        return Row("m", name, NOT_APPLICABLE, note="src/extras/evaluation was deleted")
+        return not_applicable(name, "src/extras/evaluation was deleted")
     config, plan = subject.config, subject.reference_plan
     found = list(scoring.Scorer(config.evaluation, config.batch, plan, subject.placed(plan))(sequences))
     if len(found) != len(sequences):
-        return Row("m", name, FAIL, np.inf, SCORE_BOUND, f"{len(found)} of {len(sequences)} texts have scores")
-    errors = []
+        return verdict(name, np.inf, SCORE_BOUND, f"{len(found)} of {len(sequences)} texts have scores")
+    errors = {}
     for number, (ids, (scores, likeliest)) in enumerate(zip(sequences, found, strict=True)):
         batch, row, count = number // BATCH, number % BATCH, len(ids) - 1
         if scores.shape != (count,):
-            return Row("m", name, FAIL, np.inf, SCORE_BOUND, f"text {number} has {scores.shape}, not {count} scores")
+            return verdict(name, np.inf, SCORE_BOUND, f"text {number} has {scores.shape}, not {count} scores")
         of_row = log_probs[batch, row, :count]
         wanted = _of_targets(log_probs[batch], batches[batch])[row, :count]
         clear = np.ptp(np.sort(of_row, axis=-1)[:, -2:], axis=-1) > SCORE_BOUND  # the two likeliest are not equal
         differ = (likeliest != (np.argmax(of_row, axis=-1) == ids[1:])) & clear
-        errors.append(float(np.max(np.where(differ, np.inf, np.abs(scores - wanted)))))
-    worst = int(np.argmax(np.nan_to_num(errors, nan=np.inf)))
-    is_close = errors[worst] <= SCORE_BOUND
-    note = f"{len(errors)} texts" if is_close else f"text {worst} of {len(errors)}, of {len(sequences[worst])} ids"
-    return Row("m", name, PASS if is_close else FAIL, errors[worst], SCORE_BOUND, note)
+        errors[number] = float(np.max(np.where(differ, np.inf, np.abs(scores - wanted))))
+    worst = largest(errors)
+    failure = f"text {worst} of {len(errors)}, of {len(sequences[worst])} ids"
+    return verdict(name, errors[worst], SCORE_BOUND, f"{len(errors)} texts", failure)
 
 
 def _close(name: str, values: Mapping[str, tuple[float, float]]) -> Row:
     """Compares each value with the one that it should be, by their ratio."""
     errors = {what: abs(found / wanted - 1) for what, (found, wanted) in values.items()}
-    worst = max(errors, key=lambda what: np.nan_to_num(errors[what], nan=np.inf))
     wrong = [what for what in errors if not errors[what] <= BOUND]
-    note = "; ".join(f"{what} is {values[what][0]:.7g}, not {values[what][1]:.7g}" for what in wrong)
-    return Row("m", name, FAIL if wrong else PASS, errors[worst], BOUND, note)
+    failure = "; ".join(f"{what} is {values[what][0]:.7g}, not {values[what][1]:.7g}" for what in wrong)
+    return verdict(name, errors[largest(errors)], BOUND, failure=failure)

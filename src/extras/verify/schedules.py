@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from src.config.schema import Step
-from src.extras.verify.subject import FAIL, NOT_APPLICABLE, PASS, PLAIN_DESCENT, Row, Subject, mesh_keys
+from src.extras.verify.rows import Row, not_applicable, unless_refused, verdict
+from src.extras.verify.subject import PLAIN_DESCENT, Context, Subject, mesh_keys
 from src.step.optimizer import hparams_at
-from src.system.errors import UserError
 from src.system.imports import named
 
 # Relative to the peak. A rate is a float32, so rounding gives up to 6e-8. In a schedule of a million steps, a cosine
@@ -32,15 +32,16 @@ Rates = np.ndarray  # learning rates [steps], relative to the peak
 Shape = Callable[[Step, int, int, np.ndarray], Rates]  # keys, warm-up steps, steps of the schedule, numbers of steps
 
 
-def rows(subject: Subject) -> Iterator[Row]:
+def rows(context: Context) -> Iterator[Row]:
     """Compares the rate of each step with its closed form, and what a run applies and logs with both."""
-    keys, steps = subject.config.step, subject.config.run.steps
+    keys, steps = context.whole.step, context.whole.run.steps
     total = length(keys, steps)
     numbers = compared_steps(keys, total)
-    found = _rates(keys, steps, numbers)
-    yield _as_published(keys, total, numbers, found)
-    yield _within_limits(keys, total, numbers, found)
-    yield _of_a_run(subject)
+    found = rates_at(keys, steps, numbers)
+    yield as_published(keys, total, numbers, found)
+    yield within_limits(total, numbers, found)
+    name = "learning rates that a run applies and logs"
+    yield unless_refused(name, lambda: of_a_run(name, context.subject))
 
 
 # ---- Closed forms, of the steps after the warm-up
@@ -93,7 +94,8 @@ def compared_steps(keys: Step, total: int) -> np.ndarray:
     return numbers[numbers >= 0]
 
 
-def _rates(keys: Step, steps: int, numbers: np.ndarray) -> Rates:
+def rates_at(keys: Step, steps: int, numbers: np.ndarray) -> Rates:
+    """Rates that a run of `steps` uses in these steps."""
     rates = [float(hparams_at(keys, steps, int(number))["learning_rate"]) for number in numbers]
     return np.array(rates) / keys.learning_rate
 
@@ -101,18 +103,17 @@ def _rates(keys: Step, steps: int, numbers: np.ndarray) -> Rates:
 # ---- Rows
 
 
-def _as_published(keys: Step, total: int, numbers: np.ndarray, found: Rates) -> Row:
+def as_published(keys: Step, total: int, numbers: np.ndarray, found: Rates) -> Row:
+    """Compares these rates, of steps `numbers`, with the closed form, if the schedule has one."""
     name, kind = "learning rates of the schedule", keys.lr_schedule_type
     if kind not in SHAPES:
-        note = f"lr_schedule_type={kind} is not one of {', '.join(SHAPES)}: only its limits are checked"
-        return Row("k", name, NOT_APPLICABLE, note=note)
-    expected = closed_form(keys, total, numbers)
-    note = f"{kind}, {total} steps"
-    return _row(name, numbers, found, expected, BOUND, note)
+        shapes = ", ".join(SHAPES)
+        return not_applicable(name, f"lr_schedule_type={kind} is not one of {shapes}: only its limits are checked")
+    return _compared(name, numbers, found, closed_form(keys, total, numbers), BOUND, f"{kind}, {total} steps")
 
 
-def _within_limits(keys: Step, total: int, numbers: np.ndarray, found: Rates) -> Row:
-    """What holds for every schedule: finite, from 0 to the peak, which it reaches, and 0 after its end.
+def within_limits(total: int, numbers: np.ndarray, found: Rates) -> Row:
+    """Checks what holds for every schedule: finite, from 0 to the peak, which it reaches, and 0 after its end.
 
     A schedule may have steps, as DeepSeek's does: the largest change between two steps is only reported.
     """
@@ -124,44 +125,31 @@ def _within_limits(keys: Step, total: int, numbers: np.ndarray, found: Rates) ->
         "is not 0 after the schedule": (found != 0) & ~during,
     }
     for problem, where in problems.items():
-        if np.any(where):
-            at = np.flatnonzero(where)[0]
-            figure = float(np.max(np.abs(found[where] - np.clip(found[where], 0, during[where]))))
-            note = f"step {numbers[at]}: the rate {problem}: {found[at]:.6g} times learning_rate"
-            return Row("k", name, FAIL, figure, BOUND, note)
-    short = float(1 - np.max(found))
-    if short > PEAK_BOUND:
-        return Row("k", name, FAIL, short, PEAK_BOUND, f"its highest rate is {1 - short:.3f} of learning_rate")
-    changes = np.abs(np.diff(found[during])) / np.diff(numbers[during])
-    note = ""
+        for at in np.flatnonzero(where)[:1]:
+            excess = float(np.max(np.abs(found[where] - np.clip(found[where], 0, during[where]))))
+            return verdict(name, excess, BOUND, f"step {numbers[at]}: {found[at]:.6g} times learning_rate {problem}")
+    changes, note = np.abs(np.diff(found[during])) / np.diff(numbers[during]), ""
     if len(changes):
         at = int(np.argmax(changes))
         note = f"the largest change in a step is {changes[at]:.2%} of the peak, after step {numbers[at]}"
-    return Row("k", name, PASS, short, PEAK_BOUND, note)
+    failure = f"its highest rate is {np.max(found):.3f} of learning_rate"
+    return verdict(name, float(1 - np.max(found)), PEAK_BOUND, note, failure)
 
 
-def _of_a_run(subject: Subject) -> Row:
+def of_a_run(name: str, subject: Subject) -> Row:
     """Trains for the length of a short schedule, and two steps more, with plain gradient descent.
 
     Its rate in a step is the norm of the update divided by the norm of the gradient. The schedule has the config's
     shares, and its number of micro-batches, which must not change the step that the schedule counts.
     """
-    name, config, devices = "learning rates that a run applies and logs", subject.config, len(jax.devices())
+    config, devices = subject.config, len(jax.devices())
     if config.step.lora_rank:
-        return Row("k", name, NOT_APPLICABLE, note="adapters need saved weights that they add to")
+        return not_applicable(name, "adapters need saved weights that they add to")
     keys: dict[str, Any] = PLAIN_DESCENT | {"learning_rate": RUN_RATE, "learning_rate_schedule_steps": RUN}
-    keys |= {
-        "steps": RUN + 2,
-        "log_internals": 1,
-        "enable_checkpointing": False,
-        "quiet": True,
-        **mesh_keys({"data": devices}),
-    }
+    keys |= {"steps": RUN + 2, "log_internals": 1, "enable_checkpointing": False, "quiet": True}
     keys |= {"dataset_type": "synthetic", "per_device_batch_size": float(config.step.gradient_accumulation_steps)}
-    try:
-        subject.plan(devices, **keys)
-    except UserError as error:
-        return Row("k", name, NOT_APPLICABLE, note=str(error).partition("\n")[0])
+    keys |= mesh_keys({"data": devices})
+    subject.plan(devices, **keys)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as exits:
         config = config.replace(**keys, base_output_directory=folder, run_name="rates")
         with contextlib.redirect_stdout(io.StringIO()):
@@ -174,23 +162,22 @@ def _of_a_run(subject: Subject) -> Row:
     if config.step.lr_schedule_type in SHAPES:
         expected = closed_form(config.step, RUN, numbers)
     else:
-        expected = _rates(config.step, config.run.steps, numbers)
+        expected = rates_at(config.step, config.run.steps, numbers)
     rows = [
-        _row(name, numbers, rates, expected, RUN_BOUND, f"{where}, with a schedule of {RUN} steps")
+        _compared(name, numbers, rates, expected, RUN_BOUND, f"{where}, with a schedule of {RUN} steps")
         for rates, where in ((applied, "updates"), (logged, "metrics.jsonl"))
     ]
-    return max(rows, key=lambda row: np.nan_to_num(row.figure or 0.0, nan=np.inf))
+    return max(rows, key=lambda row: row.figure or 0.0)
 
 
 def _norm(entry: Mapping[str, Any], prefix: str) -> float:
     return float(np.sqrt(sum(np.sum(np.square(x)) for name, x in entry.items() if name.startswith(prefix))))
 
 
-def _row(name: str, numbers: np.ndarray, found: Rates, expected: Rates, bound: float, note: str) -> Row:
+def _compared(name: str, numbers: np.ndarray, found: Rates, expected: Rates, bound: float, note: str) -> Row:
     errors = np.nan_to_num(np.abs(found - expected), nan=np.inf)
-    if np.all(errors <= bound):
-        return Row("k", name, PASS, float(np.max(errors)), bound, note)
-    at, wrong = int(np.argmax(errors)), np.flatnonzero(~(errors <= bound))
-    failure = f"step {numbers[at]}: {found[at]:.6g} times learning_rate, not {expected[at]:.6g}; {len(wrong)} of "
-    failure += f"{len(numbers)} steps are wrong, from {numbers[wrong[0]]} to {numbers[wrong[-1]]}; {note}"
-    return Row("k", name, FAIL, float(errors[at]), bound, failure)
+    at, wrong = int(np.argmax(errors)), np.flatnonzero(errors > bound)
+    failure = f"step {numbers[at]}: {found[at]:.6g} times learning_rate, not {expected[at]:.6g}"
+    if len(wrong):
+        failure += f"; {len(wrong)} of {len(numbers)} steps are wrong, from {numbers[wrong[0]]} to {numbers[wrong[-1]]}"
+    return verdict(name, float(errors[at]), bound, note, f"{failure}; {note}")

@@ -11,8 +11,8 @@ import numpy as np
 
 from src.config.optimizer_keys import OPTIMIZERS
 from src.config.schema import Step
-from src.extras.verify.derivatives import worst
-from src.extras.verify.subject import NOT_APPLICABLE, PLAIN_DESCENT, ROWS, SGD_RATE, Row, Subject, flat
+from src.extras.verify.rows import Row, not_applicable, worst
+from src.extras.verify.subject import PLAIN_DESCENT, ROWS, SGD_RATE, Context, flat
 from src.model.params import by_path, dotted, matches
 from src.step.matrices import MatrixDims
 
@@ -41,11 +41,12 @@ class Past(NamedTuple):
     is_matrix: bool
 
 
-def rows(subject: Subject) -> Iterator[Row]:
+def rows(context: Context) -> Iterator[Row]:
     """Compares the update of each trained weight in the second step with its optimizer's.
 
     The first step has the rate 0, and neither has decay or a clipped norm, which check e tests.
     """
+    subject = context.subject
     keys, plan = subject.config.step, subject.reference_plan
     of_one_row = subject.batch["loss_mask"] * (np.arange(ROWS)[:, None] == 0)
     # The gradient of a row is longer than the mean of all rows, so that Adafactor clips its second update.
@@ -90,11 +91,11 @@ def rows(subject: Subject) -> Iterator[Row]:
             figures.setdefault(optimizer, {})[name] = float(np.max(np.abs(moved - update)[strong])) / size
     for optimizer, of_weights in figures.items():
         note = f"{len(clipped)} of {len(of_weights)} are clipped" if optimizer == "adafactor" else ""
-        yield worst("l", f"{optimizer}'s second update is as published", of_weights, BOUND, note)
+        yield worst(f"{optimizer}'s second update is as published", of_weights, BOUND, note)
     for optimizer in sorted(unknown):
         note = f"opt_type={optimizer} is not one of {', '.join(UPDATES)}"
         note = "its update is the gradient, which check b compares" if optimizer == "sgd" else note
-        yield Row("l", f"{optimizer}'s second update", NOT_APPLICABLE, note=note)
+        yield not_applicable(f"{optimizer}'s second update", note)
 
 
 def in_matrices(weight: np.ndarray, kind: MatrixDims) -> Matrices:

@@ -255,7 +255,7 @@ def test_clean_evaluations_pass(keys, seed):
 
 
 def read(keys):
-    """The rows about what is read, which need no model."""
+    """The rows about documents, which need no model."""
     return named(itertools.islice(evaluation.rows(given(**keys)), 3))
 
 

@@ -133,7 +133,7 @@ def within_limits(total: int, numbers: np.ndarray, found: Rates) -> Row:
         at = int(np.argmax(changes))
         note = f"the largest change in a step is {changes[at]:.2%} of the peak, after step {numbers[at]}"
     failure = f"its highest rate is {np.max(found):.3f} of learning_rate"
-    return verdict(name, float(1 - np.max(found)), PEAK_BOUND, note, failure)
+    return verdict(name, max(0.0, float(1 - np.max(found))), PEAK_BOUND, note, failure)
 
 
 def of_a_run(name: str, subject: Subject) -> Row:

@@ -17,8 +17,8 @@ from src.model.params import by_path, dotted, matches
 from src.step.matrices import MatrixDims
 
 # Relative to the root mean square of a weight's expected update: three seeds of five kinds of models give at most 4e-5
-# for Muon, whose iteration amplifies rounding, and 2e-6 for the others. A forgotten factor gives 0.7 to 16, Nesterov's
-# momentum that is left out 1.7, another polynomial 0.2, an update that is not clipped 0.3 to 1.2.
+# for Muon, whose iteration amplifies rounding, and 2e-6 for AdamW and Adafactor. A forgotten factor gives 0.7 to 16,
+# Nesterov's momentum that is left out 1.7, another polynomial 0.2, an update that is not clipped 0.3 to 1.2.
 BOUND = 1e-3
 STRONG, NONE = 0.01, 1e-6  # entries whose gradient is smaller, in its weight or in all, are rounding
 LOOKED_UP = {"vocab", "position"}  # logical axes of tables and of the output projection, which adamw updates

@@ -13,6 +13,7 @@ import numpy as np
 from src.data.eval_batches import EvalBatches
 from src.data.open import train_validation_split
 from src.data.types import END, Document, EvalSet, InputSpec, RowArrays, Source
+from src.extras.verify import scores
 from src.extras.verify.logits import evaluated, unlimited
 from src.extras.verify.rows import Row, largest, none_of, not_applicable, verdict
 from src.extras.verify.subject import Context, Subject
@@ -20,13 +21,10 @@ from src.model.params import by_path, nested
 from src.run.evaluator import Evaluator, means
 from src.step.eval_step import compile_eval_step
 from src.step.plan import StepPlan
-from src.system.imports import optional
 
 # Relative to the mean, of float32 sums of at most a few hundred tokens: rounding gives at most 4e-7 over three seeds of
 # five kinds of models. A mean of batches' means gives 2e-3 or more, padding that counts 0.1.
 BOUND = 1e-5
-# Log-probabilities of a token, in nats: rounding gives up to 3e-6 of scores up to 20, the score of another token 1.
-SCORE_BOUND = 1e-4
 BATCH, DOCUMENTS = 4, 13  # rows of a batch; documents, so that the last batch has padding
 HELD_OUT = 0.1  # share of the documents
 LN_2 = float(np.log(2))
@@ -176,7 +174,9 @@ def _means(
     yield _close("an epoch's loss is its tokens' mean", values)
     yield _of_average(subject, evaluator, batches)
     yield _of_bytes(subject, inputs, documents, batches, of_batches)
-    yield _of_scores(subject, sequences, of_texts, texts)
+    of_sequences = [each[: len(ids) - 1] for ids, each in zip(sequences, np.concatenate(of_texts), strict=False)]
+    yield scores.of_texts(subject, sequences, of_sequences)
+    yield scores.of_answers(subject, sequences, of_sequences)
 
 
 def _log_probs(subject: Subject, batches: Sequence[RowArrays]) -> np.ndarray:
@@ -257,32 +257,6 @@ def _one_per_row(sequences: Sequence[np.ndarray], length: int) -> RowArrays:
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), (BATCH, length))
     ones = np.ones((BATCH, length))
     return {**batch, "segment_ids": ones.astype(np.int32), "positions": positions, "loss_mask": ones.astype(np.float32)}
-
-
-def _of_scores(
-    subject: Subject, sequences: Sequence[np.ndarray], log_probs: np.ndarray, batches: Sequence[RowArrays]
-) -> Row:
-    """Scores sequences of unequal lengths as src.evaluate does for texts and tasks."""
-    name, scoring = "scores of the tokens of texts", optional("evaluation.scoring")
-    if scoring is None:
-        return not_applicable(name, "src/extras/evaluation was deleted")
-    config, plan = subject.config, subject.reference_plan
-    found = list(scoring.Scorer(config.evaluation, config.batch, plan, subject.placed(plan))(sequences))
-    if len(found) != len(sequences):
-        return verdict(name, np.inf, SCORE_BOUND, f"{len(found)} of {len(sequences)} texts have scores")
-    errors = {}
-    for number, (ids, (scores, likeliest)) in enumerate(zip(sequences, found, strict=True)):
-        batch, row, count = number // BATCH, number % BATCH, len(ids) - 1
-        if scores.shape != (count,):
-            return verdict(name, np.inf, SCORE_BOUND, f"text {number} has {scores.shape}, not {count} scores")
-        of_row = log_probs[batch, row, :count]
-        wanted = _of_targets(log_probs[batch], batches[batch])[row, :count]
-        clear = np.ptp(np.sort(of_row, axis=-1)[:, -2:], axis=-1) > SCORE_BOUND  # the two likeliest are not equal
-        differ = (likeliest != (np.argmax(of_row, axis=-1) == ids[1:])) & clear
-        errors[number] = float(np.max(np.where(differ, np.inf, np.abs(scores - wanted))))
-    worst = largest(errors)
-    failure = f"text {worst} of {len(errors)}, of {len(sequences[worst])} ids"
-    return verdict(name, errors[worst], SCORE_BOUND, f"{len(errors)} texts", failure)
 
 
 def _close(name: str, values: Mapping[str, tuple[float, float]]) -> Row:

@@ -3,7 +3,7 @@
 S: matrices that a weight stacks (layers, experts).  I: inputs, O: outputs of a matrix; a vector has I = 1.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,16 +11,18 @@ import numpy as np
 
 from src.config.optimizer_keys import OPTIMIZERS
 from src.config.schema import Step
-from src.extras.verify.rows import Row, not_applicable, worst
-from src.extras.verify.subject import PLAIN_DESCENT, ROWS, SGD_RATE, Context, flat
+from src.extras.verify.rows import Row, mesh_name, not_applicable, unless_refused, worst
+from src.extras.verify.subject import PLAIN_DESCENT, ROWS, SGD_RATE, Context, Subject, flat, mesh_keys
 from src.model.params import by_path, dotted, matches
 from src.step.matrices import MatrixDims
+from src.step.plan import StepPlan
 
 # Relative to the root mean square of a weight's expected update: three seeds of five kinds of models give at most 4e-5
 # for Muon, whose iteration amplifies rounding, and 2e-6 for AdamW and Adafactor. A forgotten factor gives 0.7 to 16,
 # Nesterov's momentum that is left out 1.7, another polynomial 0.2, an update that is not clipped 0.3 to 1.2.
 BOUND = 1e-3
 STRONG, NONE = 0.01, 1e-6  # entries whose gradient is smaller, in its weight or in all, are rounding
+MESH = {"fsdp": 2, "tensor": 2}  # shards both sides of matrices
 LOOKED_UP = {"vocab", "position"}  # logical axes of tables and of the output projection, which adamw updates
 
 # Jordan et al. 2024, kellerjordan.github.io/posts/muon: the quintic that is iterated five times.
@@ -41,61 +43,103 @@ class Past(NamedTuple):
     is_matrix: bool
 
 
+class Expected(NamedTuple):
+    """The update that one weight should get."""
+
+    optimizer: str
+    update: Matrices  # relative to its learning rate
+    rate_scale: float
+    strong: np.ndarray  # mask [S, I, O] of the entries to compare
+    is_clipped: bool
+
+
 def rows(context: Context) -> Iterator[Row]:
     """Compares the update of each trained weight in the second step with its optimizer's.
 
-    The first step has the rate 0, and neither has decay or a clipped norm, which check e tests.
+    The first step has the rate 0, and neither has decay or a clipped norm, which check e tests. Muon and Adafactor
+    compute with whole matrices, so they are compared on a mesh that shards these, too.
     """
-    subject = context.subject
-    keys, plan = subject.config.step, subject.reference_plan
-    of_one_row = subject.batch["loss_mask"] * (np.arange(ROWS)[:, None] == 0)
+    subject, plan = context.subject, context.subject.reference_plan
+    keys, of_one_row = plan.step, subject.batch["loss_mask"] * (np.arange(ROWS)[:, None] == 0)
     # The gradient of a row is longer than the mean of all rows, so that Adafactor clips its second update.
     batches = [subject.batch, {**subject.batch, "loss_mask": of_one_row}]
-    g, h = subject.reference.gradients, subject.result(subject.plan(**PLAIN_DESCENT), *batches).gradients
+    gradients = subject.reference.gradients, subject.result(subject.plan(**PLAIN_DESCENT), *batches).gradients
     without = tuple({**rule, "weight_decay": 0.0} for rule in keys.optimizer_rules)
     own: dict[str, Any] = {"adam_weight_decay": 0.0, "gradient_clipping_threshold": 0.0, "optimizer_rules": without}
     own |= {"skip_step_on_spikes": False, "ema_decay": 0.0}
-    old = flat(plan.split(subject.weights).trainable)
-    tried = subject.plan(**own)
-    *_, (after, _) = subject.steps(tried, jax.device_get(subject.first_state(tried)), [0.0, SGD_RATE], batches)
-    new = flat(jax.device_get(after.weights.trainable))
+    expected, unknown = expected_updates(plan, flat(plan.split(subject.weights).trainable), *gradients)
 
+    def compared(name: str, optimizer: str, new: Mapping[str, np.ndarray]) -> Row:
+        own = {path: each for path, each in expected.items() if each.optimizer == optimizer}
+        clipped = sum(each.is_clipped for each in own.values())
+        note = f"{clipped} of {len(own)} are clipped" if optimizer == "adafactor" else ""
+        return worst(name, {path: _error(subject, path, each, new) for path, each in own.items()}, BOUND, note)
+
+    names = {each.optimizer: f"{each.optimizer}'s second update is as published" for each in expected.values()}
+    new = _stepped(subject, subject.plan(**own), batches) if names else {}
+    for optimizer, name in names.items():
+        yield compared(name, optimizer, new)
+    for optimizer in sorted(unknown):
+        note = f"opt_type={optimizer} is not one of {', '.join(UPDATES)}"
+        note = "its update is the gradient, which check b compares" if optimizer == "sgd" else note
+        yield not_applicable(f"{optimizer}'s second update", note)
+    if of_matrices := {*names} - {"adamw"}:
+        (optimizer, *_), on_mesh = sorted(of_matrices, reverse=True), own | mesh_keys(MESH)
+        name = f"{names[optimizer]}, {mesh_name(MESH)}"
+        yield unless_refused(
+            name, lambda: compared(name, optimizer, _stepped(subject, subject.plan(4, **on_mesh), batches))
+        )
+
+
+def expected_updates(
+    plan: StepPlan, old: Mapping[str, np.ndarray], g: Mapping[str, np.ndarray], h: Mapping[str, np.ndarray]
+) -> tuple[dict[str, Expected], set[str]]:
+    """Computes the updates of all trained weights in a step with gradients h, after one with gradients g.
+
+    Also names optimizers whose algorithm is not among `UPDATES`.
+    """
+    keys, expected, unknown = plan.step, {}, set()
     declared, axes = (by_path(plan.split(tree).trainable) for tree in (plan.matrices, plan.axes))
     least = NONE * max(float(np.max(np.abs(gradient))) for gradient in h.values())
-    figures: dict[str, dict[str, float]] = {}
-    unknown, clipped = set(), []
     for path, kind in declared.items():
         name, rule = dotted(path), next((it for it in keys.optimizer_rules if matches(path, [it["match"]])), {})
         chosen, scale = rule.get("opt_type", keys.opt_type), rule.get("learning_rate_scale", 1.0)
         is_hidden = bool(kind.reduction) and not LOOKED_UP & {*axes[path]}
         optimizer = "adamw" if OPTIMIZERS[chosen].hidden_only and not is_hidden else chosen
+        first, second, weight = (in_matrices(each[name], kind) for each in (g, h, old))
+        strong = np.abs(second) > max(STRONG * float(np.max(np.abs(second))), least)
         if optimizer not in UPDATES:
             unknown.add(optimizer)
             continue
-        if not scale:  # check e tests that it stays
+        if not scale or not np.any(strong):  # check e tests that a weight stays if its rate is 0
             continue
-        first, second, weight = (in_matrices(each[name], kind) for each in (g, h, old))
         past = Past(first, second, weight, is_matrix=bool(kind.reduction))
-        update = UPDATES[optimizer](keys, past)
+        update, is_clipped = UPDATES[optimizer](keys, past), False
+        if optimizer == "adafactor":
+            is_clipped = bool(np.any(root_mean_square(preconditioned(past)) > LONGEST))
         if chosen == "adamw" and keys.adam_clip_threshold:
             update = limited(update, keys.adam_clip_threshold)
         if keys.mup_base_emb_dim and kind.reduction and axes[path][0] not in LOOKED_UP:
             # Yang et al. 2022, table 3: the rate of a weight used in matmuls falls with the width.
             update = update * keys.mup_base_emb_dim / plan.spec.emb_dim
-        if optimizer == "adafactor" and np.any(root_mean_square(preconditioned(past)) > LONGEST):
-            clipped.append(name)
-        strong = np.abs(past.second) > max(STRONG * float(np.max(np.abs(past.second))), least)
-        if np.any(strong):
-            moved = in_matrices(np.float64(old[name]) - new[name], kind) / (SGD_RATE * scale)
-            size = float(np.sqrt(np.mean(np.square(update[strong]))))
-            figures.setdefault(optimizer, {})[name] = float(np.max(np.abs(moved - update)[strong])) / size
-    for optimizer, of_weights in figures.items():
-        note = f"{len(clipped)} of {len(of_weights)} are clipped" if optimizer == "adafactor" else ""
-        yield worst(f"{optimizer}'s second update is as published", of_weights, BOUND, note)
-    for optimizer in sorted(unknown):
-        note = f"opt_type={optimizer} is not one of {', '.join(UPDATES)}"
-        note = "its update is the gradient, which check b compares" if optimizer == "sgd" else note
-        yield not_applicable(f"{optimizer}'s second update", note)
+        expected[name] = Expected(optimizer, update, scale, strong, is_clipped)
+    return expected, unknown
+
+
+def _stepped(subject: Subject, plan: StepPlan, batches: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """The trained weights after a step of each batch, of which only the last one changes them."""
+    state, rates = jax.device_get(subject.first_state(plan)), [0.0, SGD_RATE]
+    *_, (after, _) = subject.steps(plan, state, rates, batches)
+    return flat(jax.device_get(after.weights.trainable))
+
+
+def _error(subject: Subject, path: str, expected: Expected, new: Mapping[str, np.ndarray]) -> float:
+    """The largest error of a weight's update, relative to its root mean square."""
+    plan = subject.reference_plan
+    old, kinds = flat(plan.split(subject.weights).trainable), flat(plan.split(plan.matrices).trainable)
+    moved = in_matrices(old[path].astype(np.float64) - new[path], kinds[path]) / (SGD_RATE * expected.rate_scale)
+    size = np.sqrt(np.mean(np.square(expected.update[expected.strong])))
+    return float(np.max(np.abs(moved - expected.update)[expected.strong]) / size)
 
 
 def in_matrices(weight: np.ndarray, kind: MatrixDims) -> Matrices:

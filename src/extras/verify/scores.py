@@ -1,0 +1,86 @@
+"""Scores of texts and of answers to tasks, as src.evaluate computes them, against log-probabilities in float64."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from src.extras.verify.rows import Row, largest, not_applicable, verdict
+from src.extras.verify.subject import Subject
+from src.system.imports import optional
+
+# Log-probabilities, in nats: rounding gives up to 3e-6 in a token's and in an answer's, the score of another token 1.
+BOUND = 1e-4
+DELETED = "src/extras/evaluation was deleted"
+FIRST = 0x4E00  # of the characters that stand for ids: letters, so that nothing takes them for spaces
+
+
+class Letters:
+    """Stands for a tokenizer: each letter is an id."""
+
+    bos = 0
+
+    def encode_default(self, text: str) -> np.ndarray:
+        """Encodes a text as its letters."""
+        return np.array([ord(letter) - FIRST for letter in text], np.int32)
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Encodes a text with a bos."""
+        return np.append(np.int32(self.bos), self.encode_default(text))
+
+
+def of_texts(subject: Subject, sequences: Sequence[np.ndarray], log_probs: Sequence[np.ndarray]) -> Row:
+    """Scores each id of sequences of unequal lengths, and whether it is the likeliest one.
+
+    `log_probs` has an array [n - 1, V] for each sequence: the whole vocabulary's, before each id but the first.
+    """
+    name, scoring = "scores of the tokens of texts", optional("evaluation.scoring")
+    if scoring is None:
+        return not_applicable(name, DELETED)
+    config, plan = subject.config, subject.reference_plan
+    found = list(scoring.Scorer(config.evaluation, config.batch, plan, subject.placed(plan))(sequences))
+    if len(found) != len(sequences):
+        return verdict(name, np.inf, BOUND, f"{len(found)} of {len(sequences)} texts have scores")
+    errors = {}
+    for number, (ids, (scores, likeliest), of_ids) in enumerate(zip(sequences, found, log_probs, strict=True)):
+        if scores.shape != (len(ids) - 1,):
+            return verdict(name, np.inf, BOUND, f"text {number} has {len(scores)} scores, not {len(ids) - 1}")
+        wanted = np.take_along_axis(of_ids, ids[1:, None], axis=-1)[:, 0]
+        differ = (likeliest != (np.argmax(of_ids, axis=-1) == ids[1:])) & is_clear(of_ids)
+        errors[number] = float(np.max(np.where(differ, np.inf, np.abs(scores - wanted))))
+    worst = largest(errors)
+    failure = f"text {worst} of {len(errors)}, of {len(sequences[worst])} ids"
+    return verdict(name, errors[worst], BOUND, f"{len(errors)} texts", failure)
+
+
+def of_answers(subject: Subject, sequences: Sequence[np.ndarray], log_probs: Sequence[np.ndarray]) -> Row:
+    """Scores the second half of each sequence after the first, and the likeliest next id after the first."""
+    name, answers = "likelihoods of answers to tasks", optional("evaluation.answers")
+    if answers is None:
+        return not_applicable(name, DELETED)
+    config, plan = subject.config, subject.reference_plan
+    pairs, wanted, certain = [], [], []
+    for ids, of_ids in zip(sequences, log_probs, strict=True):
+        cut = (len(ids) + 1) // 2
+        of_second = np.take_along_axis(of_ids, ids[1:, None], axis=-1)[cut - 1 :, 0]
+        is_likeliest = bool(np.all(np.argmax(of_ids[cut - 1 :], axis=-1) == ids[cut:]))
+        best = int(np.argmax(of_ids[cut - 1]))
+        pairs += [(_text(ids[:cut]), _text(ids[cut:])), (_text(ids[:cut]), _text([best]))]
+        wanted += [(float(np.sum(of_second)), is_likeliest), (float(of_ids[cut - 1, best]), True)]
+        certain += [bool(np.all(is_clear(of_ids[cut - 1 :]))), bool(is_clear(of_ids[cut - 1]))]
+    sections = config.evaluation, config.batch, config.decoding
+    found = answers.Answers(*sections, plan, subject.placed(plan), Letters()).log_likelihoods(pairs)
+    errors, which = {}, ("the second half of text", "the likeliest id after the first half of text")
+    for number, (one, other, is_certain) in enumerate(zip(found, wanted, certain, strict=True)):
+        differ = is_certain and one[1] != other[1]
+        errors[f"{which[number % 2]} {number // 2}"] = np.inf if differ else abs(one[0] - other[0])
+    worst = largest(errors)
+    return verdict(name, errors[worst], BOUND, f"{len(pairs)} answers", worst)
+
+
+def is_clear(log_probs: np.ndarray) -> np.ndarray:
+    """Tells whether one of the vocabulary is likelier than all others by more than rounding."""
+    return np.ptp(np.sort(log_probs, axis=-1)[..., -2:], axis=-1) > BOUND
+
+
+def _text(ids: Sequence[int] | np.ndarray) -> str:
+    return "".join(chr(FIRST + int(each)) for each in ids)

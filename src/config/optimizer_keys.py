@@ -17,6 +17,7 @@ class OptimizerType(NamedTuple):
     scaling: str = ""  # module:function(chosen, inputs), which `make_optimizer` imports and calls
     reads: tuple[str, ...] = ()  # keys that only some optimizers read
     hidden_only: bool = False  # it updates matrices in layers, and adamw all other weights
+    waits: bool = False  # its first step only prepares, and moves no weight
 
 
 # Their order is the order of the optimizers' states in checkpoints: add new ones at the end.

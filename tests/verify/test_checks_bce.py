@@ -1,5 +1,6 @@
 """verify's checks b, c and e: what they say of clean code, and that they find faults and name the weight."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -8,14 +9,15 @@ import numpy as np
 import optax
 import pytest
 
+from src.config.optimizer_keys import OPTIMIZERS
 from src.extras.verify import derivatives, movement, rewrites
-from src.extras.verify.rows import FAIL, NOT_APPLICABLE
+from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS
 from src.extras.verify.subject import LENGTH, Subject
 from src.model import feed_forward, norm
 from src.model.moe import router
 from src.model.params import Weights, by_path, nested, weight
 from src.parallel import accumulate
-from src.step import loss, optimizer, train_step
+from src.step import loss, matrices, optimizer, plan, train_step
 from tests.parallel.axes import MODELS
 from tests.tiny import load
 from tests.verify.contexts import context
@@ -153,6 +155,40 @@ def test_stale_averages_and_frozen_weights_that_move_are_found(monkeypatch):
     assert rows["average of the new weights"].figure >= 3 * rows["average of the new weights"].bound
 
 
+class TestFirstStepOfAnOptimizer:
+    """Only an optimizer that declares it may leave weights in its first step."""
+
+    @pytest.fixture(autouse=True)
+    def stays(self, monkeypatch):
+        scale = optax.scale_by_adam
+
+        def in_the_second(*args, **keys):
+            adam = scale(*args, **keys)
+
+            def update(gradients, state, weights=None):
+                updates, after = adam.update(gradients, state, weights)
+                return jax.tree.map(lambda x: jnp.where(state.count == 0, 0, x), updates), after
+
+            return optax.GradientTransformation(adam.init, update)
+
+        monkeypatch.setattr(optax, "scale_by_adam", in_the_second)
+
+    def row(self):
+        rows = movement.rows(context(subject("dense", adam_weight_decay=0)))
+        return next(row for row in rows if row.name == "entries of trained weights that do not move downhill")
+
+    def test_it_is_a_fault(self):
+        row = self.row()
+        assert row.status == FAIL
+        assert "11 of 11 weights are wrong" in row.note
+
+    def test_it_may_be_declared(self, monkeypatch):
+        monkeypatch.setitem(OPTIMIZERS, "adamw", OPTIMIZERS["adamw"]._replace(waits=True))
+        row = self.row()
+        assert row.status == PASS
+        assert "in the second step" in row.note
+
+
 class TestOptimizer:
     """Faults of the optimizer that move every weight downhill."""
 
@@ -171,6 +207,31 @@ class TestOptimizer:
         assert notes.keys() == {"weight decay takes its rate of each weight"}
         assert "3 of 11 weights are wrong" in next(iter(notes.values()))
         assert "final_norm.scale" in next(iter(notes.values()))
+
+    def test_a_declaration_that_no_vector_or_matrix_should_have_is_named(self, monkeypatch):
+        field = plan.params.field
+
+        def exchanged(declarations, name):
+            found = by_path(field(declarations, name))
+            if name == "decays":
+                found |= {path: path[-1] == "scale" for path in found if path[-1] in ("scale", "wo")}
+            return nested(found)
+
+        monkeypatch.setattr(plan.params, "field", exchanged)
+        (note,) = self.notes().values()
+        assert "4 of 11 weights are wrong" in note
+        assert "feed_forward.wo" in note
+
+    def test_a_weight_that_muon_leaves_to_adamw_is_named(self, monkeypatch):
+        matrix = matrices._matrix
+
+        def misjudged(axes, fan_in, vocab_size):
+            found = matrix(axes, fan_in, vocab_size)
+            return dataclasses.replace(found, hidden=found.hidden or axes == ("embed", "vocab"))
+
+        monkeypatch.setattr(matrices, "_matrix", misjudged)
+        notes = self.notes(opt_type="muon")
+        assert notes["AdamW's second update follows from its keys"].startswith("output; 1 of 5")
 
     def test_a_rule_that_is_ignored_is_named(self, monkeypatch):
         monkeypatch.setattr(optimizer, "decayed", lambda rules, decays, rate: [optax.add_decayed_weights(rate, decays)])

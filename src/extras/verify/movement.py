@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
+from src.config.optimizer_keys import OPTIMIZERS
 from src.extras.verify.comparison import differences
 from src.extras.verify.derivatives import LEFT_OUT, Loss
 from src.extras.verify.rows import PASS, Row, largest, not_applicable, worst
 from src.extras.verify.subject import PLAIN_DESCENT, ROWS, Context, Subject, flat
 from src.model.params import by_path, dotted, matches, nested
+from src.model.selection import Path
 from src.step.optimizer_rules import Rule
 from src.step.plan import StepPlan
 from src.step.state import TrainState
@@ -34,7 +36,7 @@ RATE_BOUND = 5e-3
 # More than any score of a router, and little enough for its bias to show a step of 0.001. Changed by it, a weight that
 # is used at least makes the loss round otherwise.
 FAR = 64.0
-VECTORS = ("scale", "bias", "norm")  # in the last parts of the names of weights that do not decay by default
+UNDECAYED = {"scale", "bias", "norm", "rate"}  # in the names of weights that are not vectors and do not decay either
 
 Arrays = dict[str, np.ndarray]  # by the weights' dotted paths
 
@@ -46,13 +48,14 @@ def rows(context: Context) -> Iterator[Row]:
     plan = subject.plan(ema_decay=EMA_DECAY if subject.config.step.ema_decay else 0.0)
     before, after = step(subject, plan)
     descent, gradients = subject.plan(**PLAIN_DESCENT), subject.reference.gradients
-    waiting = [path for path, still in _stay(gradients, plan, before, after).items() if still]
-    if waiting:  # perhaps because an optimizer such as SOAP only prepares in its first step
+    stay = _stay(gradients, plan, before, after)
+    if waiting := [path for path, rule in flat(plan.rules).items() if OPTIMIZERS[rule.opt_type].waits]:
         before, after = step(subject, plan, waits=True)
         gradients = subject.result(descent, subject.batch, subject.batch).gradients
-    note = f"in the second step; in the first, {first_few(waiting)} did not" if waiting else ""
-    name = "entries of trained weights that do not move downhill"
-    yield worst(name, _stay(gradients, plan, before, after), 0.0, note)
+        second = _stay(gradients, plan, before, after)
+        stay |= {path: second[path] for path in waiting}
+    note = f"{first_few(waiting)} in the second step, because the first one only prepares" if waiting else ""
+    yield worst("entries of trained weights that do not move downhill", stay, 0.0, note)
     old, new = flat(before.weights.trainable), flat(after.weights.trainable)
     updates = {path: new[path].astype(np.float64) - old[path] for path in old}
     frozen, left = flat(before.weights.frozen), flat(after.weights.frozen)
@@ -130,19 +133,15 @@ def step(subject: Subject, plan: StepPlan, waits: bool = False) -> tuple[TrainSt
 def optimizer(subject: Subject) -> Iterator[Row]:
     """Compares a step of the config's own optimizer with what its keys say of each weight.
 
-    A step without decay differs from it by the weight times its rule's rate, or adam_weight_decay if the weight decays,
-    which norms' scales and biases never do by default. And AdamW moves an entry with gradients g and h in its first two
-    steps by its learning rate times m / (sqrt(v) + eps) in the second (Kingma and Ba 2015, algorithm 1), where
-    m = (b1 g + h) / (1 + b1) and v = (b2 g^2 + h^2) / (1 + b2). The first has the rate 0, so that weights stay; both
-    gradients are read from such steps of plain gradient descent.
+    A step without decay differs from it by the weight times its rule's rate, or adam_weight_decay if the weight decays
+    by default. And AdamW moves an entry with gradients g and h in its first two steps by its learning rate times
+    m / (sqrt(v) + eps) in the second (Kingma and Ba 2015, algorithm 1), where m = (b1 g + h) / (1 + b1) and
+    v = (b2 g^2 + h^2) / (1 + b2). The first has the rate 0, so that weights stay; both gradients are read from such
+    steps of plain gradient descent.
     """
     names = "weight decay takes its rate of each weight", "AdamW's second update follows from its keys"
-    keys, plan, rules = subject.config.step, subject.reference_plan, {}
-    for path, declared in by_path(plan.split(plan.decays).trainable).items():
-        is_vector = any(word in path[-1] for word in VECTORS)
-        default = Rule(keys.opt_type, weight_decay=keys.adam_weight_decay if declared and not is_vector else 0.0)
-        first = next((rule for rule in keys.optimizer_rules if matches(path, [rule["match"]])), {})
-        rules[dotted(path)] = dataclasses.replace(default, **first)
+    keys, plan = subject.config.step, subject.reference_plan
+    rules = {dotted(path): _rule(plan, path) for path in by_path(plan.split(plan.shapes).trainable)}
     highest = max(rule.weight_decay for rule in rules.values())
     rate = DECAYED / max(highest, LEAST_DECAY)
     without = tuple({**rule, "weight_decay": 0.0} for rule in keys.optimizer_rules)
@@ -178,6 +177,24 @@ def optimizer(subject: Subject) -> Iterator[Row]:
     factors = keys.mup_base_emb_dim or keys.adam_clip_threshold
     why = "adam_clip_threshold or mup_base_emb_dim scales updates" if factors else "no weight has opt_type=adamw"
     yield worst(names[1], {} if factors else moved, RATE_BOUND, otherwise=why)
+
+
+def _rule(plan: StepPlan, path: Path) -> Rule:
+    """What the keys say of a weight's update, by its name and dims.
+
+    Matrices and lookup tables decay by default. Vectors do not, nor do norms, scales, biases and rates. An array that
+    is none of these, such as a convolution's kernel, decays as it is declared.
+    """
+    keys, dims = plan.step, by_path(plan.matrices)[path]
+    is_vector = len(dims.dims) == 1 or UNDECAYED.intersection(path[-1].split("_"))
+    decays = not is_vector and (dims.reduction or by_path(plan.decays)[path])
+    default = Rule(keys.opt_type, weight_decay=keys.adam_weight_decay if decays else 0.0)
+    chosen = next((rule for rule in keys.optimizer_rules if matches(path, [rule["match"]])), {})
+    rule = dataclasses.replace(default, **chosen)
+    is_hidden = not is_vector and dims.reduction and {"segments", "mtp"}.intersection(path)
+    if OPTIMIZERS[rule.opt_type].hidden_only and not is_hidden:
+        return dataclasses.replace(rule, opt_type="adamw")
+    return rule
 
 
 def clipped(gradients: Arrays, threshold: float) -> Arrays:

@@ -28,13 +28,20 @@ ENTRIES = (
 )
 
 
+_PLANNED = set()
+
+
 def plan_of(config):
-    """The abstract weights, shardings and batch of a config on 8 devices."""
+    """Plans a step on 8 devices: abstract weights, shardings, batch; once for what `plan_step` reads of a config."""
+    sections = repr((config.model, config.step, config.batch, config.mesh, config.evaluation.eval_metrics))
+    if sections in _PLANNED:
+        return
     layout = make_layout(config.mesh, jax.devices())
     global_batch_size(
         layout, config.batch.per_device_batch_size, config.step.gradient_accumulation_steps, "per_device_batch_size"
     )
-    return plan_step(config, layout)
+    plan_step(config, layout)
+    _PLANNED.add(sections)  # what fails is planned, and fails, for each key that leads to it
 
 
 def accept(argument, is_planned=True):

@@ -133,6 +133,7 @@ def ends_of_two(folder, corpora):
     return codes, [log.read_text() for log in logs]
 
 
+@pytest.mark.long  # other data of the user's code: test_processes_with_other_code_of_the_user_s_are_told_so
 def test_hosts_with_other_data_are_told_so(tmp_path, corpus):
     other = runs.write_corpus(tmp_path / "other", documents=30)
     codes, outputs = ends_of_two(tmp_path, [corpus, other])

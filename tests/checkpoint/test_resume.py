@@ -41,15 +41,16 @@ def assert_same_run(folder, expected, steps):
     assert runs.bits(runs.saved_arrays(folder, steps)) == runs.bits(runs.saved_arrays(expected, steps))
 
 
-# ---- Killed and terminated: commands of their own, the same each time, compiled as for users
+# ---- Killed and terminated: commands of their own, the same each time; in long tests compiled as for users
 
 
 class Command:
     """One command line, started as often as need be, and the same run without an interruption."""
 
-    def __init__(self, place, corpus, devices, steps, checkpoint_period, **mesh):
-        self.place, self.steps, self.devices = place, steps, devices
+    def __init__(self, place, corpus, devices, steps, checkpoint_period, optimised=True, **mesh):
+        self.place, self.steps, self.devices, self.optimised = place, steps, devices, optimised
         self.keys = {"dataset_path": corpus, "steps": steps, "checkpoint_period": checkpoint_period, **mesh}
+        place.mkdir(exist_ok=True)
         self.folder = place / "interrupted"
         self.whole = place / "whole"
         runs.finish(self._start(self.whole, "whole.log"), place / "whole.log")
@@ -62,7 +63,7 @@ class Command:
 
     def _start(self, folder, log):
         keys = {"base_output_directory": folder.parent, "run_name": folder.name, **self.keys}
-        return runs.start(self.place / log, self.devices, optimised=True, **keys)
+        return runs.start(self.place / log, self.devices, optimised=self.optimised, **keys)
 
     def kill_at_random(self, kills, seed):
         """Starts the run and kills it, so many times; returns the steps that were on file when it died."""
@@ -84,13 +85,11 @@ class Command:
         return reached[1:]
 
 
-@pytest.fixture(scope="module")
-def command(tmp_path_factory, corpus):
-    mesh = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
-    return Command(tmp_path_factory.mktemp("command"), corpus, devices=4, steps=40, checkpoint_period=8, **mesh)
+MESH = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 
 
-def test_killed_and_terminated_the_same_command_goes_on(command):
+def test_killed_and_terminated_the_same_command_goes_on(tmp_path, corpus):
+    command = Command(tmp_path, corpus, devices=4, steps=40, checkpoint_period=8, optimised=False, **MESH)
     (killed,) = command.kill_at_random(1, seed=23)
     assert killed > 16, "the checkpoint of step 8 may not be whole"
     process = command.start("terminated.log")
@@ -122,8 +121,9 @@ def test_killed_at_ten_random_moments(tmp_path, corpus, devices):
 
 
 @pytest.mark.long  # in one process: test_checkpoint_meshes.py
-def test_a_mesh_of_four_devices_gives_the_losses_of_eight(command, corpus, tmp_path):
+def test_a_mesh_of_four_devices_gives_the_losses_of_eight(corpus, tmp_path):
     """Here, because other tests of meshes leave most of the compiler's optimisations out."""
+    command = Command(tmp_path / "four", corpus, devices=4, steps=40, checkpoint_period=8, **MESH)
     schedule = {"steps": 8, "learning_rate_schedule_steps": command.steps}
     runs.run_here(base_output_directory=tmp_path, dataset_path=corpus, checkpoint_period=8, **schedule)
     _, expected = zip(*runs.losses(tmp_path / "run"), strict=True)

@@ -114,9 +114,10 @@ def rated(topology: Topology) -> Topology:
 
 
 def processes() -> int:
-    """Number of compilations to run at a time: one per core, if memory suffices."""
+    """Number of compilations to run at a time: one per core that this process may use, if memory suffices."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(os.cpu_count() or 1, memory // PROCESS_BYTES))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, memory // PROCESS_BYTES))
 
 
 def kept(file: Path) -> Record | None:

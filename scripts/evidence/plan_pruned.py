@@ -1,0 +1,112 @@
+"""Tests what a search leaves out: `python scripts/evidence/plan_pruned.py REPORT.json [--points N] [--seed S]`.
+
+REPORT.json is a report of src.plan. Chooses N random points among those that the search left out by its estimates, and
+prints whether any fits and is predicted over 5% faster than the first row. Points that the model, the mesh or the batch
+refuse are replaced, because they cannot be compiled. Collectives only add to a step. So a point needs no program if its
+compute and memory traffic already take longer; the others are compiled, and with `--all` every one.
+"""
+
+import argparse
+import json
+import random
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
+import jax
+
+from src.extras.aot.report import readable
+from src.extras.aot.train_compile import checked_topology
+from src.extras.plan import host, output
+from src.extras.plan.compiling import COMMAND, Folder, rated
+from src.extras.plan.costing import Candidate, Costing, cost
+from src.extras.plan.estimate import step_costs
+from src.extras.plan.points import Point, Space
+from src.extras.plan.search import Search
+from src.run import resolve_config
+from src.run.run_setup import configure_jax
+from src.system.errors import UserError
+from src.system.exit_codes import run_command
+
+FASTER = 1.05  # times the first row's speed
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints a line for each of the points, and how many would have been better."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("report", type=Path)
+    parser.add_argument("--points", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--all", action="store_true", help="compile points that need no program, too")
+    arguments = parser.parse_args(argv)
+    report = json.loads(arguments.report.read_text())
+    words, first = shlex.split(report["plan"]["config"]), report["rows"][0]
+    config = resolve_config.load(words, [], command=COMMAND)
+    configure_jax(config.step)
+    jax.config.update("jax_platforms", "cpu")
+    topology = rated(checked_topology(config))
+    rows = config.batch.per_device_batch_size * topology.num_devices * config.step.gradient_accumulation_steps
+    space = Space(config, topology, [*map(output.key_of, words)], round(rows))
+    costing = cost(space)
+    request, folder = output.Request(config, words, topology), Folder.of(config, topology)
+    most, better, compiled = FASTER * first["tokens_per_second"], 0, 0
+    print(f"first row: {first['mesh']}, {first['policy']}, batch {first['batch']}")
+    for number, candidate in enumerate(random_points(space, costing, arguments.points, arguments.seed), 1):
+        words_of = ", ".join(filter(None, [*choice(candidate.point), candidate.point.also_words]))
+        # The fastest that its program can be: without communication and copies to the host.
+        alone = candidate.costs._replace(moved=[]).predict(space.constants).step_seconds
+        bound = candidate.costs.tokens_per_step / alone
+        if bound <= most and not arguments.all:
+            part = bound / first["tokens_per_second"]
+            print(f"{number}: {words_of}: at most {part:.0%} of the first row's speed, if nothing were communicated")
+            continue
+        search = Search(Costing(costing.capacity, [candidate]), space, folder, request.command_words, 1)
+        search.run(lambda line: None)
+        result, compiled = search.results[0], compiled + 1
+        better += result.fits and result.speed > most
+        memory = result.record["failed"] or f"{readable(result.needed)}, {'fits' if result.fits else 'does not fit'}"
+        part = result.speed / first["tokens_per_second"]
+        print(f"{number}: {words_of}: compiled, {memory}, {part:.0%} of the first row's speed", flush=True)
+    print(f"{compiled} of {arguments.points} compiled; {better} fit and are over 5% faster than the first row")
+
+
+def random_points(space: Space, costing: Costing, count: int, seed: int) -> Iterator[Candidate]:
+    """Yields pruned points of a space in random order, with their costs; prints how many the checks refused."""
+    kept = {identity(each.point) for each in costing.candidates}
+    refused = 0
+    points = list(space.points())
+    random.Random(seed).shuffle(points)
+    for point in points:
+        if identity(point) in kept:
+            continue
+        config = space.config.replace(**point.keys)
+        try:
+            costs = step_costs(config, space.topology)
+        except UserError:
+            refused += 1
+            continue
+        waits = host.estimated_seconds(config, space.topology, costs)
+        yield Candidate(point, costs, costs.predict(space.constants), waits)
+        count -= 1
+        if not count:
+            break
+    print(f"seed {seed}: {refused} points that are refused were replaced")
+
+
+def identity(point: Point) -> str:
+    """A text that two equal points share."""
+    return json.dumps(point.keys, sort_keys=True)
+
+
+def choice(point: Point) -> list[Any]:
+    """A point's mesh, remat policy and batch."""
+    return [point.mesh_words, point.policy_name, f"batch {point.batch_words}"]
+
+
+if __name__ == "__main__":
+    run_command(main)

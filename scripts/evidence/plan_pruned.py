@@ -3,7 +3,8 @@
 REPORT.json is a report of src.plan. Chooses N random points among those that the search left out by its estimates, and
 prints whether any fits and is predicted over 5% faster than the first row. Points that the model, the mesh or the batch
 refuse are replaced, because they cannot be compiled. Collectives only add to a step. So a point needs no program if its
-compute and memory traffic already take longer; the others are compiled, and with `--all` every one.
+compute and memory traffic already take longer; the others are compiled. `--above PART` compiles those that might reach
+this part of the first row's speed, 0 all.
 """
 
 import argparse
@@ -22,10 +23,9 @@ import jax
 
 from src.extras.aot.report import readable
 from src.extras.aot.train_compile import checked_topology
-from src.extras.plan import host, output
+from src.extras.plan import output
 from src.extras.plan.compiling import COMMAND, Folder, rated
 from src.extras.plan.costing import Candidate, Costing, cost
-from src.extras.plan.estimate import step_costs
 from src.extras.plan.points import Point, Space
 from src.extras.plan.search import Search
 from src.run import resolve_config
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("report", type=Path)
     parser.add_argument("--points", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--all", action="store_true", help="compile points that need no program, too")
+    parser.add_argument("--above", type=float, default=FASTER)
     arguments = parser.parse_args(argv)
     report = json.loads(arguments.report.read_text())
     words, first = shlex.split(report["plan"]["config"]), report["rows"][0]
@@ -54,24 +54,24 @@ def main(argv: Sequence[str]) -> None:
     space = Space(config, topology, [*map(output.key_of, words)], round(rows))
     costing = cost(space)
     request, folder = output.Request(config, words, topology), Folder.of(config, topology)
-    most, better, compiled = FASTER * first["tokens_per_second"], 0, 0
+    speed, better, compiled = first["tokens_per_second"], 0, 0
     print(f"first row: {first['mesh']}, {first['policy']}, batch {first['batch']}")
     for number, candidate in enumerate(random_points(space, costing, arguments.points, arguments.seed), 1):
         words_of = ", ".join(filter(None, [*choice(candidate.point), candidate.point.also_words]))
         # The fastest that its program can be: without communication and copies to the host.
         alone = candidate.costs._replace(moved=[]).predict(space.constants).step_seconds
-        bound = candidate.costs.tokens_per_step / alone
-        if bound <= most and not arguments.all:
-            part = bound / first["tokens_per_second"]
-            print(f"{number}: {words_of}: at most {part:.0%} of the first row's speed, if nothing were communicated")
+        bound = candidate.costs.tokens_per_step / alone / speed
+        if bound <= min(arguments.above, FASTER):
+            print(f"{number}: {words_of}: at most {bound:.0%} of the first row's speed, if nothing were communicated")
             continue
         search = Search(Costing(costing.capacity, [candidate]), space, folder, request.command_words, 1)
         search.run(lambda line: None)
         result, compiled = search.results[0], compiled + 1
-        better += result.fits and result.speed > most
+        better += result.fits and result.speed > FASTER * speed
         memory = result.record["failed"] or f"{readable(result.needed)}, {'fits' if result.fits else 'does not fit'}"
-        part = result.speed / first["tokens_per_second"]
-        print(f"{number}: {words_of}: compiled, {memory}, {part:.0%} of the first row's speed", flush=True)
+        print(
+            f"{number}: {words_of}: compiled, {memory}, {result.speed / speed:.0%} of the first row's speed", flush=True
+        )
     print(f"{compiled} of {arguments.points} compiled; {better} fit and are over 5% faster than the first row")
 
 
@@ -86,12 +86,11 @@ def random_points(space: Space, costing: Costing, count: int, seed: int) -> Iter
             continue
         config = space.config.replace(**point.keys)
         try:
-            costs = step_costs(config, space.topology)
+            [candidate] = cost(Space(config, space.topology, point.keys, space.rows)).candidates
         except UserError:
             refused += 1
             continue
-        waits = host.estimated_seconds(config, space.topology, costs)
-        yield Candidate(point, costs, costs.predict(space.constants), waits)
+        yield candidate._replace(point=point)
         count -= 1
         if not count:
             break

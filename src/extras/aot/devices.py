@@ -8,7 +8,7 @@ import jax
 from jax.experimental import topologies
 
 from src import installing
-from src.extras.aot.topology import Topology
+from src.extras.aot.topology import Topology, wraps
 from src.parallel.chips import GPU_PROPERTIES
 from src.system.errors import UserError
 
@@ -68,21 +68,9 @@ def _tpus(topology: Topology) -> list[jax.Device]:
         topology_name=f"{generation}:{'x'.join(map(str, topology.shape))}",
         chip_config_name="megacore" if generation in ("v4", "v5p") else "default",  # two TensorCores are one device
         chips_per_host_bounds=topology.host_shape,
-        wrap=_wraps(topology.shape),
+        wrap=(*wraps(topology.shape), False)[:3],
         num_slices=topology.slices,
     ).devices
-
-
-def _wraps(shape: tuple[int, ...]) -> tuple[bool, bool, bool]:
-    """Tells whether the chips along each dim form a ring (wraparound links).
-
-    In a 2-dim topology the dims of a whole pod, 16 chips, do; in a 3-dim one, all dims of slices made of whole 4x4x4
-    cubes (docs.cloud.google.com/tpu/docs/v5p; jax-ml.github.io/scaling-book/tpus). The compiler's default is no
-    wraparound.
-    """
-    if len(shape) == 2:
-        return (shape[0] == 16, shape[1] == 16, False)
-    return (all(size % 4 == 0 for size in shape),) * 3
 
 
 def _gpus(topology: Topology) -> list[jax.Device]:

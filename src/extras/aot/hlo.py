@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
+from src.extras.aot.topology import wraps
 from src.parallel.slices import slice_of
 
 # Fraction of the full array that each of n devices sends, with shards passed around a ring (Patarasuk and Yuan 2009).
@@ -306,6 +307,19 @@ def network_shares(kind: str, n: int, near: int) -> tuple[float, float]:
     return (1 - 1 / near, 1 / near) if near < n else (float(n > 1), 0.0)
 
 
+def dim_share(count: int, span: int, size: int, ring: bool) -> float:
+    """Returns the fraction of the bandwidth along a torus's dim that one group of chips has.
+
+    A group has `count` of the dim's `size` chips, and `span` hops from the first to the last. If its chips are several
+    hops apart, the links between them carry other groups' bytes too. A part of a ring is a line, which has half of the
+    ring's bandwidth: everything that its ends receive comes over one link.
+    """
+    if count == 1:
+        return 0.0
+    hops = span / (count - 1)
+    return (0.5 if ring and hops * count < size else 1.0) / hops
+
+
 class _MeshMap:
     """Maps a program's partitions to the mesh, to slices or hosts, and to a slice's torus."""
 
@@ -344,13 +358,18 @@ class _MeshMap:
         return network_shares(kind, groups.shape[1], int(near.max()))
 
     def _links(self, kind: str, groups: np.ndarray) -> float:
-        """Returns the fraction of a torus's dims that a group spans; a permute uses one dim at a time."""
+        """Returns the fraction of a device's links on the torus that a group uses; a permute uses one dim at a time."""
         if self.coords is None:
             return 1.0
         where = self.coords[groups]  # [groups, n, 3]
-        dims = (where != where[:, :1]).any(1).sum(1).max()
-        if kind == "collective-permute":
-            dims = min(dims, 1)
+        sizes = np.ptp(self.coords, axis=0) + 1
+        shape = tuple(int(size) for size in sizes)
+        rings = wraps(shape if shape[2] > 1 else shape[:2])
+        shares = [
+            dim_share(len(set(along)), max(along) - min(along), size, ring)
+            for along, size, ring in zip(where[0].T.tolist(), shape, (*rings, False), strict=False)
+        ]  # of the first group: the others are as large
+        used = float((where != where[:, :1]).any()) if kind == "collective-permute" else sum(shares)
         # The two devices of a TPU7x chip share a link that is as fast as the chip's six other links together
         # (docs.cloud.google.com/tpu/docs/tpu7x).
-        return float(dims / (self.coords != self.coords[0]).any(0).sum()) if dims else 1.0
+        return used / (sizes > 1).sum() if used else 1.0

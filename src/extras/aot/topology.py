@@ -36,6 +36,18 @@ class Topology(NamedTuple):
         return (2, 4, 1) if self.shape == (2, 4) else (2, 2, 1)
 
 
+def wraps(shape: tuple[int, ...]) -> tuple[bool, ...]:
+    """Tells whether the chips along each dim of a TPU slice form a ring (wraparound links).
+
+    In a 2-dim topology the dims of a whole pod, 16 chips, do; in a 3-dim one, all dims of slices made of whole 4x4x4
+    cubes (docs.cloud.google.com/tpu/docs/v5p; jax-ml.github.io/scaling-book/tpus). The compiler's default is no
+    wraparound.
+    """
+    if len(shape) == 2:
+        return tuple(size == 16 for size in shape)
+    return (all(size % 4 == 0 for size in shape),) * 3
+
+
 class _Generation(NamedTuple):
     """A TPU generation, and how its slices are named."""
 

@@ -7,13 +7,15 @@ travel to their experts; pipeline stages pass micro-batches on.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from src.extras.aot.hlo import RING_SHARE, Collective, network_shares
+from src.extras.aot.hlo import RING_SHARE, Collective, dim_share, network_shares
+from src.extras.aot.topology import wraps
 from src.extras.plan.placed import AbsentLayout, DeclaredWeight, Placed
 from src.model.attention_kernels.scores import CONTEXT
 from src.model.execution import Execution
@@ -163,45 +165,48 @@ def _links(placed: Placed, axes: tuple[str, ...]) -> float:
     """Share of a chip's links that a group along these axes uses."""
     names = placed.layout.mesh.axis_names
     sizes = tuple(zip(names, placed.layout.within, strict=True))
-    dims = _torus_dims(placed.torus, placed.devices_per_chip, sizes)
-    used = {dim for axis in axes for dim in dims.get(axis, ())}
-    return len(used) / sum(size > 1 for size in placed.torus) if used else 1.0
+    parts = _torus_parts(placed.torus, placed.devices_per_chip, sizes)
+    dims = [(size, ring) for size, ring in zip(placed.torus, wraps(placed.torus), strict=True) if size > 1]
+    used = 0.0
+    for dim, (size, ring) in enumerate(dims):
+        along = [part for axis in axes for part in parts.get(axis, ()) if part.dim == dim]
+        count, span = math.prod(part.count for part in along), sum((part.count - 1) * part.hops for part in along)
+        used += dim_share(count, span, size, ring)
+    return used / len(dims) if used else 1.0
+
+
+class _Part(NamedTuple):
+    """The part of a torus's dim that a mesh axis runs along: `count` chips that are `hops` apart."""
+
+    dim: int
+    count: int
+    hops: int
 
 
 @functools.cache
-def _torus_dims(
+def _torus_parts(
     torus: tuple[int, ...], devices_per_chip: int, sizes: tuple[tuple[str, int], ...]
-) -> dict[str, frozenset[int]]:
-    """Lists, for each mesh axis, the dims of the torus that it runs along: whole ones if possible, else parts of them.
+) -> dict[str, tuple[_Part, ...]]:
+    """Lists, for each mesh axis, the dims of the torus that it runs along, as `jax.make_mesh` chooses them.
 
-    The two devices of a chip, if there are two, are a dim of their own that counts as no link.
+    The last axis chooses first: whole dims if possible, else parts of them, and its chips are the closest. The two
+    devices of a chip, if there are two, are a dim of their own that counts as no link.
     """
-    wanted = {axis: size for axis, size in sizes if size > 1}
     dims = [size for size in torus if size > 1] + [devices_per_chip] * (devices_per_chip > 1)
-    best: list[dict[str, frozenset[int]]] = []
-
-    def assign(number: int, left: dict[str, int], along: dict[str, frozenset[int]]) -> None:
-        if number == len(dims):
-            if all(size == 1 for size in left.values()):
-                best.append(along)
-            return
-        for split in _splits(dims[number], tuple(left.values())):
-            more = {
-                axis: along[axis] | {number} if part > 1 else along[axis]
-                for axis, part in zip(left, split, strict=True)
-            }
-            assign(number + 1, {axis: left[axis] // part for axis, part in zip(left, split, strict=True)}, more)
-
-    assign(0, wanted, dict.fromkeys(wanted, frozenset()))
-    if not best:  # sizes with other primes than the torus: assume all links
-        return {axis: frozenset(range(len(dims))) for axis in wanted}
-    chosen = min(best, key=lambda way: sum(map(len, way.values())))
-    links = sum(size > 1 for size in torus)
-    return {axis: frozenset(dim for dim in along if dim < links) for axis, along in chosen.items()}
+    left, found = list(dims), dict[str, tuple[_Part, ...]]()
+    for axis, axis_size in reversed(sizes):
+        ways = [way for way in itertools.product(*map(divisors, left)) if math.prod(way) == axis_size]
+        if not ways:  # sizes with other primes than the torus: assume all links
+            return {name: tuple(_Part(dim, size, 1) for dim, size in enumerate(dims)) for name, _ in sizes}
+        way = max(ways, key=functools.partial(_preference, dims, left))
+        parts = (_Part(dim, count, dims[dim] // left[dim]) for dim, count in enumerate(way) if count > 1)
+        found[axis] = tuple(parts)
+        left = [rest // count for rest, count in zip(left, way, strict=True)]
+    return found
 
 
-def _splits(size: int, limits: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Writes a size as a product with one factor for each limit, which it divides."""
-    if not limits:
-        return [()] if size == 1 else []
-    return [(part, *rest) for part in divisors(math.gcd(size, limits[0])) for rest in _splits(size // part, limits[1:])]
+def _preference(dims: Sequence[int], left: Sequence[int], way: tuple[int, ...]) -> tuple[Any, ...]:
+    """Orders the ways to place a mesh axis: whole dims, many of them, then dims that have other axes' parts."""
+    whole = [count for count, size in zip(way, dims, strict=True) if count == size]
+    shared = [count for count, rest, size in zip(way, left, dims, strict=True) if rest < size]
+    return math.prod(whole), len(whole), math.prod(shared), way

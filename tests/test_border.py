@@ -48,8 +48,8 @@ def train(folder, *keys, root=ROOT, then=""):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the code."""
-    shutil.copytree(ROOT / "src", tmp_path / "code" / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of the code, with its bytecode, which a file that is deleted does not outlive: no .pyc stands for it."""
+    shutil.copytree(ROOT / "src", tmp_path / "code" / "src")
     shutil.copytree(ROOT / "configs", tmp_path / "code" / "configs")
     shutil.copy(ROOT / "pyproject.toml", tmp_path / "code")
     return tmp_path / "code"
@@ -93,7 +93,7 @@ COMMANDS = {
     "readers": ["train", "configs/base.yml", "dataset_type=parquet", "dataset_path=a.parquet"],
     "stack_traces": ["train", "configs/quickstart.yml", "collect_stack_trace=true"],
     "weights_by_rules": ["train", *SHORT, "load_weights_rules=[{match: .*, path: a}]"],
-    "conversations": ["train", "configs/base.yml", "use_sft=true", "dataset_path=a.jsonl"],
+    "conversations": ["train", *SHORT, "use_sft=true", "dataset_path=a.jsonl"],  # after it has traced a small step
 }
 
 

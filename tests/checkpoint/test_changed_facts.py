@@ -207,7 +207,7 @@ def test_other_code_of_decode_metrics_is_named(my_modules, tmp_path, capsys):
 # ---- Other data to evaluate on
 
 
-@pytest.mark.parametrize("entries", ["", "[{name: pages, dataset_path: PATH}]"])
+@pytest.mark.parametrize("entries", [pytest.param("", marks=pytest.mark.long), "[{name: pages, dataset_path: PATH}]"])
 def test_replaced_evaluation_data_are_named_and_refused_where_they_may_end_the_run(
     entries, tmp_path, monkeypatch, capsys
 ):

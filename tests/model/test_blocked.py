@@ -234,7 +234,9 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=pytest.mark.long) if name == "stages" else name for name in MODELS]
+    # Values of another size: "narrow values" and "all of it" above.
+    "model",
+    [pytest.param(name, marks=pytest.mark.long) if name in ("latent", "stages") else name for name in MODELS],
 )
 def test_models_train_in_tiles_as_with_all_scores(model, monkeypatch):
     """Losses of some steps, in several tiles: within scans, rematerialisation and pipeline stages."""

@@ -289,6 +289,17 @@ def test_packed_rows_are_computed_by_their_segments(monkeypatch, rows, kv_heads,
     assert [shape for kind, shape in CALLS if kind == "SEGMENTS"] == [(2, 4), *[(2, 4), (8, 4), (32, 4)]]
 
 
+def with_lists(context):
+    """The context with its segments' lists, compiled: operation by operation they are a hundred small programs."""
+
+    def lists(ids_BT):
+        given = dataclasses.replace(context, kernel="cudnn_flash", segment_ids_BT=ids_BT)
+        return with_segment_lists(given).segment_lists
+
+    found = jax.jit(lists)(context.segment_ids_BT)._replace(ids_BT=context.segment_ids_BT)
+    return dataclasses.replace(context, segment_lists=found)
+
+
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("for_all_layers", [True, False])
 def test_each_device_lists_its_own_segments(for_all_layers):
@@ -299,7 +310,7 @@ def test_each_device_lists_its_own_segments(for_all_layers):
     *placed, direction = (jax.device_put(np.float32(x), rows) for x in arrays)
     context = context_of(layout, jnp.asarray(segments))
     if for_all_layers:
-        context = with_segment_lists(dataclasses.replace(context, kernel="cudnn_flash"))
+        context = with_lists(context)
         assert context.segment_lists.choice_1.tolist() == [1, 0]
     found = computed("cudnn_flash", *placed, direction, None, context)
     assert_close(found, written_out(*arrays, None, segments), 1e-5)
@@ -310,7 +321,7 @@ def test_lists_of_other_segments_are_not_used():
     """As when attention in chunks makes each chunk a segment."""
     arrays, segments = inputs(2, length=128), ids_of(*SEGMENTS["of every length"])
     context = context_of(make()[1].layout, jnp.ones_like(jnp.asarray(segments)))
-    context = with_segment_lists(dataclasses.replace(context, kernel="cudnn_flash"))
+    context = with_lists(context)
     context = dataclasses.replace(context, segment_ids_BT=jnp.asarray(segments))
     *values, direction = (x.astype(np.float32) for x in arrays)
     assert_close(computed("cudnn_flash", *values, direction, None, context), written_out(*arrays, None, segments), 1e-5)
@@ -329,7 +340,8 @@ def test_rows_of_more_short_segments_than_are_listed_are_computed_in_pieces(monk
     ):
         monkeypatch.setattr(cudnn_segments.Segments, "run", run if fits else lambda *given: _nans(run(*given)))
         segments = ids_of(*rows)
-        assert int(cudnn_segments.list_segments(jnp.asarray(segments)).choice_1[0] < 2) == fits
+        lists = jax.jit(cudnn_segments.list_segments)(jnp.asarray(segments))
+        assert int(lists.choice_1[0] < 2) == fits
         found = computed("cudnn_flash", *values, direction, None, context_of(layout, segments))
         assert_close(found, written_out(*arrays, None, segments), 1e-5)
 

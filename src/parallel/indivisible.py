@@ -24,3 +24,11 @@ def indivisible_batch(key: str, per_device: float, devices: int, shards: int, by
         f"{key}={per_device:g} on {devices} device{'s' * (devices > 1)} is {per_device * devices:g} rows a "
         f"micro-batch, which {into}. Use a multiple of {shards / devices:g}."
     )
+
+
+def indivisible_length(length: int, tiles: int, shards: int, by: str, keys: str) -> Unsupported:
+    """Says which lengths divide into the loss's tiles on each of the `shards` shards of the mesh axes `by`."""
+    return Unsupported(
+        f"max_target_length={length} is not divisible by num_vocab_tiling={tiles} times the number of devices that "
+        f"share a sequence between blocks ({by}): use a multiple of {tiles * shards}, or another {keys}"
+    )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from src.config.schema import Mesh as MeshSection
 from src.parallel.slices import axes_within_slices, count_slices, joined_by_process, mesh_sizes
@@ -43,7 +43,7 @@ class MeshLayout:
     def axes(self, axis: str | None) -> tuple[str, ...]:
         """Mesh axes with several devices, outermost first, that shard a dim of this logical axis."""
         # Within `shard_map` arrays are already shards along the mapped axes, which therefore no longer shard them.
-        mapped = jax.sharding.get_abstract_mesh().manual_axes
+        mapped = get_abstract_mesh().manual_axes
         rule = () if axis is None else self.rules[axis]
         return tuple(name for name in rule if self.mesh.shape[name] > 1 and name not in mapped)
 
@@ -64,7 +64,7 @@ class MeshLayout:
     @property
     def _traced_mesh(self) -> Mesh | AbstractMesh:
         """The mesh of the `shard_map` being traced, which knows its manual axes, otherwise this one."""
-        traced = jax.sharding.get_abstract_mesh()
+        traced = get_abstract_mesh()
         return self.mesh if traced.empty else traced
 
     @property
@@ -121,7 +121,7 @@ class MeshLayout:
     ) -> Callable:
         """Maps `function` over device shards along the mesh axes `over`; None: all that no outer `shard_map` covers."""
         if over is None:
-            over = {*self.mesh.axis_names}.difference(jax.sharding.get_abstract_mesh().manual_axes)
+            over = {*self.mesh.axis_names}.difference(get_abstract_mesh().manual_axes)
         # Other axes work as usual: inside, `constrain` and another `shard_map` handle them.
         specs = {"in_specs": in_specs, "out_specs": out_specs}
         return jax.shard_map(function, mesh=self._traced_mesh, axis_names={*over}, check_vma=False, **specs)

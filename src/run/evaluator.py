@@ -1,5 +1,6 @@
 """Evaluates a model on held-out data."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,11 +55,17 @@ class Evaluator:
         With `ema_decay`, also `eval_ema_loss`: the loss of the averaged weights on the same batches.
         """
         if state.ema:
-            sums, sums_of_average = self.sums(state.weights, state.averaged())
+            sums, sums_of_average = self.sums(state.weights, _averaged(state))
             metrics = means(sums) | {"eval_ema_loss": mean_loss(sums_of_average)}
         else:
             metrics = means(*self.sums(state.weights))
         return {eval_key(metric, self.name): value for metric, value in metrics.items()}
+
+
+def _averaged(state: TrainState) -> Weights:
+    """Replaces the trained weights by their average, in their dtypes."""
+    average = jax.tree.map(lambda mean, w: mean.astype(w.dtype), state.ema, state.weights.trainable)
+    return dataclasses.replace(state.weights, trainable=average)
 
 
 def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax import ShapeDtypeStruct
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 
@@ -18,7 +19,6 @@ from src.parallel.mesh import MeshLayout
 from src.parallel.sequence import sharing_keys, zigzag_order
 from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan
-from src.system.errors import Unsupported
 
 EXTRAS = ("ema", "spikes")  # entries of a state that only some runs have
 
@@ -38,11 +38,6 @@ class TrainState:
         """Names the state's entries as checkpoints do: the weights by their roles, and this run's optional entries."""
         extras = {name: tree for name in EXTRAS if (tree := getattr(self, name))}
         return {"step": self.step, **vars(self.weights), "opt": self.opt, **extras}
-
-    def averaged(self) -> Weights:
-        """Weights with the trained ones replaced by `ema`, in their dtypes."""
-        average = jax.tree.map(lambda mean, w: mean.astype(w.dtype), self.ema, self.weights.trainable)
-        return dataclasses.replace(self.weights, trainable=average)
 
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Self:
@@ -75,10 +70,10 @@ def abstract_state(plan: StepPlan) -> TrainState:
     spikes = jax.tree.map(lambda _: copy, shapes.spikes)
     weights = plan.split(plan.shardings)
     shardings = TrainState(copy, weights, opt, weights.trainable if shapes.ema else {}, spikes)
-    return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
+    return jax.tree.map(lambda s, at: ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
 
 
-def batch_sharding(layout: MeshLayout, fields: Mapping[str, jax.ShapeDtypeStruct] = {}) -> dict[str, NamedSharding]:
+def batch_sharding(layout: MeshLayout, fields: Mapping[str, ShapeDtypeStruct] = {}) -> dict[str, NamedSharding]:
     """Sharding of each array of a batch, including the fields that `batch_transform` adds."""
     ndims = dict.fromkeys(BATCH_ARRAYS, 1) | {name: field.ndim for name, field in fields.items()}
     # The sequence dim is not sharded here: the step itself reorders tokens and shards them over a context axis.
@@ -92,16 +87,15 @@ def abstract_batch(plan: StepPlan, rows: int, length: int, key: str = "per_devic
     check_rows(rows // plan.accumulation.micro_batches, plan.layout, plan.execution, key)
     tiles, shards = plan.step.num_vocab_tiling, plan.layout.shards("norm_length")
     if length % (tiles * shards):
+        from src.parallel.indivisible import indivisible_length
+
         sharing, keys = plan.layout.sharded_by("norm_length"), sharing_keys(plan.layout, "norm_length")
-        raise Unsupported(
-            f"max_target_length={length} is not divisible by num_vocab_tiling={tiles} times the number of devices that "
-            f"share a sequence between blocks ({sharing}): use a multiple of {tiles * shards}, or another {keys}"
-        )
-    row = {name: jax.ShapeDtypeStruct((length,), dtype) for name, dtype in BATCH_ARRAYS.items()}
+        raise indivisible_length(length, tiles, shards, sharing, keys)
+    row = {name: ShapeDtypeStruct((length,), dtype) for name, dtype in BATCH_ARRAYS.items()}
     row |= plan.fields
     batch = {}
     for name, sharding in batch_sharding(plan.layout, plan.fields).items():
-        batch[name] = jax.ShapeDtypeStruct((rows, *row[name].shape), row[name].dtype, sharding=sharding)
+        batch[name] = ShapeDtypeStruct((rows, *row[name].shape), row[name].dtype, sharding=sharding)
     return batch
 
 
@@ -121,7 +115,7 @@ def state_shardings(opt: Any, shapes: Any, shardings: Any, copy: NamedSharding) 
                     return keys[start:end]
         return None
 
-    def shard(path: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def shard(path: Any, leaf: ShapeDtypeStruct) -> NamedSharding:
         weight = weight_in(tuple(entry.key for entry in path if isinstance(entry, DictKey)))
         if weight is None:
             return copy

@@ -7,9 +7,23 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from src.config import keys
 from src.config.command_keys import RUN_COMMANDS, Aot, Conversations, Decoding, Diagnostics, HarnessTasks, Tools
-from src.config.keys import ABOVE_0, AXIS_SIZE, FROM_0, FROM_1, FROM_1_OR_UNSET, FROM_64, Key, frozen, group, key, path
+from src.config.keys import (
+    ABOVE_0,
+    AXIS_SIZE,
+    BELOW_1,
+    FROM_0,
+    FROM_0_OR_UNSET,
+    FROM_1,
+    FROM_1_OR_UNSET,
+    FROM_64,
+    SEED,
+    Key,
+    frozen,
+    group,
+    key,
+    path,
+)
 from src.config.model_keys import LayerKeys, Model
 from src.config.step_keys import Step, Trainable
 from src.system.errors import UserError
@@ -99,12 +113,12 @@ class DataSources:
         resume_invariant=False)
     max_document_bytes: int = key(65_536,
         "text: cut longer documents, so that none occupies a row for many batches", FROM_64)
-    eval_fraction: float = key(0.02, "share of documents to hold out if eval_dataset_path is empty", keys.BELOW_1)
+    eval_fraction: float = key(0.02, "share of documents to hold out if eval_dataset_path is empty", BELOW_1)
     tokenizer_type: str = key("byte",
         "byte (256 bytes, bos, eos), sentencepiece or huggingface", ("byte", "sentencepiece", "huggingface"))
     tokenizer_path: str = path("",
         "sentencepiece: .model (src.train_tokenizer); huggingface: folder or hf://ORG/NAME", is_local=True)
-    data_shuffle_seed: int = key(0, "seed of the document order", keys.SEED)
+    data_shuffle_seed: int = key(0, "seed of the document order", SEED)
     data_threads: int = key(1, "threads that build rows; more than one helps with a remote store", FROM_1, 2**10,
         resume_invariant=False)
 
@@ -172,7 +186,7 @@ class Mesh:
         FROM_1_OR_UNSET, 2**16)
     coordinator_address: str = key("", "host:port of process 0; empty: JAX finds it (docs/parallelism.md says where)")
     num_processes: int = key(-1, "with coordinator_address: number of processes", AXIS_SIZE)
-    process_id: int = key(-1, "with coordinator_address: index of this process, from 0", keys.FROM_0_OR_UNSET, 2**20)
+    process_id: int = key(-1, "with coordinator_address: index of this process, from 0", FROM_0_OR_UNSET, 2**20)
     jax_distributed_initialization_timeout: int = key(300,
         "seconds that a job waits for all its processes", FROM_1, 2**24)
     jax_distributed_heartbeat_timeout_seconds: int = key(30,

@@ -96,10 +96,10 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: Array, context: ForwardContext, cache: Cache | None) -> tuple[Array, Cache | None]:
         """Maps [B, T, D] to [B, T, D]; also returns the updated cache (None in training)."""
-        constrain = context.layout.constrain
+        spec, constrain = self.spec, context.layout.constrain
         q_BTNH = matmul(x_BTD, self.query[...], "BTD,DNH->BTNH")
         k_BTKH = matmul(x_BTD, self.key[...], "BTD,DKH->BTKH")
-        if self.spec.attention_bias:
+        if spec.attention_bias:
             q_BTNH += self.query_bias[...].astype(x_BTD.dtype)
             k_BTKH += self.key_bias[...].astype(x_BTD.dtype)
         v_BTKH = self._values(x_BTD, k_BTKH)
@@ -107,7 +107,7 @@ class Attention(nnx.Module):
         q_BTNH = checkpoint_name(constrain(q_BTNH, "batch", "length", "heads", "head_dim"), "query_proj")
         k_BTKH = checkpoint_name(constrain(k_BTKH, "batch", "length", "kv_heads", "head_dim"), "key_proj")
         v_BTKH = checkpoint_name(constrain(v_BTKH, "batch", "length", "kv_heads", "head_dim"), "value_proj")
-        sinks_N = self.sinks[...] if self.spec.attention_sink else None
+        sinks_N = self.sinks[...] if spec.attention_sink else None
         if cache is not None:
             cache = update(cache, {"key": k_BTKH, "value": v_BTKH}, context)
         if cache and context.decoding:
@@ -115,14 +115,14 @@ class Attention(nnx.Module):
             mask_BTS = decode_mask(self.scores, context.positions_BT, k_BSKH.shape[1])
             out_BTNH = masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, self.scores, sinks_N)
         else:
-            k_BSKH, v_BSKH = (repeat_kv(x, self.spec.num_query_heads, context.layout) for x in (k_BTKH, v_BTKH))
+            k_BSKH, v_BSKH = (repeat_kv(x, spec.num_query_heads, context.layout) for x in (k_BTKH, v_BTKH))
             out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, self.scores, sinks_N, context)
-        if self.spec.attention_gate:
+        if spec.attention_gate:
             gate_BTNH = matmul(x_BTD, self.gate[...], "BTD,DNH->BTNH")
             gate_BTNH = constrain(gate_BTNH, "batch", "length", "heads", "head_dim")
             out_BTNH *= jax.nn.sigmoid(checkpoint_name(gate_BTNH, "query_proj"))
         out_BTD = context.reduce_scatter_sequence(matmul(out_BTNH, self.out[...], "BTNH,NHD->BTD"))
-        if self.spec.attention_bias and self.spec.attention_out_bias:
+        if spec.attention_bias and spec.attention_out_bias:
             out_BTD += self.out_bias[...].astype(x_BTD.dtype)
         return checkpoint_name(out_BTD, "out_proj"), cache
 

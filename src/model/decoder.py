@@ -62,22 +62,23 @@ class Decoder(nnx.Module):
         Also returns the updated caches (from `empty_caches`; no arrays in training), and the layers' reports in the
         nesting of the weights.
         """
+        spec = self.spec
         with jax.named_scope("embedding"):
             x_BTD = self._embed(tokens_BT, context)
-            if self.spec.added_positions == "learned":
+            if spec.added_positions == "learned":
                 table_SD = self.position_embedding[...].astype(x_BTD.dtype)
                 x_BTD += look_up(table_SD, context.positions_BT, context.layout, "position")
-            elif self.spec.added_positions == "sinusoidal":
+            elif spec.added_positions == "sinusoidal":
                 from src.model.sinusoidal import sinusoidal
 
-                x_BTD += sinusoidal(context.positions_BT, self.spec.emb_dim).astype(x_BTD.dtype)
-            site = 2 * (len(self.spec.layers) + self.spec.mtp_num_layers)  # after the sites of all blocks
-            x_BTD = context.dropout(x_BTD, self.spec.embedding_dropout, site)
+                x_BTD += sinusoidal(context.positions_BT, spec.emb_dim).astype(x_BTD.dtype)
+            site = 2 * (len(spec.layers) + spec.mtp_num_layers)  # after the sites of all blocks
+            x_BTD = context.dropout(x_BTD, spec.embedding_dropout, site)
             x_BTD = context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
         reports, new_caches, first_layer = {}, [], 0
-        for index, (group, blocks) in enumerate(zip(self.spec.layer_groups, self.segments, strict=True)):
+        for index, (group, blocks) in enumerate(zip(spec.layer_groups, self.segments, strict=True)):
             old = caches[index] if caches else [None] * len(group.pattern)
-            staged = index == self.spec.largest_group
+            staged = index == spec.largest_group
             x_BTD, new, reports[index] = run_layer_group(
                 group, blocks, x_BTD, context, old, first_layer, execution, staged
             )
@@ -104,22 +105,23 @@ class Decoder(nnx.Module):
 
         With `part`, one of `step.tiles.output_parts`, V is that part's tokens.
         """
-        tied = self.spec.logits_via_embedding and part is None
+        spec = self.spec
+        tied = spec.logits_via_embedding and part is None
         kernel = part.kernel_DV if part else (self.embedding if tied else self.output)[...]
         hidden_BTD, kernel = context.grad_barrier(hidden_BTD, kernel)
         hidden_BTD = context.all_gather_sequence(hidden_BTD)
         logits_BTV = matmul(hidden_BTD, kernel, "BTD,VD->BTV" if tied else "BTD,DV->BTV")
         logits_BTV = context.layout.constrain(logits_BTV, "batch", "length", "vocab").astype(jnp.float32)
-        if self.spec.logits_scaling != 1:
-            logits_BTV /= self.spec.logits_scaling
+        if spec.logits_scaling != 1:
+            logits_BTV /= spec.logits_scaling
         if self.output_bias is not None:
             logits_BTV += (part.bias_V if part else self.output_bias[...]).astype(jnp.float32)
-        if cap := self.spec.final_logits_soft_cap:
+        if cap := spec.final_logits_soft_cap:
             logits_BTV = cap * jnp.tanh(logits_BTV / cap)
-        if self.spec.padded_vocab_size == self.spec.vocab_size:
+        if spec.padded_vocab_size == spec.vocab_size:
             return logits_BTV  # XLA's CPU compiler would copy the logits to apply a mask that is always true
-        ids_V = part.ids_V if part else jnp.arange(self.spec.padded_vocab_size)
-        return jnp.where(ids_V < self.spec.vocab_size, logits_BTV, MASKED)
+        ids_V = part.ids_V if part else jnp.arange(spec.padded_vocab_size)
+        return jnp.where(ids_V < spec.vocab_size, logits_BTV, MASKED)
 
     def _embed(self, tokens_BT: Array, context: ForwardContext) -> Array:
         x_BTD = look_up(self.embedding[...].astype(self.spec.dtype), tokens_BT, context.layout, "vocab")

@@ -30,12 +30,13 @@ class Norm(nnx.Module):
     @jax.named_scope("norm")
     def __call__(self, x: Array) -> Array:
         """Normalises [..., *shape], keeping `x`'s dtype."""
+        spec = self.spec
         y = x.astype(jnp.float32)
-        if self.spec.normalization == "layer":
+        if spec.normalization == "layer":
             y = y - jnp.mean(y, axis=self.dims, keepdims=True)
         y = root_mean_square(y, self.epsilon, self.dims)
-        y = y * (self.spec.normalization_scale_offset + self.scale[...].astype(jnp.float32))
-        if self.spec.normalization == "layer":
+        y = y * (spec.normalization_scale_offset + self.scale[...].astype(jnp.float32))
+        if spec.normalization == "layer":
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
 

@@ -132,7 +132,7 @@ def stack(make: Callable[[Rngs], nnx.Module], rngs: Rngs, repeats: int, axis: st
         fan_in = tuple(dim + 1 for dim in variable.fan_in)
         return variable.copy(out_sharding=(axis, *variable.out_sharding), fan_in=fan_in)
 
-    return nnx.merge(abstract(make)[0], jax.tree.map(prepend_axis, state, is_leaf=_is_variable))
+    return nnx.merge(abstract(make)[0], _map(prepend_axis, state))
 
 
 def abstract(make: Callable[[Rngs], nnx.Module]) -> tuple[nnx.GraphDef, Tree]:
@@ -143,7 +143,7 @@ def abstract(make: Callable[[Rngs], nnx.Module]) -> tuple[nnx.GraphDef, Tree]:
 
 def values(variables: Tree) -> Tree:
     """Arrays of a nested dict of `nnx.Variable`s; for declarations, their `jax.ShapeDtypeStruct`s."""
-    return jax.tree.map(lambda v: v.get_value(), variables, is_leaf=_is_variable)
+    return _map(lambda v: v.get_value(), variables)
 
 
 def initial(make: Callable[[Rngs], nnx.Module], seed: int) -> Tree:
@@ -179,13 +179,13 @@ def join(*trees: Tree) -> Tree:
 def roles(declarations: Tree) -> Tree:
     """Role of each declared weight: `trainable`, `stats` for buffers, or `frozen` for fixed values."""
     role = {nnx.Param: "trainable", Buffer: "stats", Fixed: "frozen"}
-    return jax.tree.map(lambda v: role[type(v)], declarations, is_leaf=_is_variable)
+    return _map(lambda v: role[type(v)], declarations)
 
 
 def field(declarations: Tree, name: str) -> Tree:
     """One field of each declaration, nested: `out_sharding` (the logical axes), `decays` or `fan_in`."""
-    return jax.tree.map(lambda v: v.get_metadata()[name], declarations, is_leaf=_is_variable)
+    return _map(lambda v: v.get_metadata()[name], declarations)
 
 
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
+# Maps a function over a nested dict of `nnx.Variable`s.
+_map = functools.partial(jax.tree.map, is_leaf=lambda node: isinstance(node, nnx.Variable))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
+from jax import Array
 
 from src.config.schema import BatchKeys, Mesh, Step
 from src.data.batch_transform import Fields, added_fields
@@ -24,7 +25,7 @@ from src.step import optimizer_rules
 from src.step.matrices import matrices
 from src.step.optimizer import HParams, make_optimizer
 
-EvalMetrics = Callable[[jax.Array, Batch], dict[str, tuple[jax.Array, jax.Array]]]
+EvalMetrics = Callable[[Array, Batch], dict[str, tuple[Array, Array]]]
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,22 @@ def test_an_interrupted_command_says_how_to_continue(planned, monkeypatch, capsy
         (["per_device_batch_size=0.1"], "the configured batch is 0.8 sequences on 8 devices"),
         (["ici_data_parallelism=3"], "do not divide 8 devices of a slice or host: the product may be 1, 2, 4 or 8"),
         (
-            ["gradient_accumulation_steps=5", "global_batch_tokens=128"],
-            "no mesh of 8 devices suits this model and batch",
+            ["gradient_accumulation_steps=5", "global_batch_tokens=128", "ici_fsdp_parallelism=4"],
+            "this batch and ici_context_parallelism=1 ici_fsdp_parallelism=4 ici_pipeline_parallelism=1 "
+            "ici_tensor_parallelism=2 gradient_accumulation_steps=5: gradient_accumulation_steps=5 does not divide a "
+            "shard's 2 sequences: it may be 1 or 2",
+        ),
+        (
+            ["global_batch_tokens=48", "ici_fsdp_parallelism=4"],
+            "4 shards of the batch do not divide 3 sequences: global_batch_tokens may be a multiple of 64",
+        ),
+        (
+            ["per_device_batch_size=1.5", "global_batch_tokens=128", "ici_fsdp_parallelism=4"],
+            "per_device_batch_size=1.5 does not divide 8 sequences: it may be 1 or 0.5",
+        ),
+        (
+            ["ici_tensor_parallelism=4", "ici_fsdp_parallelism=2"],
+            "kv_heads = 2 (base_num_kv_heads) is not divisible by",
         ),
         (["compile_topology=h100"], "compile_topology=h100 is unknown. Did you mean a3?"),
         (["compile_topology="], "compile_topology is empty: name the devices"),

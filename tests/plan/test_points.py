@@ -114,7 +114,9 @@ def test_a_typed_size_that_divides_nothing_is_refused(keys, answer):
 
 
 def test_a_batch_that_divides_over_no_mesh_is_refused():
-    with pytest.raises(UserError, match="no mesh of 8 devices suits this model and batch"):
+    with pytest.raises(
+        UserError, match="no mesh of 8 devices suits this model, this batch and ici_fsdp_parallelism=8: 8 shards"
+    ):
         cost(space(rows=3, typed=("ici_fsdp_parallelism",), ici_fsdp_parallelism=8))
 
 

@@ -15,14 +15,15 @@ from src.parallel.chips import GPU_PROPERTIES, Chip, declare_peaks
 from src.system.errors import UserError, did_you_mean
 
 FOLDER = shipped("configs") / "chips"
-# key -> what it is, with a value of an H100
+# key -> what it is, and an H100's value
 NUMBERS = {
-    "devices_per_host": "GPUs that NVLink or another fast network joins, such as 8",
-    "memory_bytes": "bytes, such as 84_942_979_072",
-    "memory_bandwidth": "bytes per second, such as 3350e9",
-    "ici_bandwidth": "bytes per second that a GPU sends to the others of its host, such as 450e9",
-    "dcn_bandwidth": "bytes per second that a GPU sends to other hosts, such as 50e9",
+    "devices_per_host": ("GPUs that NVLink or another fast network joins", "8"),
+    "memory_bytes": ("bytes", "84_942_979_072"),
+    "memory_bandwidth": ("bytes per second", "3350e9"),
+    "ici_bandwidth": ("bytes per second that a GPU sends to the others of its host", "450e9"),
+    "dcn_bandwidth": ("bytes per second that a GPU sends to other hosts", "50e9"),
 }
+PLAUSIBLE = 1000  # a value farther from an H100's than this factor is in another unit
 DTYPES = ("bfloat16", "float32", "tensorfloat32", "fp8", "mxfp8", "int8")
 TEXTS = {"kind": "jax.Device.device_kind, such as NVIDIA H100 80GB HBM3", "source": "where the figures are from"}
 PEAKS = "a mapping of dtypes to operations per second, such as {bfloat16: 989.4e12, fp8: 1978.9e12}"
@@ -55,6 +56,7 @@ def read(path: Path) -> Hardware:
 
     if not path.is_file():
         others = f" The shipped ones: {', '.join(shipped_names())}.{did_you_mean(path.stem, shipped_names())}"
+        others += " A file of your own has the keys that docs/plan.md lists."
         raise UserError(f"compile_topology={path}: there is no such file.{others}")
     entries = parse(path.read_text(), str(path))
     if not isinstance(entries, dict):
@@ -64,13 +66,13 @@ def read(path: Path) -> Hardware:
         if key not in known:
             raise UserError(f"{path}: {key} is unknown.{did_you_mean(key, known)} Known: {', '.join(known)}")
     texts = {key: _text(entries, key, what, path) for key, what in TEXTS.items()}
-    numbers = {key: _number(entries, key, what, path) for key, what in NUMBERS.items()}
+    numbers = {key: _number(entries, key, what, path, usual) for key, (what, usual) in NUMBERS.items()}
     capability = str(entries.get("compute_capability", ""))
     if not re.fullmatch(r"\d+\.\d+", capability):
         raise UserError(f"{path}: compute_capability={capability or 'missing'}: expected {CAPABILITY}")
     for key in ("devices_per_host", "memory_bytes"):
         if numbers[key] != int(numbers[key]):
-            raise UserError(f"{path}: {key}={entries[key]}: expected a whole number: {NUMBERS[key]}")
+            raise UserError(f"{path}: {key}={entries[key]}: expected a whole number of {NUMBERS[key][0]}")
     declare_peaks(texts["kind"], _peaks(entries, path), str(path))
     if compiler := _compiler(entries, path):
         GPU_PROPERTIES[texts["kind"]] = compiler
@@ -92,13 +94,18 @@ def _text(entries: Mapping[str, Any], key: str, what: str, path: Path) -> str:
     return " ".join(value.split())
 
 
-def _number(entries: Mapping[str, Any], key: str, what: str, path: Path) -> float:
+def _number(entries: Mapping[str, Any], key: str, what: str, path: Path, usual: str = "") -> float:
+    """Reads a number; `usual` is an H100's, which tells a wrong unit."""
     from src.config.yaml import literal
 
     value = literal(entries[key]) if isinstance(entries.get(key), str) else None
+    what += f", such as {usual}" if usual else ""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         given = f"={entries[key]}: expected a number above 0" if key in entries else " is missing"
         raise UserError(f"{path}: {key}{given}: {what}")
+    if usual and not 1 / PLAUSIBLE < value / float(usual) < PLAUSIBLE:
+        times = value / float(usual)
+        raise UserError(f"{path}: {key}={entries[key]} is {times:.1g} times an H100's. Is the unit right? {what}")
     return float(value)
 
 
@@ -108,7 +115,7 @@ def _peaks(entries: Mapping[str, Any], path: Path) -> dict[str, float]:
         raise UserError(f"{path}: peaks is missing or has no bfloat16: expected {PEAKS}, for dense matrices")
     if unknown := [dtype for dtype in peaks if dtype not in DTYPES]:
         raise UserError(f"{path}: peaks.{unknown[0]} is unknown. Known: {', '.join(DTYPES)}")
-    return {dtype: _number(peaks, dtype, f"in peaks, {PEAKS}", path) for dtype in peaks}
+    return {dtype: _number(peaks, dtype, "operations per second, dense", path, "989.4e12") for dtype in peaks}
 
 
 def _compiler(entries: Mapping[str, Any], path: Path) -> str:

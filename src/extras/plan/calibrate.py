@@ -16,6 +16,7 @@ from src.config.yaml import read_file
 from src.extras.aot.roofline import Constants, constants_of
 from src.extras.aot.topology import Topology, parse_topology
 from src.extras.command_files import write_output
+from src.extras.command_words import separate
 from src.extras.plan.estimate import Costs, step_costs
 from src.parallel.chips import peak_flops
 from src.run import resolve_config
@@ -54,12 +55,9 @@ def calibrate(argv: Sequence[str]) -> Calibration:
 
     Raises UserError for a run without config.yml or metrics.jsonl, or one of other devices than `compile_topology`.
     """
-    own = dict(word.split("=", 1) for word in argv if "=" in word)
-    folders = [word for word in argv if "=" not in word]
-    if unknown := set(own) - {TOPOLOGY, SLICES, OUTPUT}:
-        raise UserError(
-            f"calibrate: {sorted(unknown)[0]} is unknown: it takes RUN_DIR ..., {TOPOLOGY}, {SLICES}, {OUTPUT}"
-        )
+    own, folders = separate(argv, (TOPOLOGY, SLICES, OUTPUT))
+    if unknown := [word for word in folders if "=" in word]:
+        raise UserError(f"calibrate: {unknown[0]} is unknown: it takes RUN_DIR ..., {TOPOLOGY}, {SLICES}, {OUTPUT}")
     if not folders:
         raise UserError("calibrate: name the folders of finished runs, such as runs/a runs/b")
     rows = [read_run(folder, own) for folder in folders]
@@ -70,7 +68,7 @@ def calibrate(argv: Sequence[str]) -> Calibration:
     found = calibration(rows)
     for line in lines(rows, found):
         show(line)
-    if OUTPUT in own:
+    if own[OUTPUT]:
         entry = {"kind": rows[0].costs.chip.kind, **found.constants._asdict()}
         write_output(OUTPUT, own[OUTPUT], (json.dumps(entry, indent=2) + "\n").encode())
     return found
@@ -162,7 +160,7 @@ def read_run(path: str, own: dict[str, str]) -> Row:
     folder = run_folder(path)
     if folder is None:
         raise UserError(f"{path} is not the folder of a run: it has no config.yml, so its metrics tell nothing")
-    config = resolve_config.load([path, *(f"{key}={own[key]}" for key in (TOPOLOGY, SLICES) if key in own)])
+    config = resolve_config.load([path, *(f"{key}={own[key]}" for key in (TOPOLOGY, SLICES) if own[key])])
     if not config.aot.compile_topology:
         raise UserError(f"{path}: a run's files do not name its devices: add {TOPOLOGY}, such as {TOPOLOGY}=a3")
     topology = parse_topology(config.aot.compile_topology, config.aot.compile_topology_num_slices)

@@ -105,16 +105,15 @@ def _search(space: Space, request: output.Request, own: dict[str, str]) -> Plan:
     search = Search(costing, space, Folder.of(request.config, topology), request.command_words, int(own["top"] or TOP))
     try:
         search.run(show)
+        seconds["compiling"] = time.monotonic() - begun - seconds["costing"]
+        if ranked := output.rows(search.results, request):
+            lines = output.ranked_lines(ranked, request.basis)
+        else:
+            show("compiling changes to the nearest point, for ten minutes or so at most")
+            lines = output.nearest_lines(search.advice(), request)
     except KeyboardInterrupt:
         show(f"interrupted: {counted(len(search.results), 'point')} kept; the same command continues from there")
         raise
-    seconds["compiling"] = time.monotonic() - begun - seconds["costing"]
-    ranked = output.rows(search.results, request)
-    if not ranked:
-        show("compiling changes to the nearest point, for ten minutes or so at most")
-        lines = output.nearest_lines(search.advice(), request)
-    else:
-        lines = output.ranked_lines(ranked, request.basis)
     for line in lines:
         show(line)
     if own["report"]:

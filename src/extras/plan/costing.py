@@ -10,12 +10,13 @@ from src.extras.aot.roofline import Prediction
 from src.extras.plan import host
 from src.extras.plan.estimate import Costs, step_costs
 from src.extras.plan.placed import Placed, place
-from src.extras.plan.points import Keys, Point, Space
+from src.extras.plan.points import SIZES, Keys, Point, Space
 from src.system.errors import UserError
 
 COMFORTABLE = 0.8  # of the memory: no run whose estimate is below it should run out
 MISSES = 1.25  # times the memory: a point whose estimate is above it should not fit
 SLOWER = 0.85  # times the speed of the fastest point that should fit: slower points are left out
+PASSES = ("per_device_batch_size", "gradient_accumulation_steps")
 NEAREST = 3  # points to compile if none should fit
 
 
@@ -90,7 +91,7 @@ def cost(space: Space) -> Costing:
     for mesh in space.meshes():
         try:
             fastest = [_costed(space, costing, point, _placed(space, point)) for point in _fastest(space, mesh)]
-            why = "" if fastest else f"its shards of the batch do not divide {space.rows} sequences"
+            why = "" if fastest else space.batch_problem(mesh, next(space.variants(mesh)))
         except UserError as error:
             fastest, why = [], str(error)
         bounds += fastest
@@ -99,7 +100,9 @@ def cost(space: Space) -> Costing:
             costing.refused[why] = costing.refused.get(why, 0) + 1
     if not bounds:
         why = max(costing.refused, key=costing.refused.__getitem__)
-        raise UserError(f"no mesh of {space.topology.num_devices} devices suits this model and batch: {why}")
+        typed = [f"{key}={space.config[key]}" for key in (*sorted(SIZES), *PASSES) if key in space.fixed]
+        given = f" and {' '.join(typed)}" if typed else ""
+        raise UserError(f"no mesh of {space.topology.num_devices} devices suits this model, this batch{given}: {why}")
     best, found = 0.0, list[Candidate]()
     for fastest in sorted(bounds, key=lambda each: -each.speed):
         points = _count(space, fastest.point)

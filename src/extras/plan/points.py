@@ -11,7 +11,7 @@ from src.extras.aot.roofline import Constants, constants_of
 from src.extras.aot.topology import Topology
 from src.model.spec import layer_models
 from src.parallel.slices import any_of, describe_mesh, divisors
-from src.system.errors import UserError
+from src.system.errors import UserError, counted
 
 Keys = Mapping[str, Any]
 NOT_BETWEEN = ("tensor",)  # between slices every matmul would wait for the network
@@ -141,8 +141,7 @@ class Space:
     def batches(self, mesh: Keys, variant: Keys) -> Iterator[Keys]:
         """Yields the batch per device and the micro-batches that make the global batch, the fastest first."""
         batch, step, devices = self.config.batch, self.config.step, self.topology.num_devices
-        parts = variant.get("num_pipeline_microbatches", self.config.mesh.num_pipeline_microbatches)
-        shards = self._shards(mesh, "batch") * (_size(mesh, "stage") if parts == -1 else parts)
+        shards = self._batch_shards(mesh, variant)
         passes = {step.gradient_accumulation_steps} if "gradient_accumulation_steps" in self.fixed else None
         for rows, count in self._rows(shards, passes or {1}):
             keys = {"per_device_batch_size": rows / devices, "gradient_accumulation_steps": count}
@@ -151,6 +150,23 @@ class Space:
                 continue
             if passes is None or count in passes:
                 yield keys
+
+    def batch_problem(self, mesh: Keys, variant: Keys) -> str:
+        """Why a mesh has no batch, with the values of a key that would do."""
+        shards, length = self._batch_shards(mesh, variant), self.config.batch.max_target_length
+        if self.rows is None:
+            return f"no size from {ROWS[-1]} to {ROWS[0]} of a shard is per_device_batch_size"
+        if self.rows % shards:
+            of_batch = f"global_batch_tokens may be a multiple of {shards * length}"
+            return f"{shards} shards of the batch do not divide {counted(self.rows, 'sequence')}: {of_batch}"
+        counts = divisors(self.rows // shards)
+        passes = self.config.step.gradient_accumulation_steps
+        if "gradient_accumulation_steps" in self.fixed and passes not in counts:
+            rest = counted(self.rows // shards, "sequence")
+            return f"gradient_accumulation_steps={passes} does not divide a shard's {rest}: it may be {any_of(counts)}"
+        sizes = any_of([f"{self.rows / count / self.topology.num_devices:g}" for count in counts])
+        size = self.config.batch.per_device_batch_size
+        return f"per_device_batch_size={size:g} does not divide {counted(self.rows, 'sequence')}: it may be {sizes}"
 
     def placements(self, mesh: Keys) -> Iterator[Keys]:
         """Yields the choices that only save memory, the cheapest first."""
@@ -188,6 +204,11 @@ class Space:
         free = [key for key in ones if key not in {size_key(kind, axis) for axis in left_out}]
         for sizes in _factorings(devices // known, len(free)):
             yield {**ones, **fixed, **dict(zip(free, sizes, strict=True))}
+
+    def _batch_shards(self, mesh: Keys, variant: Keys) -> int:
+        """Number that the sequences of a micro-batch are a multiple of."""
+        parts = variant.get("num_pipeline_microbatches", self.config.mesh.num_pipeline_microbatches)
+        return self._shards(mesh, "batch") * (_size(mesh, "stage") if parts == -1 else parts)
 
     def _shards(self, mesh: Keys, axis: str) -> int:
         """Number of shards of a dim of logical axis `axis`."""

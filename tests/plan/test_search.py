@@ -10,7 +10,7 @@ from src.config.load import diff_from_base
 from src.extras.aot.hlo import Collective
 from src.extras.aot.memory import SAVED
 from src.extras.aot.topology import parse_topology
-from src.extras.plan import compiling, output, search
+from src.extras.plan import advice, compiling, output, search
 from src.extras.plan.costing import cost
 from src.extras.plan.points import Space
 from src.parallel.chips import GPU_HOSTS
@@ -242,3 +242,38 @@ def test_if_nothing_fits_the_nearest_is_reported(found, tmp_path):
     assert lines[0].startswith("nothing fits. The nearest needs 79.11 GiB more than the 79.11 GiB per device: ")
     assert lines[1].startswith("would help  python -m src.train_compile ")
     assert lines[2].startswith("mu_dtype=bfloat16\n    compiled: 9 B, fits")
+
+
+def test_changes_that_help_are_compiled_like_points_and_written_as_whole_commands(found, tmp_path, monkeypatch):
+    """The nearest point's command with the changed keys in place of its own; a second search compiles nothing."""
+    space, costs = found
+    compiler = Compiler(tmp_path, *found, memory=lambda candidate: 1e9)
+    words = ["configs/base.yml", "num_vocab_tiling=1", "remat_policy=none"]
+    request = output.Request(space.config, words, CPUS)
+    change = advice.Change({"num_vocab_tiling": 4, "packing": False}, "time", space.config.replace(packing=False), 60)
+    monkeypatch.setattr(advice, "changes", lambda *arguments: iter([change]))
+    started = []
+
+    def start(config, words):
+        if config.batch.packing:
+            return Compiler.start(compiler, config, words)
+        started.append(words)
+        memory = {"needed": 60, "capacity": 80, "left": 20, "fits": True, "host": {}}
+        with new_file(compiler.file(config)) as file:
+            file.write(json.dumps({"failed": "", "memory": memory}).encode())
+        return Done(compiler.file(config))
+
+    monkeypatch.setattr(compiler, "start", start)
+    for _ in range(2):
+        result = Told(costs, space, compiler, request.command_words, 2)
+        result.run(lambda line: None)
+        nearest = result.advice()
+        assert nearest.record["changes"] == [
+            {"keys": change.keys, "cost": "time", "estimated": 60, "compiled": 60, "fits": True}
+        ]
+    assert len(started) == 1
+    assert {"num_vocab_tiling=4", "packing=false"} < set(started[0])
+    assert "num_vocab_tiling=1" not in started[0]
+    *_, line = output.nearest_lines(nearest, request)
+    assert line.startswith("would help  python -m src.train_compile configs/base.yml ")
+    assert line.endswith("num_vocab_tiling=4 packing=false\n    compiled: 60 B, fits; time")

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -239,13 +239,17 @@ def _collective_lines(communication: Sequence[Mapping[str, Any]]) -> Iterator[st
         yield f"not counted: {readable(more)} per iteration of loops that depend on the data (uneven experts)"
 
 
-def change_lines(report: Report) -> Iterator[str]:
-    """Yields lines on changes, as compiled, that help a step that does not fit."""
+def change_lines(report: Report, write: Callable[[Mapping[str, Any]], str] | None = None) -> Iterator[str]:
+    """Yields lines on changes, as compiled, that help a step that does not fit.
+
+    `write` formats a change's keys, by default as a user would type them.
+    """
+    write = write or typed
     if not any(change["fits"] for change in report["changes"]):
         yield "no compiled change fits: use shorter sequences, a smaller model or more devices"
     for change in report["changes"]:
         fits = "fits" if change["fits"] else "still too much"
-        yield f"{typed(change['keys'])}\n    compiled: {readable(change['compiled'])}, {fits}; {change['cost']}"
+        yield f"{write(change['keys'])}\n    compiled: {readable(change['compiled'])}, {fits}; {change['cost']}"
 
 
 def typed(keys: Mapping[str, Any]) -> str:

@@ -124,9 +124,9 @@ def _row(rank: int, result: Result, request: Request) -> Row:
     )
 
 
-def command_line(request: Request, point: Point) -> str:
-    """Writes the command that compiles a point."""
-    return as_installed(f"python -m src.train_compile {shlex.join(request.command_words(point))}")
+def command_line(request: Request, point: Point, changes: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Writes the command that compiles a point, with other values of some keys."""
+    return as_installed(f"python -m src.train_compile {shlex.join(request.command_words(point, changes))}")
 
 
 def table(ranked: Sequence[Row]) -> list[list[str]]:
@@ -191,8 +191,7 @@ def nearest_lines(nearest: Result, request: Request) -> Iterator[str]:
     words = ", ".join(part for part in parts if part)
     more = f"{'at least ' * bool(nearest.record['compiler_message'])}{readable(memory['needed'] - memory['capacity'])}"
     yield f"nothing fits. The nearest needs {more} more than the {readable(memory['capacity'])} per device: {words}"
-    yield f"would help  {command_line(request, point)}"
-    yield from change_lines(nearest.record)
+    yield from change_lines(nearest.record, lambda keys: f"would help  {command_line(request, point, keys)}")
 
 
 def report_json(request: Request, costing: Costing, results: Sequence[Result], seconds: Mapping[str, float]) -> str:

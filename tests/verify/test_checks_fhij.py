@@ -8,10 +8,11 @@ from src.checkpoint.checkpointer import Checkpointer
 from src.extras.hf import load as hf_load
 from src.extras.hf import save as hf_save
 from src.extras.verify import conversion, counts, program, resume
-from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS
+from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS, Row
 from src.extras.verify.subject import LENGTH, Subject
 from src.model import feed_forward, flops
-from src.step import train_step
+from src.model.moe import layer
+from src.step import plan, train_step
 from tests import runs, tiny
 from tests.parallel.axes import MODELS
 from tests.verify.contexts import context
@@ -222,3 +223,55 @@ def test_a_matmul_in_float32_is_named(monkeypatch):
     ((name, note),) = failures(program.rows(context(subject(), dtype="bfloat16"))).items()
     assert name == "matmuls with weights that are not in bfloat16"
     assert "feed_forward" in note
+
+
+def test_experts_with_capacity_in_float32_are_named(monkeypatch):
+    batched = layer.batched_matmul
+
+    def wide(x, *rest, **how):
+        return batched(x.astype("float32"), *rest, **how).astype(x.dtype)
+
+    monkeypatch.setattr(layer, "batched_matmul", wide)
+    ((name, note),) = failures(program.rows(context(subject("biased experts"), dtype="bfloat16"))).items()
+    assert name == "matmuls with weights that are not in bfloat16"
+    assert "segments.0.0.feed_forward.w" in note
+
+
+def test_a_weight_and_moments_that_are_whole_are_named(monkeypatch):
+    shardings, state = plan.weight_shardings, program.abstract_state
+
+    def whole(sharding, *_):
+        return jax.NamedSharding(sharding.mesh, jax.P(*[None] * len(sharding.spec)))
+
+    def without_wo(*inputs):
+        return jax.tree.map_with_path(lambda path, at: whole(at) if "wo" in str(path) else at, shardings(*inputs))
+
+    def of_query(path, leaf):
+        is_moment = "mu" in str(path) and "query" in str(path)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole(leaf.sharding)) if is_moment else leaf
+
+    monkeypatch.setattr(plan, "weight_shardings", without_wo)
+    monkeypatch.setattr(program, "abstract_state", lambda each: jax.tree.map_with_path(of_query, state(each)))
+    monkeypatch.setattr(program, "none_of", lambda name, wrong, note="": Row(name, FAIL, note=", ".join(wrong)))
+    note = failures(program.rows(context(subject(), ({"fsdp": 2},))))["mesh fsdp 2: arrays whole on every device"]
+    weight, moment = note.split(", ")
+    assert weight == "segments.0.0.feed_forward.wo"
+    assert "mu" in moment
+    assert "query" in moment
+
+
+def test_a_gradient_that_is_not_summed_is_named(monkeypatch):
+    compiled = program._compiled
+
+    def without_one(lowered):
+        text, warnings = compiled(lowered)
+        sums = [line for line in text.splitlines() if " all-reduce(" in line and "f32[2,64,32]" in line]  # of wi
+        assert sums
+        for line in sums:
+            text = text.replace(line, line.replace("f32[2,64,32]", "f32[1]"))
+        return text, warnings
+
+    monkeypatch.setattr(program, "_compiled", without_one)
+    notes = failures(program.rows(context(subject(), ({"data": 2},))))
+    weights = "embedding or output or segments.0.0.feed_forward.wi"  # which have as many entries
+    assert notes == {"mesh data 2: gradients summed over devices": f"the first: {weights} over data"}

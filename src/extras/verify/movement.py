@@ -142,7 +142,8 @@ def optimizer(subject: Subject) -> Iterator[Row]:
     names = "weight decay takes its rate of each weight", "AdamW's second update follows from its keys"
     keys, plan = subject.config.step, subject.reference_plan
     rules = {dotted(path): _rule(plan, path) for path in by_path(plan.split(plan.shapes).trainable)}
-    highest = max(rule.weight_decay for rule in rules.values())
+    decays = {path: rule.weight_decay or 0.0 for path, rule in rules.items()}
+    highest = max(decays.values())
     rate = DECAYED / max(highest, LEAST_DECAY)
     without = tuple({**rule, "weight_decay": 0.0} for rule in keys.optimizer_rules)
     of_one_row = subject.batch["loss_mask"] * (np.arange(ROWS)[:, None] == 0)
@@ -161,7 +162,7 @@ def optimizer(subject: Subject) -> Iterator[Row]:
     taken, moved, least = {}, {}, NONE * max(float(np.max(np.abs(gradient))) for gradient in h.values())
     for path, rule in rules.items():
         scale = rule.learning_rate_scale
-        error = np.float64(plain[path]) - new[path] - rate * scale * rule.weight_decay * np.float64(old[path])
+        error = np.float64(plain[path]) - new[path] - rate * scale * decays[path] * np.float64(old[path])
         taken[path] = float(np.max(np.abs(error)) / np.max(np.abs(old[path]))) / (DECAYED * (scale or 1.0))
         strong = np.abs(h[path]) > max(STRONG * float(np.max(np.abs(h[path]))), least)
         if rule.opt_type == "adamw" and np.any(strong):
@@ -170,7 +171,7 @@ def optimizer(subject: Subject) -> Iterator[Row]:
             error = np.float64(plain[path]) - old[path] + rate * scale * m / (np.sqrt(v) + keys.adam_eps)
             moved[path] = float(np.max(np.abs(error[strong]))) / (rate * (scale or 1.0))
     has_decay = highest >= LEAST_DECAY
-    still = [path for path, rule in rules.items() if not rule.weight_decay]
+    still = [path for path in decays if not decays[path]]
     note = f"none of {first_few(still)}" if still else ""
     otherwise = f"the highest rate is {highest:g}"
     yield worst(names[0], taken if has_decay else {}, DECAY_BOUND, note, otherwise)

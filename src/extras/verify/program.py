@@ -5,17 +5,19 @@ import math
 import os
 import re
 import tempfile
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from src.extras.verify.counts import matmuls, traced_step
 from src.extras.verify.meshes import is_own
-from src.extras.verify.rows import FAIL, NOT_APPLICABLE, Row, first_line, mesh_name, none_of, not_applicable, verdict
+from src.extras.verify.rows import FAIL, NOT_APPLICABLE, Row, first_line, mesh_name, none_of, not_applicable
 from src.extras.verify.subject import ROWS, Context, Sizes, Subject, mesh_keys
-from src.model.params import STACKED, by_path, dotted
-from src.parallel.mesh import MeshLayout
+from src.model.params import STACKED, Axes, by_path, dotted
+from src.parallel.mesh import MeshLayout, axes_of_dim
+from src.step.matrices import MatrixDims
 from src.step.plan import StepPlan
 from src.step.state import TrainState, abstract_state
 from src.system.errors import Unsupported
@@ -44,16 +46,14 @@ def _of_mesh(subject: Subject, sizes: Sizes) -> Iterator[Row]:
     # XLA copies an array to every device if it cannot change its sharding otherwise, and says so only here.
     warned = re.findall(r'Involuntary full rematerialization.*?(?:op_name="(.*?)"|$)', warnings, re.MULTILINE)
     wrong = [name or "an operation without a name" for name in warned]
-    dims, axes = by_path(plan.matrices), by_path(plan.axes)
-    wrong += [dotted(path) for path in axes if dims[path].hidden and not any(axes[path][n] for n in dims[path].dims)]
-    yield none_of(f"{mesh}: arrays whole on every device", wrong)
+    yield none_of(f"{mesh}: arrays whole on every device", [*wrong, *_whole(plan, state)])
     header = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
     aliased = {int(number) for number in re.findall(r"\{(\d+)\}: \(", header[1] if header else "")}
     leaves = jax.tree_util.tree_leaves_with_path(state)  # also the first outputs
     lost = [jax.tree_util.keystr(path) for number, (path, _) in enumerate(leaves) if number not in aliased]
     yield none_of(f"{mesh}: arrays of the state that are not donated", lost)
     yield none_of(f"{mesh}: gathered along a sharded dim", _gathered(plan, text, subject.length))
-    yield _exchanged(f"{mesh}: bytes summed over devices", plan, state, text)
+    yield _summed(f"{mesh}: gradients summed over devices", plan, text)
 
 
 def _dtypes(subject: Subject, dtype: str) -> Row:
@@ -61,16 +61,72 @@ def _dtypes(subject: Subject, dtype: str) -> Row:
     if dtype == "float32":
         return not_applicable("dtypes of matmuls", "dtype=float32")
     plan, wide = subject.plan(dtype=dtype, matmul_precision="default"), []
-    shapes = {dotted(path): leaf.shape for path, leaf in by_path(plan.shapes).items()}
+    weights, experts = _weights(plan), max(layer.num_experts for layer in plan.spec.layers)
     traced = traced_step(plan, abstract_state(plan), subject.loss, subject.length)
     for eqn, is_batched, _ in matmuls(traced.jaxpr.jaxpr):
-        place, arrays = f"/{eqn.source_info.name_stack}", [each.aval for each in eqn.invars[:2]]
-        # Routers compute in float32; so may scores and recurrences, whose matmuls have a batch dim.
-        if not (is_batched or "/router" in place) and max(each.dtype.itemsize for each in arrays) > 2:
-            given = {each.size for each in arrays}  # a weight's dims may be merged; of all layers, or of one
-            names = [name for name, shape in shapes.items() if {math.prod(shape), math.prod(shape[1:])} & given]
-            wide.append(f"{place} {' x '.join(each.str_short() for each in arrays)}, {' or '.join(names)}".strip(", "))
+        place, arrays = f"/{eqn.source_info.name_stack}", [each.aval for each in (*eqn.invars[:2], *eqn.outvars)]
+        given = {each.size for each in arrays}  # the backward pass multiplies to a weight's gradient
+        near = [
+            each for each in weights if given & {math.prod(each.shape) // count for count in each.counts(each.shape)}
+        ]
+        if is_batched:  # scores and recurrences may compute in float32, but not experts that have a capacity
+            _, (batch, _) = eqn.params["dimension_numbers"]
+            of_experts = [arrays[0].shape[dim] for dim in batch] == [experts]
+            near = [each for each in near if of_experts and "expert" in each.axes]
+        is_exempt = "/router" in place or (is_batched and not near)  # routers compute in float32
+        if not is_exempt and max(each.dtype.itemsize for each in arrays[:2]) > 2:
+            factors = " x ".join(each.str_short() for each in arrays[:2])
+            wide.append(", ".join([f"{place} {factors}", *([" or ".join(each.name for each in near)] if near else [])]))
     return none_of(f"matmuls with weights that are not in {dtype}", wide)
+
+
+class Weight(NamedTuple):
+    """What a plan says of a weight."""
+
+    name: str
+    axes: Axes
+    shape: tuple[int, ...]
+    dims: MatrixDims
+    sharding: list[list[str]]  # mesh axes of several devices, for each dim
+    trained: bool
+
+    @property
+    def shards(self) -> set[str]:
+        """All mesh axes that shard it."""
+        return {axis for axes in self.sharding for axis in axes}
+
+    def counts(self, shape: Sequence[int]) -> set[int]:
+        """Into how many arrays a program may take it apart: layers, a feed-forward layer's factors, or both."""
+        loops = [shape[dim] for dim in self.dims.batch if self.axes[dim] != "expert"]
+        return {math.prod(chosen) for chosen in _subsets(loops)}
+
+
+def _weights(plan: StepPlan) -> list[Weight]:
+    trees = (plan.axes, plan.shapes, plan.matrices, plan.shardings, plan.roles)
+    weights = []
+    for path in by_path(plan.axes):
+        axes, leaf, dims, sharding, role = (by_path(tree)[path] for tree in trees)
+        along = [[axis for axis in axes_of_dim(part) if plan.layout.mesh.shape[axis] > 1] for part in sharding.spec]
+        weights.append(Weight(dotted(path), axes, leaf.shape, dims, along, role == "trainable"))
+    return weights
+
+
+def _whole(plan: StepPlan, state: TrainState) -> list[str]:
+    """Lists matrices in layers that nothing shards, and arrays of the state that are whole though their weight is not.
+
+    A matrix may be whole if the mesh has neither fsdp nor an axis for one of the matrix's logical axes.
+    """
+    weights, layout = _weights(plan), plan.layout
+    wrong = []
+    for each in (each for each in weights if each.dims.hidden and not each.shards):
+        axes = [axis for axis in each.axes if axis]
+        if "fsdp" in layout.axes("embed") or not axes or any(map(layout.axes, axes)):
+            wrong.append(each.name)
+    shapes = {each.shape for each in weights if each.shards} - {each.shape for each in weights if not each.shards}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if leaf.shape in shapes and leaf.sharding.is_fully_replicated:
+            wrong.append(jax.tree_util.keystr(path))
+    return wrong
 
 
 def _gathered(plan: StepPlan, text: str, length: int) -> list[str]:
@@ -102,6 +158,9 @@ def _gathered(plan: StepPlan, text: str, length: int) -> list[str]:
         for axis in (axis for axis, along in stay.items() if along.intersection(each.axes) and whole in sizes[axis]):
             near = {dotted(path): _match(dims, axis, shape, layout) for path, dims in weights.items()}
             others = {length, *(size for other in sizes if other != axis for size in sizes[other])}
+            without = [dims for dims in weights.values() if axis not in dict(dims)]
+            if [*shape] in ([size for _, size in dims] for dims in without):  # XLA may gather one of those here
+                continue
             if any(near.values()) or (whole > ROWS and whole not in others):
                 same = [path for path, match in near.items() if match and match == max(near.values())]
                 what = " or ".join(same) or f"an array {shape}"
@@ -121,26 +180,63 @@ def _match(dims: Sequence[tuple[str | None, int]], axis: str, shape: Sequence[in
     return has_axis * (2 if sizes in found else int(sorted(sizes) in map(sorted, found)))
 
 
-def _exchanged(name: str, plan: StepPlan, state: TrainState, text: str) -> Row:
-    """Lists the collectives; fails if they sum fewer bytes than the gradients have.
+def _summed(name: str, plan: StepPlan, text: str) -> Row:
+    """Finds matrices whose gradients are not summed over devices that have other tokens, and lists the collectives."""
+    from src.extras.aot.hlo import collectives, parse
 
-    R of N devices share the rows of a batch, and each has a part, at least R / N, of every gradient to sum with them.
-    An expert's tokens travel to it along the axis expert, which therefore does not count.
+    layout, kinds, sums = plan.layout, Counter[str](), defaultdict[str, Counter[int]](Counter)
+    named = {each.name: each for computation in parse(text)[0].values() for each in computation.values()}
+    for each in collectives(text, layout.mesh):
+        kinds[f"{each.kind} over {' x '.join(each.axes)}"] += each.times * each.whole_bytes
+        if each.kind in ("all-reduce", "reduce-scatter"):
+            shards = layout.size(each.axes) if each.kind == "reduce-scatter" else 1  # whose type is a shard
+            for shape in re.findall(r"\w+\[([\d,]+)\]", named[each.name].type):
+                for axis in each.axes:
+                    sums[axis][shards * math.prod(map(int, shape.split(",")))] += each.times
+    listed = ", ".join(f"{kind} {size:,} bytes" for kind, size in kinds.most_common())
+    axes = [*layout.axes("batch"), *layout.axes("length")]
+    if not axes:
+        return not_applicable(name, f"no two devices have different tokens; {listed}")
+    return none_of(name, [wrong for axis in axes for wrong in _not_summed(plan, axis, sums[axis])], listed)
+
+
+def _not_summed(plan: StepPlan, axis: str, sums: Counter[int]) -> Iterator[str]:
+    """Names matrices without a sum of their gradient along a mesh axis that shards tokens.
+
+    `sums` counts the arrays that are summed along it, by their entries: those of a gradient or of its parts, already
+    divided along the axes of the weight that shard no tokens, and perhaps along others. Several weights may need the
+    same sums. Vectors are left out, because XLA sums them in other parts. An expert's tokens travel to it along the
+    axis expert.
     """
-    from src.extras.aot.hlo import collectives
+    layout, least = plan.layout, 0
+    only = defaultdict[int, Counter[str]](Counter)  # the sums that weights need, if they can be of only one size
+    wide = {each for each, size in layout.mesh.shape.items() if size > 1}
+    for each in (each for each in _weights(plan) if each.trained and each.dims.reduction):
+        travels = layout.axes("expert") if "expert" in each.axes else ()
+        if axis in travels:
+            continue
+        stay = each.shards - {*layout.axes("batch"), *layout.axes("length")}.difference(travels)
+        sizes = zip(each.shape, each.sharding, strict=True)
+        local = [size // layout.size([along for along in axes if along in stay]) for size, axes in sizes]
+        rounds = 1 if axis in plan.accumulation.manual_axes else plan.accumulation.micro_batches
+        divided = [math.prod(local) // layout.size(along) for along in _subsets(wide - stay - {axis})]
+        parts = [(size // count, count * rounds) for size in divided for count in sorted(each.counts(local))]
+        found = {size: count for size, count in parts if sums[size] >= count}
+        if not found:
+            yield f"{each.name} over {axis}"
+        for size in [*found] * (len(found) == 1):
+            only[size][each.name] = found[size]
+        least += min(divided) * rounds
+    for size, counts in only.items():
+        if counts.total() > sums[size]:
+            yield f"{' or '.join(counts)} over {axis}"
+    total = sum(size * times for size, times in sums.items())
+    if total < least:
+        yield f"{total:,} of at least {least:,} entries over {axis}"
 
-    row_axes, sizes, summed = {*plan.layout.axes("batch")} - {"expert"}, Counter[str](), 0
-    for each in collectives(text, plan.layout.mesh):
-        size = each.times * each.whole_bytes
-        sizes[f"{each.kind} over {' x '.join(each.axes)}"] += size
-        summed += size * (each.kind in ("all-reduce", "reduce-scatter") and bool(row_axes.intersection(each.axes)))
-    trained = jax.tree.leaves(state.weights.trainable)
-    gradients = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in trained)
-    least = round(gradients * plan.layout.size([*row_axes]) / plan.layout.mesh.size) * bool(row_axes)
-    listed = ", ".join(f"{kind} {n:,}" for kind, n in sizes.most_common())
-    if not least:
-        return not_applicable(name, f"no two devices have different rows; {listed}")
-    return verdict(name, max(0, least - summed), 0, f"{summed:,} of at least {least:,} bytes; {listed}")
+
+def _subsets(items: Collection[Any]) -> Iterator[tuple[Any, ...]]:
+    return itertools.chain.from_iterable(itertools.combinations(items, size) for size in range(len(items) + 1))
 
 
 def _compiled(lowered: jax.stages.Lowered) -> tuple[str, str]:

@@ -111,6 +111,24 @@ def test_a_doubled_gradient_is_found(monkeypatch):
     assert "feed_forward.wi" in row.note
 
 
+def test_a_loss_without_slopes_fails_and_weak_gradients_are_told(monkeypatch):
+    model = subject("dense")
+    query, norms = "segments.0.0.attention.query", {}
+
+    def jumping(self, path, direction, tolerance):
+        norms[path] = np.linalg.norm(self.gradients[path])
+        return None if path == query else float(np.sum(self.gradients[path] * direction))
+
+    monkeypatch.setattr(derivatives.Loss, "slope", jumping)
+    monkeypatch.setattr(derivatives, "WEAK", 2)
+    lost, found = derivatives.rows(context(model))
+    assert (lost.status, found.status) == (FAIL, PASS)
+    assert query in lost.note
+    weak = [path for path, norm in norms.items() if path != query and norm < max(norms.values()) / 2]
+    assert found.note.endswith(", ".join(weak))
+    assert weak
+
+
 @pytest.mark.long
 def test_a_missing_gradient_of_a_tied_embedding_is_found(monkeypatch):
     detached = without_gradient_of(loss.objective, "embedding")

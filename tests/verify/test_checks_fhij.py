@@ -6,12 +6,15 @@ import pytest
 from src import train
 from src.checkpoint.checkpointer import Checkpointer
 from src.extras.hf import load as hf_load
+from src.extras.hf import model_keys
 from src.extras.hf import save as hf_save
 from src.extras.verify import conversion, counts, program, resume
 from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS, Row
-from src.extras.verify.subject import LENGTH, Subject
+from src.extras.verify.shrink import shrink
+from src.extras.verify.subject import LENGTH, Context, Subject
 from src.model import feed_forward, flops
 from src.model.moe import layer
+from src.run import resolve_config
 from src.step import plan, train_step
 from tests import runs, tiny
 from tests.parallel.axes import MODELS
@@ -143,6 +146,19 @@ def test_a_model_that_no_family_has_does_not_apply():
     (row,) = conversion.rows(context(subject("windowed")))
     assert row.status == NOT_APPLICABLE
     assert "attn_logits_soft_cap=20.0" in row.note
+
+
+def test_a_model_file_that_no_family_has_any_more_fails(monkeypatch):
+    config = resolve_config.load([tiny.BASE, "model_name=gemma2-27b"])
+    small = shrink(config).config
+    (row, *_) = conversion.rows(Context(Subject(small), config))
+    assert row.status == PASS
+    monkeypatch.setattr(model_keys, "FAMILIES", [it for it in model_keys.FAMILIES if it.model_type != "gemma2"])
+    (row,) = conversion.rows(Context(Subject(small), config))
+    assert row.status == FAIL
+    assert row.note.startswith("gemma2-27b is no longer recognised")
+    changed = config.replace(attn_logits_soft_cap=20.0)
+    assert [row.status for row in conversion.rows(Context(Subject(small), changed))] == [NOT_APPLICABLE]
 
 
 def swapped(lay_out):

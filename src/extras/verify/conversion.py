@@ -8,11 +8,15 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from src.config.run_configs import HUB, is_hf_folder
+from src.config.schema import Config
+from src.config.yaml import BASE, CONFIGS
 from src.extras.verify.locate import EMBEDDED, LAYER, UNROLLED, forward_values, parting
 from src.extras.verify.logits import NO_PATTERNS
 from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS, Row, first_line, none_of, not_applicable
 from src.extras.verify.subject import Context, Subject
 from src.model.params import by_path, dotted, nested
+from src.run import resolve_config
 from src.step.plan import StepPlan
 from src.system.errors import UserError
 from src.system.imports import optional
@@ -41,7 +45,9 @@ def rows(context: Context) -> Iterator[Row]:
     try:
         family, config_json = find_family(model, subject.length)
     except UserError as error:
-        yield not_applicable("Hugging Face folder", error)
+        name = unchanged_model(context.whole)
+        row = not_applicable("Hugging Face folder", error)
+        yield row._replace(status=FAIL, note=f"{name} is no longer recognised: {row.note}") if name else row
         return
     weights = {path: array for path, array in by_path(subject.weights).items() if path[0] != "lora"}
     with tempfile.TemporaryDirectory() as name:
@@ -52,6 +58,20 @@ def rows(context: Context) -> Iterator[Row]:
             yield _same_logits(subject, plan, weights, name)
         except UserError as error:
             yield Row("written and read back", FAIL, note=str(error))
+
+
+def unchanged_model(config: Config) -> str:
+    """Names the Hugging Face folder or the file of configs/models that a config's model is; empty if keys change it.
+
+    Each of them has a family. The vocabulary and dropout may be the run's own.
+    """
+    name = config["model_name"]
+    is_known = is_hf_folder(name) or name.startswith(HUB) or (CONFIGS / "models" / f"{name}.yml").is_file()
+    if not name or not is_known:
+        return ""
+    of_run = {key: config[key] for key in ("vocab_size", "dropout_rate")}
+    named = resolve_config.load([str(BASE), f"model_name={name}"]).replace(**of_run)
+    return name if named.model == config.model else ""
 
 
 def _same_bits(plan: StepPlan, weights: Mapping, found: Mapping) -> Row:

@@ -182,7 +182,8 @@ def _small_layer(layer: Model, small: dict[str, dict[int, int]]) -> Sizes:
         parts = (head, "qk_nope_head_dim") if layer.attention_type == "mla" else (head,)
         if layer.query_pre_attn_scalar not in (0.0, 1.0):  # 1: scores are not scaled
             ratio = sum(keys[part] for part in parts) / sum(getattr(layer, part) for part in parts)
-            keys["query_pre_attn_scalar"] = layer.query_pre_attn_scalar * ratio
+            scalar = layer.query_pre_attn_scalar
+            keys["query_pre_attn_scalar"] = float(round(scalar * ratio)) if scalar == round(scalar) else scalar * ratio
         pairs = int(keys[head] * layer.partial_rotary_factor) // 2
         for key in ("rope_short_factor", "rope_long_factor") if layer.rope_type == "longrope" else ():
             keys[key] = tuple(keys[key][at * len(keys[key]) // pairs] for at in range(pairs))

@@ -72,13 +72,14 @@ def _steps(subject: Subject) -> dict[str, list[Any]]:
     how far it moved, because it moves little beside its size.
     """
     plan, rng = subject.reference_plan, np.random.default_rng(1)
-    start, state, figures = flat(plan.split(subject.weights).trainable), subject.first_state(plan), {}
+    start, state, figures = flat(subject.weights), subject.first_state(plan), {}
     steps = subject.steps(plan, state, [plan.step.learning_rate] * STEPS)
     for step in range(STEPS):
         state, metrics = next(steps)
         for name in ("loss", "grad_norm"):
             figures[f"{name} of step {step}"] = _figure(np.asarray(metrics[name]), np.zeros(()), np.ones((1, 1)))
-    for path, leaf in flat(jax.device_get(state.weights.trainable)).items():
+    weights = jax.device_get(state.weights)
+    for path, leaf in (flat(weights.trainable) | flat(weights.stats)).items():  # stats: the biases of routers
         directions = rng.normal(size=(PROJECTIONS, leaf.size))
         figures[path] = _figure(np.asarray(leaf), start[path], directions)
     return figures

@@ -158,6 +158,9 @@ def _small_layers(layers: Sequence[Model], length: int, multiples: Mapping[str, 
         small["widths"] = _least(values["widths"], 24, multiple=multiples["widths"], grow=1.5, starts=same)
         if all(same.get(width, new) == new for width, new in small["widths"].items()):
             break
+    else:
+        pairs = [f"{heads} heads of {dim} and the width {width}" for width, (heads, dim) in products.items()]
+        raise UserError(f"this configuration cannot be made small: no small sizes have {' or '.join(pairs)} equal")
     if any(new >= length for family in ("windows", "lengths") for new in small[family].values()):
         raise UserError(f"this configuration cannot be made small: too many windows for {length} tokens")
     return [_small_layer(layer, small) for layer in layers]

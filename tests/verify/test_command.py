@@ -11,7 +11,8 @@ from src.extras.verify import command, conversion, derivatives, meshes, subject
 from src.extras.verify import report as report_file
 from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS, Row
 from src.model.attention import Attention
-from src.model.params import matmul
+from src.model.feed_forward import FeedForward
+from src.model.params import matmul, weight
 from src.run import resolve_config
 from src.step.loss import next_token_loss
 from src.system.errors import UserError
@@ -111,6 +112,24 @@ def test_a_wrong_einsum_is_shown_by_the_line_that_has_it(monkeypatch):
     assert row.status == FAIL
     assert "test_command.py" in row.note
     assert "BTD,DKX->BTKH" in row.note
+
+
+@pytest.mark.parametrize(
+    ("axes", "why"),
+    [(("embd", "heads"), "no logical axis is called embd"), (("embed",), r"1 logical axes (embed) of 2 dims")],
+)
+def test_wrong_axes_are_shown_by_the_line_that_declares_them(monkeypatch, axes, why):
+    initial = FeedForward.__init__
+
+    def with_a_gate(self, spec, out_scale, dtype, rngs):
+        initial(self, spec, out_scale, dtype, rngs)
+        self.gate = weight(rngs, (spec.emb_dim, 2), axes, dtype, fan_in=(0,))
+
+    monkeypatch.setattr(FeedForward, "__init__", with_a_gate)
+    (row,) = command.main([*TINY, "checks=b"]).rows
+    assert row.status == FAIL
+    assert why in row.note
+    assert "self.gate = weight(" in row.note
 
 
 def test_a_loss_that_fails_on_a_mesh_is_told_from_a_layer_that_refuses_it(monkeypatch, tmp_path):

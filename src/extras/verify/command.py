@@ -4,11 +4,14 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
+import numpy as np
+from flax import nnx
 
 from src import FOLDER
 from src.config.schema import Config
@@ -19,6 +22,7 @@ from src.extras.verify import golden, meshes, report
 from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS, NotApplicable, Row, first_line, not_applicable
 from src.extras.verify.shrink import Shrunk, shrink
 from src.extras.verify.subject import LENGTH, LONGER, Context, Subject
+from src.model.params import STACKED
 from src.model.spec import layer_models
 from src.run.run_setup import configured
 from src.system.errors import UserError, show
@@ -140,9 +144,11 @@ def _found(context: Context, letter: str, module: str) -> Iterator[Row]:
     before = jax.config.values["jax_disable_most_optimizations"]
     # Compiling takes most of the time. Optimizations change no result beyond rounding, only the program of j.
     jax.config.update("jax_disable_most_optimizations", letter != "j")
+    checked = _checked(nnx.Variable.__init__, context.whole.mesh.logical_axis_rules)
     try:
-        for row in named(f"src.extras.verify.{module}:rows")(context):
-            yield row._replace(check=letter)
+        with mock.patch.object(nnx.Variable, "__init__", checked):
+            for row in named(f"src.extras.verify.{module}:rows")(context):
+                yield row._replace(check=letter)
     except NotApplicable as error:
         yield not_applicable(module, error)._replace(check=letter)
     except MemoryError:
@@ -153,6 +159,20 @@ def _found(context: Context, letter: str, module: str) -> Iterator[Row]:
         yield Row(module, FAIL, note=_described(error), check=letter)
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
+
+
+def _checked(declare: Callable[..., None], rules: Mapping[str, Sequence[str]]) -> Callable[..., None]:
+    """Declares a weight after a look at its logical axes: later errors would not come from the line that has them."""
+
+    def declare_checked(self: nnx.Variable, value: Any, *rest: Any, **facts: Any) -> None:
+        axes, known = facts.get("out_sharding") or (), [None, *STACKED, *rules]
+        if unknown := [axis for axis in axes if axis not in known]:
+            raise ValueError(f"no logical axis is called {unknown[0]}; logical_axis_rules has {', '.join(rules)}")
+        if axes and len(axes) != np.ndim(value):
+            raise ValueError(f"{len(axes)} logical axes ({', '.join(map(str, axes))}) of {np.ndim(value)} dims")
+        declare(self, value, *rest, **facts)
+
+    return declare_checked
 
 
 def _line(row: Row) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from src.config.run_configs import HUB, is_hf_folder
+from src.config.model_folders import is_hf_folder
+from src.config.run_configs import HUB
 from src.config.schema import Config
 from src.config.yaml import BASE, CONFIGS
 from src.extras.verify.locate import EMBEDDED, LAYER, UNROLLED, forward_values, parting

@@ -241,7 +241,7 @@ def test_if_nothing_fits_the_nearest_is_reported(found, tmp_path):
     lines = list(output.nearest_lines(results[0]._replace(record=record), output.Request(found[0].config, [], CPUS)))
     assert lines[0].startswith("nothing fits. The nearest needs 79.11 GiB more than the 79.11 GiB per device: ")
     assert lines[1].startswith("would help  python -m src.train_compile ")
-    assert lines[2].startswith("mu_dtype=bfloat16\n    compiled: 9 B, fits")
+    assert lines[1].partition(" mu_dtype=bfloat16\n    compiled: ")[2].startswith("9 B, fits")
 
 
 def test_changes_that_help_are_compiled_like_points_and_written_as_whole_commands(found, tmp_path, monkeypatch):

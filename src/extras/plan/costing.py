@@ -1,6 +1,5 @@
 """Costs a space's points by estimates, and leaves out those that can't fit or can't be among the fastest."""
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,7 +8,7 @@ from src.extras.aot.report import device_capacity
 from src.extras.aot.roofline import Prediction
 from src.extras.plan import host
 from src.extras.plan.estimate import Costs, step_costs
-from src.extras.plan.placed import Placed, place
+from src.extras.plan.placed import place
 from src.extras.plan.points import SIZES, Keys, Point, Space
 from src.system.errors import UserError
 
@@ -27,7 +26,6 @@ class Candidate(NamedTuple):
     costs: Costs
     prediction: Prediction
     host_seconds: float  # waiting for copies to host memory and back
-    placed: Placed  # the same for all points of a mesh and variant
 
     @property
     def step_seconds(self) -> float:
@@ -77,6 +75,62 @@ class Costing:
         self.too_slow[bound] = Group(count + points, max(best, example, key=lambda each: each.speed))
 
 
+class OnMesh:
+    """Costs points of one mesh and variant, each once; raises UserError if the model does not divide over the mesh."""
+
+    def __init__(self, space: Space, mesh: Keys, variant: Keys) -> None:
+        self._space, self._mesh, self._variant = space, mesh, variant
+        self._placed = place(space.config.replace(**mesh, **variant), space.topology)
+        self._policies, self._placements = list(space.policies()), list(space.placements(mesh))
+        self._batches = list(space.batches(mesh, variant))
+        self.known: dict[str, Candidate] = {}
+        # No other point is faster.
+        self.fastest = self._cost(self._policies[0], self._batches[0], self._placements[0])
+
+    @property
+    def points(self) -> int:
+        """Number of points."""
+        return len(self._policies) * len(self._batches) * len(self._placements)
+
+    def smallest(self) -> Candidate:
+        """Costs the points one of which needs the least memory, and returns that."""
+        policies = [
+            each
+            for each in self._policies
+            if each["remat_policy"] == "full" or "offload" in each["remat_custom"].values()
+        ]
+        last = self._batches[-1], self._placements[-1]
+        return min((self._cost(each, *last) for each in policies or self._policies), key=lambda each: each.memory)
+
+    def walk(self, enough: float, slowest: float) -> Iterator[Candidate]:
+        """Yields points that are worth costing: after one that needs less memory than `enough`, or is slower than
+        `slowest`, others of its policy only save memory that they need not.
+        """
+
+        def suffices(candidate: Candidate) -> bool:
+            return candidate.memory <= enough or candidate.speed < slowest
+
+        for policy in self._policies:
+            for batch in self._batches:
+                found = list[Candidate]()
+                for placement in self._placements:
+                    found.append(self._cost(policy, batch, placement))
+                    if suffices(found[-1]):
+                        break
+                yield from found
+                if suffices(found[0]):
+                    break
+
+    def _cost(self, policy: Keys, batch: Keys, placement: Keys) -> Candidate:
+        point, space = Point(self._mesh, self._variant, policy, batch, placement), self._space
+        if (name := repr(point[2:])) not in self.known:
+            config = space.config.replace(**point.keys)
+            costs = step_costs(config, space.topology, self._placed)
+            waits = host.estimated_seconds(config, space.topology, costs, self._placed)
+            self.known[name] = Candidate(point, costs, costs.predict(space.constants), waits)
+        return self.known[name]
+
+
 def cost(space: Space) -> Costing:
     """Costs points, the most promising first, until no other can be among the fastest.
 
@@ -87,15 +141,14 @@ def cost(space: Space) -> Costing:
     """
     capacity = device_capacity(space.topology)
     assert capacity
-    costing, bounds, smallest = Costing(capacity), list[Candidate](), list[Candidate]()
+    costing, bounds, smallest = Costing(capacity), list[OnMesh](), list[Candidate]()
     for mesh in space.meshes():
+        variants = [variant for variant in space.variants(mesh) if any(space.batches(mesh, variant))]
+        why = "" if variants else space.batch_problem(mesh, next(space.variants(mesh)))
         try:
-            fastest = [_costed(space, costing, point, _placed(space, point)) for point in _fastest(space, mesh)]
-            why = "" if fastest else space.batch_problem(mesh, next(space.variants(mesh)))
+            bounds += [OnMesh(space, mesh, variant) for variant in variants]
         except UserError as error:
-            fastest, why = [], str(error)
-        bounds += fastest
-        costing.points += sum(_count(space, each.point) for each in fastest)
+            why = str(error)
         if why:
             costing.refused[why] = costing.refused.get(why, 0) + 1
     if not bounds:
@@ -104,21 +157,21 @@ def cost(space: Space) -> Costing:
         given = f" and {' '.join(typed)}" if typed else ""
         raise UserError(f"no mesh of {space.topology.num_devices} devices suits this model, this batch{given}: {why}")
     best, found = 0.0, list[Candidate]()
-    for fastest in sorted(bounds, key=lambda each: -each.speed):
-        points = _count(space, fastest.point)
-        if fastest.speed < SLOWER * best:
-            costing.omit_slow(points, fastest)
+    for on_mesh in sorted(bounds, key=lambda each: -each.fastest.speed):
+        costing.points += on_mesh.points
+        if on_mesh.fastest.speed < SLOWER * best:
+            costing.omit_slow(on_mesh.points, on_mesh.fastest)
             continue
-        small = (_costed(space, costing, point, fastest.placed) for point in _smallest(space, fastest.point))
-        least = min(small, key=lambda each: each.memory)
+        least = on_mesh.smallest()
         if least.memory > MISSES * capacity:
-            costing.omit_large("whole meshes", points, least)
+            costing.omit_large("whole meshes", on_mesh.points, least)
             smallest.append(least)
             continue
-        walked = list(_walk(space, costing, fastest, SLOWER * best))
+        walked = list(on_mesh.walk(COMFORTABLE * capacity, SLOWER * best))
         best = max([best, *(each.speed for each in walked if each.memory <= capacity)])
-        costing.no_gain += points - len(walked)
+        costing.no_gain += on_mesh.points - len(walked)
         found += walked
+    costing.costed = sum(len(on_mesh.known) for on_mesh in bounds)
     for each in found:
         if each.memory > MISSES * capacity:
             costing.omit_large(each.point.policy_name, 1, each)
@@ -130,59 +183,3 @@ def cost(space: Space) -> Costing:
     if not costing.candidates:  # the estimates may be wrong
         costing.candidates = sorted(smallest, key=lambda each: each.memory)[:NEAREST]
     return costing
-
-
-def _count(space: Space, of: Point) -> int:
-    """Counts the points with this point's mesh and variant."""
-    parts = space.policies(), space.batches(of.mesh, of.variant), space.placements(of.mesh)
-    return sum(1 for _ in itertools.product(*parts))
-
-
-def _placed(space: Space, point: Point) -> Placed:
-    return place(space.config.replace(**point.mesh, **point.variant), space.topology)
-
-
-def _costed(space: Space, costing: Costing, point: Point, placed: Placed) -> Candidate:
-    costing.costed += 1
-    config = space.config.replace(**point.keys)
-    costs = step_costs(config, space.topology, placed)
-    waits = host.estimated_seconds(config, space.topology, costs, placed)
-    return Candidate(point, costs, costs.predict(space.constants), waits, placed)
-
-
-def _fastest(space: Space, mesh: Keys) -> Iterator[Point]:
-    """Yields, for each variant of a mesh, the point that no other is faster than."""
-    policy, placement = next(space.policies()), next(space.placements(mesh))
-    for variant in space.variants(mesh):
-        for batch in itertools.islice(space.batches(mesh, variant), 1):
-            yield Point(mesh, variant, policy, batch, placement)
-
-
-def _smallest(space: Space, of: Point) -> Iterator[Point]:
-    """Yields points with this point's mesh and variant, one of which needs the least memory."""
-    *_, batch = space.batches(of.mesh, of.variant)
-    *_, placement = space.placements(of.mesh)
-    policies = list(space.policies())
-    least = [each for each in policies if each["remat_policy"] == "full" or "offload" in each["remat_custom"].values()]
-    for policy in least or policies:
-        yield of._replace(policy=policy, batch=batch, placement=placement)
-
-
-def _walk(space: Space, costing: Costing, fastest: Candidate, slowest: float) -> Iterator[Candidate]:
-    """Yields points with this candidate's mesh and variant that are worth costing."""
-    of = fastest.point
-
-    def suffices(candidate: Candidate) -> bool:
-        return candidate.memory <= COMFORTABLE * costing.capacity or candidate.speed < slowest
-
-    for policy in space.policies():
-        for batch in space.batches(of.mesh, of.variant):
-            found = list[Candidate]()
-            for placement in space.placements(of.mesh):
-                point = of._replace(policy=policy, batch=batch, placement=placement)
-                found.append(_costed(space, costing, point, fastest.placed))
-                if suffices(found[-1]):
-                    break
-            yield from found
-            if suffices(found[0]):
-                break

@@ -96,7 +96,7 @@ class Weight(NamedTuple):
         return {axis for axes in self.sharding for axis in axes}
 
     def counts(self, shape: Sequence[int]) -> set[int]:
-        """Into how many arrays a program may take it apart: layers, a feed-forward layer's factors, or both."""
+        """Counts the arrays into which a program may divide it: layers, a feed-forward layer's factors, or both."""
         loops = [shape[dim] for dim in self.dims.batch if self.axes[dim] != "expert"]
         return {math.prod(chosen) for chosen in _subsets(loops)}
 
@@ -203,10 +203,10 @@ def _summed(name: str, plan: StepPlan, text: str) -> Row:
 def _not_summed(plan: StepPlan, axis: str, sums: Counter[int]) -> Iterator[str]:
     """Names matrices without a sum of their gradient along a mesh axis that shards tokens.
 
-    `sums` counts the arrays that are summed along it, by their entries: those of a gradient or of its parts, already
-    divided along the axes of the weight that shard no tokens, and perhaps along others. Several weights may need the
-    same sums. Vectors are left out, because XLA sums them in other parts. An expert's tokens travel to it along the
-    axis expert.
+    `sums` counts arrays that are summed along it, by their number of entries. A gradient may be summed whole or in
+    parts, divided along the axes of its weight that shard no tokens, and perhaps along others; one sum may fit several
+    weights. Vectors are left out, because XLA sums them in other parts. An expert's tokens travel to it along the axis
+    expert.
     """
     layout, least = plan.layout, 0
     only = defaultdict[int, Counter[str]](Counter)  # the sums that weights need, if they can be of only one size

@@ -34,6 +34,7 @@ MOVED = {
     "command_line": "run.resolve_config",
     "loaded_model": "extras.generation.loaded_model",
     "step.dpo": "extras.preferences.dpo",
+    "model.embeddings": "model.rope",
 }
 
 

@@ -18,6 +18,7 @@ from src.checkpoint.agreement import of_process_0
 from src.checkpoint.digest import digests
 from src.checkpoint.format import Restored, checksum_of, flatten
 from src.checkpoint.run_folder import absolute, is_unfinished, steps_in, write_error
+from src.checkpoint.set_aside import remove, set_aside, unused_name
 from src.system.errors import TransientError, UserError
 from src.system.storage_errors import one_line, retried, tensorstore_errors
 
@@ -99,8 +100,6 @@ class Checkpointer:
         self._damaged_steps, self.checksum = list(problems), meta.pop("checksum", 0)
         messages = []
         for damaged, problem in problems.items():
-            from src.checkpoint.set_aside import unused_name
-
             name = unused_name(self._directory, damaged, "damaged")
             messages.append(
                 f"checkpoint {damaged} is passed over: {problem}. The next checkpoint saved renames it to {name}."
@@ -144,8 +143,6 @@ class Checkpointer:
         """Renames checkpoints saved at `first_step` or later, so that no run resumes from them; returns new names."""
         with contextlib.suppress(UserError, TransientError):  # a failed save leaves nothing to rename
             self.wait()
-        from src.checkpoint.set_aside import set_aside
-
         names = [set_aside(self._directory, step, "nonfinite") for step in self._saved_steps if step >= first_step]
         self._saved_steps = []
         # The first process to exit ends the others, so all of them wait here until process 0 has renamed them.
@@ -172,8 +169,6 @@ class Checkpointer:
             self._quiet.close()  # a save that failed closed the manager
             self._quiet.enter_context(orbax_manager.quiet_orbax())
             if self._damaged_steps:
-                from src.checkpoint.set_aside import set_aside
-
                 for damaged in self._damaged_steps:
                     set_aside(self._directory, damaged, "damaged")
                 self._damaged_steps = []
@@ -224,8 +219,6 @@ class Checkpointer:
             return
         for path in list(self._directory.iterdir()):
             if _TEMPORARY in path.name or (path.name.isdecimal() and is_unfinished(path)):
-                from src.checkpoint.set_aside import remove
-
                 remove(path)
 
     def _attempt(self, action: Callable[[], None], retry: bool) -> None:

@@ -20,8 +20,10 @@ class DocumentStream:
     def __init__(self, inputs: InputSpec, source: Source, name: str = "") -> None:
         self._inputs, self._source = inputs, source
         seed, sizes = inputs.data.data_shuffle_seed, source.group_sizes()
-        self._order: Callable[[int], int] = Shuffle(len(source), seed, name or 0)
-        if sizes is not None:
+        self._order: Callable[[int], int]
+        if sizes is None:
+            self._order = Shuffle(len(source), seed, name or 0)
+        else:
             from src.data.group_shuffle import GroupShuffle
 
             assert sizes.sum() == len(source)

@@ -42,8 +42,6 @@ class Mixture:
         """
         if len(self._shares) == 1:
             return 0, row
-        if len(self._shares) == 1:
-            return 0, row
         before, place = row - row % global_batch, row % global_batch
         return self.at(before + permute(place, global_batch, seed, source=-1, epoch=before))
 

@@ -103,7 +103,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden_BTD: Array, context: ForwardContext, part: OutputPart | None = None) -> Array:
         """Maps hidden states [B, T, D] to float32 logits [B, T, V]; entries past the vocabulary's end are about -1e38.
 
-        With `part`, one of `step.tiles.output_parts`, V is that part's tokens.
+        With `part`, a part of the output projection's weight, V is that part's tokens.
         """
         spec = self.spec
         tied = spec.logits_via_embedding and part is None

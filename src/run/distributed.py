@@ -15,7 +15,7 @@ from src.system import exit_codes, rendezvous
 from src.system.errors import show
 
 # Keys that may differ between the processes of a job: the process's index, and the local paths of shared files. The
-# fingerprint of training data and tokenizer shows whether their contents are the same (src/data/host_arrays.py).
+# fingerprint of training data and tokenizer shows whether their contents are the same (src/data/processes.py).
 PER_PROCESS_KEYS = ("process_id", "coordinator_address", "jax_cache_dir", "dataset_path", "datasets", "tokenizer_path")
 
 

@@ -33,7 +33,7 @@ def token_scores(
 ) -> tuple[jax.Array, jax.Array]:
     """Scores each target: its log-probability [B, T], in nats, and whether it is the most likely token, bool [B, T].
 
-    Takes the same arguments as `cross_entropy`.
+    `tiles` and `shards` divide the work as in `in_tiles`; `logits_of` maps hidden states to logits.
     """
 
     def of_tile(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -131,7 +131,7 @@ def loss_gradient(
 def cast_matrices(trainable: Tree, plan: StepPlan) -> Tree:
     """Casts the layers' trainable matrices to `dtype` once per step on TPUs, except with quantization.
 
-    Pipelines don't: the micro-batches share weights, whose gradients are summed.
+    A pipeline's matrices are not cast: its micro-batches share them, and their gradients are summed.
     """
     if plan.quantization.kind or plan.execution.schedule or not plan.execution.grad_barriers:
         return trainable

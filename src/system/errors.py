@@ -14,7 +14,7 @@ class UserError(Exception):
 
 
 class Unsupported(UserError):
-    """Reports that a model cannot run on this mesh or these devices, though it may on others."""
+    """Reports that a model cannot run on this mesh, on these devices or with this kernel, though it may with others."""
 
 
 class TransientError(Exception):

@@ -16,7 +16,7 @@ from jax import Array
 from src.model.low_precision import SCOPE, QTensor, Shards, shards, spec, sum_over_devices, to_float8
 from src.model.matmul import with_gradient
 from src.parallel.mesh import MeshLayout
-from src.system.errors import UserError
+from src.system.errors import Unsupported
 
 BLOCK = 32
 CODES = jnp.float8_e4m3fn
@@ -55,7 +55,7 @@ class BlockMatmuls:
     def multiply(self, x: Array, weight: Array, bound: None, axes: tuple[str | None, ...], einsum: str) -> Array:
         """Computes the einsum of `x` and a weight, whose dims have the logical axes `axes`, with quantized operands.
 
-        Dims of x that the weight lacks are batch and sequence. Raises UserError if a dim is cut into blocks, and its
+        Dims of x that the weight lacks are batch and sequence. Raises Unsupported if a dim is cut into blocks, and its
         size on a device is not a multiple of 32.
         """
         x_dims, w_dims, out_dims = einsum.replace("->", ",").split(",")
@@ -128,7 +128,7 @@ class BlockMatmul:
                 what, help_ = "of a weight's dim", "that size, or name the weight in quantization_exclude"
             else:
                 what, help_ = "tokens of a sequence", "max_target_length or ici_context_parallelism"
-            raise UserError(
+            raise Unsupported(
                 f"quantization=mxfp8 rounds {BLOCK} values together: {whole.shape[-1]} {what} on a device are not "
                 f"a multiple of that. Change {help_}."
             )

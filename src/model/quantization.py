@@ -19,7 +19,7 @@ from src.model.low_precision import FORMATS, EightBitMatmuls, QTensor, aligned, 
 from src.model.selection import Quantization, QuantizedMatmul, multiplied, require_matches
 from src.parallel.chips import compute_capability, kinds_with, peak_flops
 from src.parallel.mesh import MeshLayout
-from src.system.errors import UserError, first_few
+from src.system.errors import Unsupported, UserError, first_few
 
 EXCLUDED = Keys().quantization_exclude  # not every model has all of these
 LAYERS = ("layers", "other_layers")
@@ -114,7 +114,8 @@ def _encoded(weight: Array, bounded: tuple[int, ...]) -> QTensor:
 def select(keys: Keys, declarations: params.Tree, layout: MeshLayout) -> Quantization:
     """Selects the weights of a model that `quantization` quantizes, on the devices of this layout.
 
-    Raises UserError if the devices lack these matmuls, or `quantization_exclude` matches no weight, or every one.
+    Raises Unsupported if the devices lack these matmuls, UserError if `quantization_exclude` matches no weight, or
+    every one.
     """
     if not keys.quantization:
         return Quantization()
@@ -168,13 +169,13 @@ def _chosen(
 
 
 def _check_devices(kind: str, device: jax.Device) -> None:
-    """Raises UserError if a device lacks this kind of matmul. A CPU computes the same numbers in float32."""
+    """Raises Unsupported if a device lacks this kind of matmul. A CPU computes the same numbers in float32."""
     if device.platform == "cpu" or peak_flops(device.device_kind, kind):
         return
     capability = compute_capability(device)  # of other GPUs; float8 came with 8.9
     if (kind == "fp8" and capability >= 8.9) or (kind == "mxfp8" and 10 <= capability < 11):
         return
-    raise UserError(
+    raise Unsupported(
         f"quantization={kind}: MinText has no such matmuls for a {device.device_kind}. It has them for: "
         f"{', '.join(kinds_with(kind))}; a CPU computes the same numbers, slowly. Or leave quantization empty."
     )

@@ -9,6 +9,8 @@ from src.extras.aot.hlo import collectives as compiled_collectives
 from src.extras.aot.memory import memory
 from src.extras.aot.roofline import constants_of
 from src.extras.aot.topology import parse_topology
+from src.extras.plan import block_arrays, placed
+from src.extras.plan.compiling import rated
 from src.extras.plan.estimate import absent_step, estimate_memory, step_costs
 from src.extras.plan.placed import place
 from src.extras.plan.traffic import collectives
@@ -199,3 +201,20 @@ def test_points_of_one_mesh_cost_the_same_together_as_alone():
         together, alone = step_costs(config, V5E, placed), step_costs(config, V5E)
         assert together == alone
         assert together != step_costs(configured(**REAL, **mesh), V5E), keys
+
+
+def test_estimates_for_gpus_do_not_depend_on_earlier_ones_for_cpus_that_are_rated_alike(monkeypatch):
+    """What a block stores and declares is kept per device: on CPUs a feed-forward layer's factors are one array."""
+    keys, gpus = configured(attention="dot_product", remat_policy="none"), parse_topology("a3", 1)
+
+    def platforms_and_sizes(*topologies):
+        monkeypatch.setattr(placed, "_declared", {})
+        monkeypatch.setattr(block_arrays, "_blocks", {})
+        steps = [absent_step(keys, topology) for topology in topologies]
+        return [(step.placed.model.plan.layout.platform, estimate_memory(step).temporaries) for step in steps]
+
+    alone = platforms_and_sizes(gpus)
+    after = platforms_and_sizes(rated(CPUS), gpus)
+    assert [platform for platform, _ in after] == ["cpu", "gpu"]
+    assert after[1] == alone[0]
+    assert after[0] != after[1]

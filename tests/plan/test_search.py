@@ -180,6 +180,9 @@ def test_a_record_belongs_to_one_program_and_its_surroundings(tmp_path, monkeypa
     assert file == compiling.Folder.of(config, CPUS).file(config.replace(learning_rate=0.5, log_period=7))
     assert file != compiling.Folder.of(config, CPUS).file(config.replace(remat_policy="full"))
     assert file != compiling.Folder.of(config, CPUS._replace(slices=2)).file(config)
+    more = {compiling.Folder.of(config, CPUS).file(config.replace(compile_topology_num_slices=n)) for n in (1, 4, 8)}
+    assert file in more
+    assert len(more) == 3  # advice compiles a step for several numbers of slices
     assert file != compiling.Folder.of(config.replace(compile_xla_flags="--xla_a=1"), CPUS).file(config)
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")
     assert file != compiling.Folder.of(config, CPUS).file(config)

@@ -39,8 +39,8 @@ def block_arrays(layer: LayerSpec, placed: Placed, execution: Execution) -> Bloc
     """Lists the arrays of a layer under a remat policy, traced once for all meshes."""
     custom = tuple(sorted(execution.remat_custom.items()))
     in_halves = execution.mlp_in_halves and placed.layout.shards("mlp") == 1
-    kind = placed.layout.device.device_kind
-    key = (layer, placed.spec, execution.remat_policy, custom, placed.kernel, placed.packed, placed.length, kind)
+    device = (placed.layout.platform, placed.layout.device.device_kind)
+    key = (layer, placed.spec, execution.remat_policy, custom, placed.kernel, placed.packed, placed.length, *device)
     if (*key, in_halves) not in _blocks:
         _blocks[*key, in_halves] = _trace_block(layer, placed, execution, in_halves)
     return _blocks[*key, in_halves]

@@ -88,9 +88,10 @@ class Folder(NamedTuple):
         return cls(path, code_digest(chip, fractions, settings, flags, folders=SOURCES, packages=PACKAGES))
 
     def file(self, config: Config) -> Path:
-        """Names the record of a config: by a digest of its program's keys, versions, flags and sources."""
+        """Names the record of a config: by a digest of its program's keys and devices, versions, flags and sources."""
         sections = (config.model, config.step, config.batch, config.mesh)
         keys = {key: dump(value) for section in sections for key, value in vars(section).items()}
+        keys["compile_topology_num_slices"] = str(config.aot.compile_topology_num_slices)  # advice may add slices
         keys = {key: value for key, value in keys.items() if key not in RUN_TIME_KEYS}
         digest = hashlib.sha256(f"{self.surroundings}{sorted(keys.items())}".encode()).hexdigest()
         return self.path / f"{digest}.json"

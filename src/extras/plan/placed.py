@@ -174,7 +174,7 @@ def declared(config: Config, layout: AbsentLayout, kernel: str) -> Declared:
     )  # fmt: skip
     mesh = replace(config.mesh, num_pipeline_microbatches=-1, num_pipeline_repeats=1)
     spec, batch = spec_of(config), replace(config.batch, per_device_batch_size=1.0)
-    key = (spec, repr(step), repr(batch), layout.device.device_kind)
+    key = (spec, repr(step), repr(batch), layout.platform, layout.device.device_kind)
     if key not in _declared:
         plan = make_plan(spec, one_device(layout), step, mesh, batch, "")
         state = abstract_state(plan)

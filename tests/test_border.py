@@ -2,6 +2,7 @@
 
 import ast
 import io
+import json
 import re
 import shutil
 import subprocess
@@ -111,6 +112,30 @@ def test_what_needs_a_deleted_extra_says_so_in_a_sentence(extra, checkout):
     done = subprocess.run(words, capture_output=True, text=True, cwd=checkout, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stdout + done.stderr
     assert f"this needs src/extras/{extra}" in done.stderr
+
+
+LARGE = """
+import sys
+from src.extras.aot import report, train_compile
+
+parts = {"needed": 20 * 2**30, "capacity": 15 * 2**30, "left": -5 * 2**30, "fits": False}
+make_report = report.make_report
+report.make_report = lambda *a: (found := make_report(*a)) | {"memory": found["memory"] | parts}
+sys.exit(train_compile.command(sys.argv[1:]))
+"""  # on CPUs, whose memory has no limit
+
+
+def test_without_the_planner_a_step_that_does_not_fit_is_still_an_answer(checkout, tmp_path):
+    shutil.rmtree(checkout / "src" / "extras" / "plan")
+    written = tmp_path / "report.json"
+    words = ["configs/quickstart.yml", "compile_topology=cpu-2", f"compile_report={written}"]
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE, *words], capture_output=True, text=True, cwd=checkout, check=False
+    )
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "does not fit: 20.00 GiB of 15.00 GiB per device" in done.stdout
+    assert "no changes that would help are sought: src/extras/plan is missing" in done.stdout
+    assert json.loads(written.read_text())["memory"]["fits"] is False
 
 
 def test_without_hints_an_unknown_key_is_still_refused(checkout):

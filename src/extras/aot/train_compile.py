@@ -27,6 +27,7 @@ from src.run.summary import print_header
 from src.step.compiler_flags import check_environment, compiler_options
 from src.step.trace import TracedTrainStep, trace_train_step
 from src.system.errors import UserError, show
+from src.system.imports import optional
 
 USAGE = Usage(
     """Compiles a run's step for hardware that need not be present: memory use, speed, and suggestions.
@@ -76,12 +77,12 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     result["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print_header(report.lines(result))
     fits = result["memory"]["fits"]
-    if not fits:
-        from src.extras.plan.advice import advise
-
+    if not fits and (plan := optional("plan.advice")):
         memory = result["memory"]
-        result["changes"] = advise(config, topology, memory["needed"], memory["capacity"], _compiled_change)
+        result["changes"] = plan.advise(config, topology, memory["needed"], memory["capacity"], _compiled_change)
         print_header([("would help ", "\n".join(report.change_lines(result)))])
+    elif not fits:
+        show("no changes that would help are sought: src/extras/plan is missing")
 
     if program_path and compiled and fits:
         program.save(program_path, compiled, header)

@@ -277,6 +277,10 @@ def test_changes_that_help_are_compiled_like_points_and_written_as_whole_command
     assert len(started) == 1
     assert {"num_vocab_tiling=4", "packing=false"} < set(started[0])
     assert "num_vocab_tiling=1" not in started[0]
+    changes = json.loads(output.report_json(request, costs, result.results, {}, nearest))["changes"]
+    command = output.command_line(request, nearest.candidate.point, change.keys)
+    assert changes == [nearest.record["changes"][0] | {"command": command}]
+    assert "changes" not in json.loads(output.report_json(request, costs, result.results, {}))
     *_, line = output.nearest_lines(nearest, request)
     assert line.startswith("would help  python -m src.train_compile configs/base.yml ")
     assert line.endswith("num_vocab_tiling=4 packing=false\n    compiled: 60 B, fits; time")

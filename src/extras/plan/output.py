@@ -194,8 +194,14 @@ def nearest_lines(nearest: Result, request: Request) -> Iterator[str]:
     yield from change_lines(nearest.record, lambda keys: f"would help  {command_line(request, point, keys)}")
 
 
-def report_json(request: Request, costing: Costing, results: Sequence[Result], seconds: Mapping[str, float]) -> str:
-    """Writes everything that was found as JSON."""
+def report_json(
+    request: Request,
+    costing: Costing,
+    results: Sequence[Result],
+    seconds: Mapping[str, float],
+    nearest: Result | None = None,
+) -> str:
+    """Writes everything that was found as JSON; `nearest` is the smallest point, with changes to it, if none fits."""
     compiled = [
         {
             "keys": request.changed(each.candidate.point),
@@ -222,6 +228,9 @@ def report_json(request: Request, costing: Costing, results: Sequence[Result], s
         "compiled": compiled,
         "omitted": list(omitted_lines(costing)),
     }
+    if nearest:
+        point, changes = nearest.candidate.point, nearest.record.get("changes", [])
+        found["changes"] = [{**each, "command": command_line(request, point, each["keys"])} for each in changes]
     return json.dumps({"plan": plan, **found}, indent=2) + "\n"
 
 

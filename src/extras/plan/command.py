@@ -2,8 +2,9 @@
 
 import contextlib
 import math
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
@@ -103,24 +104,45 @@ def _search(space: Space, request: output.Request, own: dict[str, str]) -> Plan:
     for line in output.omitted_lines(costing):
         show(f"left out    {line}")
     search = Search(costing, space, Folder.of(request.config, topology), request.command_words, int(own["top"] or TOP))
+    nearest = None
     try:
-        search.run(show)
-        seconds["compiling"] = time.monotonic() - begun - seconds["costing"]
-        if ranked := output.rows(search.results, request):
-            lines = output.ranked_lines(ranked, request.basis)
-        else:
-            show("compiling changes to the nearest point, for ten minutes or so at most")
-            lines = output.nearest_lines(search.advice(), request)
+        with _interrupted_by(signal.SIGTERM, signal.SIGHUP):
+            search.run(show)
+            seconds["compiling"] = time.monotonic() - begun - seconds["costing"]
+            if ranked := output.rows(search.results, request):
+                lines = output.ranked_lines(ranked, request.basis)
+            else:
+                show("compiling changes to the nearest point, for ten minutes or so at most")
+                nearest = search.advice()
+                lines = output.nearest_lines(nearest, request)
     except KeyboardInterrupt:
         show(f"interrupted: {counted(len(search.results), 'point')} kept; the same command continues from there")
         raise
     for line in lines:
         show(line)
     if own["report"]:
-        write_output(REPORT, own["report"], output.report_json(request, costing, search.results, seconds).encode())
+        written = output.report_json(request, costing, search.results, seconds, nearest)
+        write_output(REPORT, own["report"], written.encode())
     if own["page"]:
         write_output(PAGE, own["page"], output.page(request, costing, search.results).encode())
     return Plan(ranked)
+
+
+@contextlib.contextmanager
+def _interrupted_by(*numbers: signal.Signals) -> Iterator[None]:
+    """Lets signals that would end this process, and leave its compilations running, raise KeyboardInterrupt."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    found = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores SIGHUP
+    for number in found:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in found:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _number(own: dict[str, str], name: str) -> float:

@@ -80,7 +80,8 @@ def visible(length: int, window: int, chunk: int) -> np.ndarray:
 def traced_step(plan: StepPlan, state: TrainState, loss: LossFunction, length: int) -> jax.stages.Traced:
     """Traces a training step on rows of `length` tokens, without arrays."""
     train_step, _ = compile_steps(plan, state, loss=loss)
-    return train_step.trace(state, abstract_batch(plan, ROWS, length), hparams_at(plan.step, 1, 0))
+    batch = abstract_batch(plan, ROWS * plan.accumulation.micro_batches, length)
+    return train_step.trace(state, batch, hparams_at(plan.step, 1, 0))
 
 
 def _compared(name: str, found: int, counted: int, terms: Mapping[str, int]) -> Row:

@@ -11,7 +11,7 @@ from src.data.types import Document
 from src.extras.verify.locate import UNROLLED, forward_values, parting
 from src.extras.verify.logits import Arrays, evaluated, single_layers, unlimited
 from src.extras.verify.rows import FAIL, PASS, Row, attempted, not_applicable, unless_refused, verdict
-from src.extras.verify.subject import PLAIN_DESCENT, ROWS, Context, Subject, mesh_keys
+from src.extras.verify.subject import PLAIN_DESCENT, Context, Subject, mesh_keys
 from src.model.parts import mixer
 from src.system.errors import Unsupported
 
@@ -55,14 +55,14 @@ def _of_packer(subject: Subject) -> Row:
 def _of_model(subject: Subject, devices: int, keys: Mapping[str, Any], where: str) -> Generator[Row, None, np.ndarray]:
     plan, unrolled = subject.plan(devices, **keys), subject.plan(devices, **keys, **UNROLLED)
     base, segments = subject.batch, subject.batch["segment_ids"]
-    odd, T = np.arange(ROWS)[:, None] % 2 == 1, np.arange(subject.length)
+    odd, T = np.arange(subject.rows)[:, None] % 2 == 1, np.arange(subject.length)
     alone, columns = zip(*(_first(base, segment) for segment in range(1, segments.max() + 1)), strict=True)
     changes = [_changed(base, at) for at in (*(at == T for at in T), segments == 0, ~odd)]
     logits, sums = evaluated(subject, plan, [base, *changes, *alone])
     effects = np.any(logits[1 : len(changes) + 1, 0] != logits[0, 0], axis=-1) & (segments > 0)  # [changes, B, T]
     effects[-1] &= odd
     # The document of each change, [changes, B, 1]: 0 for padding and -1 for another row; how far each token is after it
-    key = np.concatenate([segments.T, [[0] * ROWS, [-1] * ROWS]])[..., None]
+    key = np.concatenate([segments.T, [[0] * subject.rows, [-1] * subject.rows]])[..., None]
     ahead = T - np.append(T, [0, 0])[:, None, None]
 
     def through(change: int, at: np.ndarray) -> str:
@@ -84,7 +84,7 @@ def _of_model(subject: Subject, devices: int, keys: Mapping[str, Any], where: st
         note = f"document {document + 1} of row {row}: logits{of} differ from its token {token} on"
         mixed, single = (forward_values(subject, unrolled, batch) for batch in (base, alone[document]))
         moved = [
-            (name, array[np.arange(ROWS)[:, None], columns[document]])
+            (name, array[np.arange(subject.rows)[:, None], columns[document]])
             for name, array in mixed
             if array.shape[:2] == segments.shape
         ]
@@ -118,10 +118,10 @@ def _of_dropout(subject: Subject) -> Row:
     name, plan = "equal rows with other dropout", subject.plan(**UNROLLED)
     if not any(layer.dropout_rate for layer in plan.spec.layers):
         return not_applicable(name, "dropout_rate is 0")
-    copies = {name: np.repeat(array[:1], ROWS, axis=0) for name, array in subject.batch.items()}
+    copies = {name: np.repeat(array[:1], subject.rows, axis=0) for name, array in subject.batch.items()}
     logits = dict(forward_values(subject, plan, copies))["logits"]
-    same = ROWS - len({row.tobytes() for row in logits})
-    return verdict(name, same, 0, failure=f"{same} of {ROWS} rows have the mask of another")
+    same = subject.rows - len({row.tobytes() for row in logits})
+    return verdict(name, same, 0, failure=f"{same} of {subject.rows} rows have the mask of another")
 
 
 def _of_steps(subject: Subject, logits: np.ndarray) -> Iterator[Row]:
@@ -131,7 +131,7 @@ def _of_steps(subject: Subject, logits: np.ndarray) -> Iterator[Row]:
         yield not_applicable(title, "loss= is another objective, or dropout is random")
         return
     yield _of_loss(title, batch, logits, subject.reference.metrics)
-    first = np.arange(ROWS)[:, None] < ROWS // 2
+    first = np.arange(subject.rows)[:, None] < subject.rows // 2
     half = batch | {name: batch[name] * first for name in ("segment_ids", "loss_mask")}
     title = f"{title}, fsdp 2, a device of padding"
 

@@ -11,7 +11,7 @@ from src.config.optimizer_keys import OPTIMIZERS
 from src.extras.verify.comparison import differences
 from src.extras.verify.derivatives import LEFT_OUT, Loss
 from src.extras.verify.rows import PASS, Row, largest, not_applicable, worst
-from src.extras.verify.subject import PLAIN_DESCENT, ROWS, Context, Subject, flat
+from src.extras.verify.subject import PLAIN_DESCENT, Context, Subject, flat
 from src.model.params import by_path, dotted, matches, nested
 from src.model.selection import Path
 from src.step.optimizer_rules import Rule
@@ -146,7 +146,7 @@ def optimizer(subject: Subject) -> Iterator[Row]:
     highest = max(decays.values())
     rate = DECAYED / max(highest, LEAST_DECAY)
     without = tuple({**rule, "weight_decay": 0.0} for rule in keys.optimizer_rules)
-    of_one_row = subject.batch["loss_mask"] * (np.arange(ROWS)[:, None] == 0)
+    of_one_row = subject.batch["loss_mask"] * (np.arange(subject.rows)[:, None] == 0)
     batches = [{**subject.batch, "loss_mask": of_one_row}, subject.batch]
     old = flat(plan.split(subject.weights).trainable)
     (_, new), (_, plain) = (

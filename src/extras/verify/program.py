@@ -149,7 +149,7 @@ def _gathered(plan: StepPlan, text: str, length: int) -> list[str]:
     dims_of = [dim for dims in weights.values() for dim in dims]
     sizes = {axis: {size for each, size in dims_of if each == axis} for axis, _ in dims_of}
     named = {each.name: each for computation in parse(text)[0].values() for each in computation.values()}
-    wrong = []
+    wrong, rows = [], ROWS * plan.accumulation.micro_batches
     for each in collectives(text, layout.mesh):
         if each.kind != "all-gather" or not each.times + each.per_round:
             continue
@@ -161,7 +161,7 @@ def _gathered(plan: StepPlan, text: str, length: int) -> list[str]:
             without = [dims for dims in weights.values() if axis not in dict(dims)]
             if [*shape] in ([size for _, size in dims] for dims in without):  # XLA may gather one of those here
                 continue
-            if any(near.values()) or (whole > ROWS and whole not in others):
+            if any(near.values()) or (whole > rows and whole not in others):
                 same = [path for path, match in near.items() if match and match == max(near.values())]
                 what = " or ".join(same) or f"an array {shape}"
                 wrong.append(f"{what}, whole along {axis} by an all-gather over {' x '.join(each.axes)}")

@@ -21,7 +21,7 @@ from src.step.state import TrainState, abstract_state, batch_sharding, init_stat
 from src.step.trace import plan_step
 from src.step.train_step import compile_steps
 
-ROWS = 8  # of a batch, for every mesh of eight devices
+ROWS = 8  # of a micro-batch, for every mesh of eight devices
 LENGTH, LONGER = 48, 80  # tokens of a row; longer than a chunk of the gated delta rule for models that have it
 # So large that an update changes most digits of a weight: its float32 then holds the digits of the gradient.
 SGD_RATE = 1024.0
@@ -56,6 +56,11 @@ class Subject:
         return plan_step(config, make_layout(config.mesh, jax.devices()[:devices]))
 
     @property
+    def rows(self) -> int:
+        """Rows of a batch: each of eight devices can take an equal part of each micro-batch."""
+        return ROWS * self.config.step.gradient_accumulation_steps
+
+    @property
     def length(self) -> int:
         """Tokens of a row."""
         return self.config.batch.max_target_length
@@ -80,9 +85,9 @@ class Subject:
     def batch(self) -> dict[str, Any]:
         """Rows of two or three documents and padding, each of another length; of one document without packing."""
         rng, vocab, length = np.random.default_rng(self.seed), self.config.model.vocab_size, self.length
-        tokens = rng.integers(0, vocab, (ROWS, length + 1), dtype=np.int32)
-        segment_ids, positions = np.zeros((2, ROWS, length), np.int32)
-        for row in range(ROWS):
+        tokens = rng.integers(0, vocab, (self.rows, length + 1), dtype=np.int32)
+        segment_ids, positions = np.zeros((2, self.rows, length), np.int32)
+        for row in range(self.rows):
             cuts = np.sort(rng.choice(np.arange(1, length), size=rng.integers(2, 4), replace=False))
             cuts = cuts if self.config.batch.packing else cuts[-1:]
             for index, (start, end) in enumerate(zip([0, *cuts], cuts, strict=False), start=1):

@@ -12,7 +12,7 @@ import numpy as np
 from src.config.optimizer_keys import OPTIMIZERS
 from src.config.schema import Step
 from src.extras.verify.rows import Row, mesh_name, not_applicable, unless_refused, worst
-from src.extras.verify.subject import PLAIN_DESCENT, ROWS, SGD_RATE, Context, Subject, flat, mesh_keys
+from src.extras.verify.subject import PLAIN_DESCENT, SGD_RATE, Context, Subject, flat, mesh_keys
 from src.model.params import by_path, dotted, matches
 from src.step.matrices import MatrixDims
 from src.step.plan import StepPlan
@@ -60,7 +60,7 @@ def rows(context: Context) -> Iterator[Row]:
     compute with whole matrices, so they are compared on a mesh that shards these, too.
     """
     subject, plan = context.subject, context.subject.reference_plan
-    keys, of_one_row = plan.step, subject.batch["loss_mask"] * (np.arange(ROWS)[:, None] == 0)
+    keys, of_one_row = plan.step, subject.batch["loss_mask"] * (np.arange(subject.rows)[:, None] == 0)
     # The gradient of a row is longer than the mean of all rows, so that Adafactor clips its second update.
     batches = [subject.batch, {**subject.batch, "loss_mask": of_one_row}]
     gradients = subject.reference.gradients, subject.result(subject.plan(**PLAIN_DESCENT), *batches).gradients

@@ -9,7 +9,7 @@ from src.config.schema import MESH_AXES, Config, Mesh
 from src.extras.verify.comparison import compared
 from src.extras.verify.locate import parting_of
 from src.extras.verify.rows import Row, mesh_name, not_applicable, unless_refused
-from src.extras.verify.subject import PLAIN_DESCENT, Context, Sizes, Subject, mesh_keys
+from src.extras.verify.subject import PLAIN_DESCENT, Context, Result, Sizes, Subject, mesh_keys
 from src.model.spec import model_spec
 from src.system.errors import UserError
 
@@ -23,14 +23,16 @@ def rows(context: Context) -> Iterator[Row]:
     """Compares a step on each mesh with the step of one device."""
     if not context.meshes:
         yield not_applicable("mesh", "the config's mesh has one device")
+        return
+    expected = context.subject.reference  # before meshes: what one device refuses is an error
     for sizes in context.meshes:
-        of_mesh = functools.partial(_of_mesh, context.subject, sizes)
+        of_mesh = functools.partial(_of_mesh, context.subject, sizes, expected)
         yield unless_refused(mesh_name(sizes), of_mesh, required=is_own(sizes, context.whole.mesh))
 
 
-def _of_mesh(subject: Subject, sizes: Sizes) -> Row:
+def _of_mesh(subject: Subject, sizes: Sizes, expected: Result) -> Row:
     devices, keys = math.prod(sizes.values()), {**PLAIN_DESCENT, **mesh_keys(sizes)}
-    found, expected = subject.result(subject.plan(devices, **keys)), subject.reference
+    found = subject.result(subject.plan(devices, **keys))
     parts = functools.partial(parting_of, subject, devices, keys, subject.batch, BOUND)
     return compared(mesh_name(sizes), found, expected, BOUND, parts)
 

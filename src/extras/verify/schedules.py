@@ -147,6 +147,7 @@ def of_a_run(name: str, subject: Subject) -> Row:
         return not_applicable(name, "adapters need saved weights that they add to")
     keys: dict[str, Any] = PLAIN_DESCENT | {"learning_rate": RUN_RATE, "learning_rate_schedule_steps": RUN}
     keys |= {"steps": RUN + 2, "log_internals": 1, "enable_checkpointing": False, "quiet": True}
+    keys |= {"loss": ""}  # a user's loss may lack what is logged of layers, and rates do not depend on it
     keys |= {"dataset_type": "synthetic", "per_device_batch_size": float(config.step.gradient_accumulation_steps)}
     keys |= mesh_keys({"data": devices})
     subject.plan(devices, **keys)

@@ -3,6 +3,7 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -17,7 +18,9 @@ from src.data.types import InputSpec
 from src.extras.verify import evaluation, schedules, updates
 from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS
 from src.extras.verify.subject import LENGTH, Subject
+from src.run import evaluator
 from src.step import adafactor, muon
+from src.step.loss import next_token_loss
 from tests import runs
 from tests.tiny import assert_close, load
 from tests.verify.contexts import context
@@ -96,6 +99,17 @@ def test_a_run_applies_and_logs_the_schedule(monkeypatch):
         row = schedules.of_a_run("rates", model)
     assert row.status == FAIL
     assert "metrics.jsonl" in row.note
+
+
+def without_reports(model, batch, plan):
+    """A loss as a user may write it: it leaves out the layers' reports, which a dense model need not have."""
+    return next_token_loss(model, batch, plan)._replace(router={})
+
+
+def test_a_run_of_a_loss_without_layers_reports_is_clean():
+    model = given(loss=f"{__name__}:without_reports").subject
+    with runs.built_once():
+        assert_clean([schedules.of_a_run("rates", model)])
 
 
 def shape(monkeypatch, share):
@@ -290,6 +304,46 @@ def test_a_split_within_a_document_is_found(monkeypatch):
     row = read({})["no held-out document is trained on"]
     assert row.status == FAIL
     assert "pieces of document" in row.note
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda source, share: train_validation_split(source, share)[::-1],
+        lambda source, share: train_validation_split(source, 1 - share),
+        lambda source, share: (source, evaluation.Texts([])),
+    ],
+)
+def test_another_share_of_held_out_documents_is_found(monkeypatch, split):
+    monkeypatch.setattr(evaluation, "train_validation_split", split)
+    row = read({})["no held-out document is trained on"]
+    assert row.status == FAIL
+    assert "are held out for a share of 0.1" in row.note
+
+
+def test_an_evaluator_that_forgets_its_mode_is_found(monkeypatch):
+    batches = evaluator.EvalBatches
+    monkeypatch.setattr(evaluator, "EvalBatches", lambda *given: batches(*given[:4], False, given[5]))
+    row = read({})["evaluations begin where eval_mode says"]
+    assert row.status == FAIL
+    assert "rolling evaluation 2" in row.note
+
+
+def twice(batch):
+    """Adds a field."""
+    return {**batch, "twice": 2 * batch["tokens"]}
+
+
+def of_twice(model, batch, plan):
+    """A loss that reads the field."""
+    sums = next_token_loss(model, batch, plan)
+    return sums._replace(loss=sums.loss + 0 * jnp.sum(batch["twice"]))
+
+
+def test_evaluations_need_no_field_that_a_users_loss_reads():
+    rows = list(evaluation.rows(given(loss=f"{__name__}:of_twice", batch_transform=f"{__name__}:twice")))
+    assert_clean(rows)
+    assert rows[0].status == NOT_APPLICABLE
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from src.step.plan import StepPlan
 # five kinds of models. A mean of batches' means gives 2e-3 or more, padding that counts 0.1.
 BOUND = 1e-5
 BATCH, DOCUMENTS = 4, 13  # rows of a batch; documents, so that the last batch has padding
-HELD_OUT = 0.1  # share of the documents
+HELD_OUT, MANY = 0.1, 2000  # share of the documents; so many that hashes come near it
 LN_2 = float(np.log(2))
 
 Pairs = Counter[tuple[int, int]]  # inputs and their targets
@@ -58,7 +58,9 @@ def rows(context: Context) -> Iterator[Row]:
     subject = context.subject
     if subject.config.batch.batch_transform:
         yield not_applicable("batch_transform", "it may change which tokens count: evaluations are checked without it")
-        subject = dataclasses.replace(subject, config=subject.config.replace(batch_transform=""))
+    # Evaluations do not call a user's loss, which may read what batch_transform adds.
+    config = subject.config.replace(batch_transform="", loss="")
+    subject = dataclasses.replace(subject, config=config)
     subject, limited = unlimited(subject)
     yield from limited
     config = subject.config.replace(eval_per_device_batch_size=float(BATCH))
@@ -68,13 +70,13 @@ def rows(context: Context) -> Iterator[Row]:
     documents = [rng.integers(0, config.model.vocab_size, size, dtype=np.int32) for size in sizes]
     batches = list(_batches(inputs, documents, -1))
     yield _documents("an epoch has each document once", inputs, documents, batches)
-    yield _positions("evaluations begin where eval_mode says", inputs, documents)
-    yield _held_out("no held-out document is trained on", documents)
+    yield _positions("evaluations begin where eval_mode says", subject, inputs, documents)
+    yield _held_out("no held-out document is trained on")
     yield from _means(subject, inputs, documents, batches)
 
 
-def _batches(inputs: InputSpec, documents: Sequence[np.ndarray], steps: int, **place: Any) -> EvalBatches:
-    return EvalBatches(inputs, EvalSet("", Texts(documents), steps), range(BATCH), BATCH, **place)
+def _batches(inputs: InputSpec, documents: Sequence[np.ndarray], steps: int) -> EvalBatches:
+    return EvalBatches(inputs, EvalSet("", Texts(documents), steps), range(BATCH), BATCH)
 
 
 # ---- Which documents an evaluation has
@@ -111,18 +113,29 @@ def _documents(name: str, inputs: InputSpec, documents: Sequence[np.ndarray], ba
     return verdict(name, sum(counts.values()), 0, note, "; ".join(wrong))
 
 
-def _positions(name: str, inputs: InputSpec, documents: Sequence[np.ndarray]) -> Row:
+def _positions(name: str, subject: Subject, inputs: InputSpec, documents: Sequence[np.ndarray]) -> Row:
     """Counts evaluations whose batches differ from the first ones of an endless stream, or from the next ones."""
     whole, epoch = list(_batches(inputs, documents, 3)), list(_batches(inputs, documents, -1))
-    reset, rolling = _batches(inputs, documents, 1), _batches(inputs, documents, 1, rolls=True)
-    found = {"the first evaluation": (list(reset), whole[:1]), "the second, with reset,": (list(reset), whole[:1])}
-    again = _batches(inputs, documents, -1)
-    found |= {f"epoch {number}": (list(again), epoch) for number in (1, 2)}
-    found |= {f"rolling evaluation {number + 1}": (list(rolling), whole[number : number + 1]) for number in range(2)}
-    resumed = _batches(inputs, documents, 1, rolls=True, position=rolling.position())
-    found["rolling evaluation 3, resumed,"] = list(resumed), whole[2:]
+    weights, plan, step = subject.placed(subject.reference_plan), subject.reference_plan, cast(Any, _as_read)
+
+    def evaluator(mode: str, steps: int, position: Any = None) -> Evaluator:
+        section, data = subject.config.replace(eval_mode=mode).evaluation, EvalSet("", Texts(documents), steps)
+        return Evaluator(section, inputs, plan, step, data, position)
+
+    reset, again, rolling = evaluator("reset", 1), evaluator("reset", -1), evaluator("rolling", 1)
+    wanted = [("the first evaluation", reset, whole[:1]), ("the second, with reset,", reset, whole[:1])]
+    wanted += [(f"epoch {number}", again, epoch) for number in (1, 2)]
+    wanted += [(f"rolling evaluation {number + 1}", rolling, whole[number : number + 1]) for number in range(2)]
+    found = {which: (each.sums(weights)[0], batches) for which, each, batches in wanted}
+    resumed = evaluator("rolling", 1, rolling.batches.position())
+    found["rolling evaluation 3, resumed,"] = resumed.sums(weights)[0], whole[2:]
     wrong = [f"{which} has other documents" for which, pair in found.items() if not _same(*pair)]
     return none_of(name, wrong, f"{len(found)} evaluations")
+
+
+def _as_read(_: Any, batch: RowArrays) -> RowArrays:
+    """The batch, for an evaluator that makes losses of it."""
+    return batch
 
 
 def _same(some: Sequence[RowArrays], others: Sequence[RowArrays]) -> bool:
@@ -132,16 +145,23 @@ def _same(some: Sequence[RowArrays], others: Sequence[RowArrays]) -> bool:
     return all(np.array_equal(one, other) for one, other in pairs)
 
 
-def _held_out(name: str, documents: Sequence[np.ndarray]) -> Row:
-    """Counts documents on both sides of the split or on neither, also if some are pieces of the same document."""
-    pieces = (np.arange(len(documents), dtype=np.uint64) + np.uint64(1)) // np.uint64(2)
+def _held_out(name: str) -> Row:
+    """Counts documents on both sides of the split or on neither, also if some are pieces of the same document.
+
+    Of a few documents at least one must be on each side, and of many about the share that is asked for.
+    """
     wrong: list[str] = []
-    for keys in (None, pieces):
-        sides: Any = train_validation_split(Texts(documents, as_text=True, keys=keys), HELD_OUT)
+    for count, has_pieces in itertools.product((DOCUMENTS, MANY), (False, True)):
+        keys = (np.arange(count, dtype=np.uint64) + np.uint64(1)) // np.uint64(2) if has_pieces else None
+        texts = Texts([np.zeros(0, np.int32)] * count, as_text=True, keys=keys)
+        sides: Any = train_validation_split(texts, HELD_OUT)
         training, held_out = ([int(side[i]) for i in range(len(side))] for side in sides)
+        expected = range(1, count) if count < MANY else range(round(count * HELD_OUT / 2), round(count * HELD_OUT * 2))
+        if len(held_out) not in expected:
+            wrong.append(f"{len(held_out)} of {count} documents are held out for a share of {HELD_OUT}")
         both = {*training} & {*held_out}
         wrong += [f"document {at} is in both parts" for at in both]
-        wrong += [f"document {at} is in neither part" for at in {*range(len(documents))} - {*training, *held_out}]
+        wrong += [f"document {at} is in neither part" for at in {*range(count)} - {*training, *held_out}]
         if keys is not None:
             shared = {int(keys[at]) for at in training} & {int(keys[at]) for at in held_out}
             wrong += [f"pieces of document {key} are in both parts" for key in shared]
@@ -260,8 +280,8 @@ def _one_per_row(sequences: Sequence[np.ndarray], length: int) -> RowArrays:
 
 
 def _close(name: str, values: Mapping[str, tuple[float, float]]) -> Row:
-    """Compares each value with the one that it should be, by their ratio."""
-    errors = {what: abs(found / wanted - 1) for what, (found, wanted) in values.items()}
+    """Compares each value with the one that it should be: the error is relative to it, unless it is 0."""
+    errors = {what: abs(found - wanted) / (abs(wanted) or 1.0) for what, (found, wanted) in values.items()}
     wrong = [what for what in errors if not errors[what] <= BOUND]
     failure = "; ".join(f"{what} is {values[what][0]:.7g}, not {values[what][1]:.7g}" for what in wrong)
     return verdict(name, errors[largest(errors)], BOUND, failure=failure)

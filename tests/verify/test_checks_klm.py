@@ -212,7 +212,7 @@ def test_muons_reference_equals_pytorchs():
 
 
 def test_a_weight_in_matrices_has_no_padding():
-    kind = updates.MatrixDims((0, 2), (1,), (3,), hidden=True, vocab=(3, 4))
+    kind = updates.Dims((0, 2), (1,), (3,), vocab=(3, 4))
     found = updates.in_matrices(np.arange(2 * 3 * 2 * 5).reshape(2, 3, 2, 5), kind)
     assert found.shape == (4, 3, 4)
     assert found[1].tolist() == [[5, 6, 7, 8], [15, 16, 17, 18], [25, 26, 27, 28]]

@@ -13,9 +13,9 @@ from src.config.optimizer_keys import OPTIMIZERS
 from src.config.schema import Step
 from src.extras.verify.rows import Row, mesh_name, not_applicable, unless_refused, worst
 from src.extras.verify.subject import PLAIN_DESCENT, SGD_RATE, Context, Subject, flat, mesh_keys
-from src.model.params import by_path, dotted, matches
-from src.step.matrices import MatrixDims
+from src.model.params import STACKED, Axes, by_path, dotted, matches
 from src.step.plan import StepPlan
+from src.system.errors import first_few
 
 # Relative to the root mean square of a weight's expected update: three seeds of five kinds of models give at most 4e-5
 # for Muon, whose iteration amplifies rounding, and 2e-6 for AdamW and Adafactor. A forgotten factor gives 0.7 to 16,
@@ -24,6 +24,8 @@ BOUND = 1e-3
 STRONG, NONE = 0.01, 1e-6  # entries whose gradient is smaller, in its weight or in all, are rounding
 MESH = {"fsdp": 2, "tensor": 2}  # shards both sides of matrices
 LOOKED_UP = {"vocab", "position"}  # logical axes of tables and of the output projection, which adamw updates
+WIDTHS = {"embed", "expert_embed", "latent"}  # logical axes of what a layer's matrix reads or writes
+VECTORS = ("scale", "bias", "norm", "rate", "conv")  # in names of weights that optimizers treat as vectors
 
 # Jordan et al. 2024, kellerjordan.github.io/posts/muon: the quintic that is iterated five times.
 QUINTIC, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
@@ -32,6 +34,15 @@ MUON_RMS = 0.2  # Liu et al. 2025 (arXiv 2502.16982), section 2.2, equation 4
 SMALLEST_SQUARE, SMALLEST_SCALE, LONGEST, EXPONENT = 1e-30, 1e-3, 1.0, 0.8
 
 Matrices = np.ndarray  # [S, I, O], float64
+
+
+class Dims(NamedTuple):
+    """Which dims of a weight count its matrices, and which are their inputs and outputs; a vector has no inputs."""
+
+    stack: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    vocab: tuple[int, int] | None = None  # the dim of the vocabulary and its size without padding
 
 
 class Past(NamedTuple):
@@ -67,23 +78,31 @@ def rows(context: Context) -> Iterator[Row]:
     without = tuple({**rule, "weight_decay": 0.0} for rule in keys.optimizer_rules)
     own: dict[str, Any] = {"adam_weight_decay": 0.0, "gradient_clipping_threshold": 0.0, "optimizer_rules": without}
     own |= {"skip_step_on_spikes": False, "ema_decay": 0.0}
-    expected, unknown = expected_updates(plan, flat(plan.split(subject.weights).trainable), *gradients)
+    expected, left_out, unknown = expected_updates(plan, flat(plan.split(subject.weights).trainable), *gradients)
 
     def compared(name: str, optimizer: str, new: Mapping[str, np.ndarray]) -> Row:
         own = {path: each for path, each in expected.items() if each.optimizer == optimizer}
-        clipped = sum(each.is_clipped for each in own.values())
-        note = f"{clipped} of {len(own)} are clipped" if optimizer == "adafactor" else ""
-        return worst(name, {path: _error(subject, path, each, new) for path, each in own.items()}, BOUND, note)
+        without = [f"{path} ({why})" for path, (of, why) in left_out.items() if of == optimizer]
+        notes, masks = [], [each.strong for each in own.values()]
+        if optimizer == "adafactor":
+            notes.append(f"{sum(each.is_clipped for each in own.values())} of {len(own)} are clipped")
+        if weak := sum(int(np.sum(~mask)) for mask in masks):
+            notes.append(f"left out {weak:,} of {sum(mask.size for mask in masks):,} entries (weak gradients)")
+        if without:
+            notes.append(f"left out {len(without)} of {len(own) + len(without)} weights: {first_few(without)}")
+        figures = {path: _error(subject, path, each, new) for path, each in own.items()}
+        return worst(name, figures, BOUND, "; ".join(notes), "; ".join(notes))
 
-    names = {each.optimizer: f"{each.optimizer}'s second update is as published" for each in expected.values()}
-    new = _stepped(subject, subject.plan(**own), batches) if names else {}
+    optimizers = dict.fromkeys([*(each.optimizer for each in expected.values()), *(of for of, _ in left_out.values())])
+    names = {optimizer: f"{optimizer}'s second update is as published" for optimizer in optimizers}
+    new = _stepped(subject, subject.plan(**own), batches) if expected else {}
     for optimizer, name in names.items():
         yield compared(name, optimizer, new)
     for optimizer in sorted(unknown):
         note = f"opt_type={optimizer} is not one of {', '.join(UPDATES)}"
         note = "its update is the gradient, which check b compares" if optimizer == "sgd" else note
         yield not_applicable(f"{optimizer}'s second update", note)
-    if of_matrices := {*names} - {"adamw"}:
+    if of_matrices := {each.optimizer for each in expected.values()} - {"adamw"}:
         (optimizer, *_), on_mesh = sorted(of_matrices, reverse=True), own | mesh_keys(MESH)
         name = f"{names[optimizer]}, {mesh_name(MESH)}"
         yield unless_refused(
@@ -93,18 +112,21 @@ def rows(context: Context) -> Iterator[Row]:
 
 def expected_updates(
     plan: StepPlan, old: Mapping[str, np.ndarray], g: Mapping[str, np.ndarray], h: Mapping[str, np.ndarray]
-) -> tuple[dict[str, Expected], set[str]]:
-    """Computes the updates of all trained weights in a step with gradients h, after one with gradients g.
+) -> tuple[dict[str, Expected], dict[str, tuple[str, str]], set[str]]:
+    """Computes the updates of the trained weights in a step with gradients h, after one with gradients g.
 
-    Also names optimizers whose algorithm is not among `UPDATES`.
+    Also lists weights that are left out, each with its optimizer and why, and optimizers that `UPDATES` lacks.
     """
-    keys, expected, unknown = plan.step, {}, set()
-    declared, axes = (by_path(plan.split(tree).trainable) for tree in (plan.matrices, plan.axes))
+    keys, expected, left_out, unknown = plan.step, {}, {}, set()
     least = NONE * max(float(np.max(np.abs(gradient))) for gradient in h.values())
-    for path, kind in declared.items():
+    for path, axes in by_path(plan.split(plan.axes).trainable).items():
         name, rule = dotted(path), next((it for it in keys.optimizer_rules if matches(path, [it["match"]])), {})
         chosen, scale = rule.get("opt_type", keys.opt_type), rule.get("learning_rate_scale", 1.0)
-        is_hidden = bool(kind.reduction) and not LOOKED_UP & {*axes[path]}
+        kind = dims_of(name, axes, plan.spec.vocab_size)
+        if kind is None:
+            left_out[name] = chosen, "its matrices are not known"
+            continue
+        is_hidden = bool(kind.inputs) and not LOOKED_UP & {*axes}
         optimizer = "adamw" if OPTIMIZERS[chosen].hidden_only and not is_hidden else chosen
         first, second, weight = (in_matrices(each[name], kind) for each in (g, h, old))
         strong = np.abs(second) > max(STRONG * float(np.max(np.abs(second))), least)
@@ -112,18 +134,42 @@ def expected_updates(
             unknown.add(optimizer)
             continue
         if not scale or not np.any(strong):  # check e tests that a weight stays if its rate is 0
+            left_out[name] = optimizer, "its gradient is rounding" if scale else "its rate is 0"
             continue
-        past = Past(first, second, weight, is_matrix=bool(kind.reduction))
+        past = Past(first, second, weight, is_matrix=bool(kind.inputs))
         update, is_clipped = UPDATES[optimizer](keys, past), False
         if optimizer == "adafactor":
             is_clipped = bool(np.any(root_mean_square(preconditioned(past)) > LONGEST))
         if chosen == "adamw" and keys.adam_clip_threshold:
             update = limited(update, keys.adam_clip_threshold)
-        if keys.mup_base_emb_dim and kind.reduction and axes[path][0] not in LOOKED_UP:
+        if keys.mup_base_emb_dim and kind.inputs and axes[0] not in LOOKED_UP:
             # Yang et al. 2022, table 3: the rate of a weight used in matmuls falls with the width.
             update = update * keys.mup_base_emb_dim / plan.spec.emb_dim
         expected[name] = Expected(optimizer, update, scale, strong, is_clipped)
-    return expected, unknown
+    return expected, left_out, unknown
+
+
+def dims_of(name: str, axes: Axes, vocab_size: int) -> Dims | None:
+    """Finds a weight's matrices by its name and logical axes; None if neither tells. `vocab_size` is without padding.
+
+    A matrix has the model's width, or that of a latent, on one side, which is its first dim or its last one; adapters
+    have their rank there. SwiGLU's two factors, [D, 2, F], are matrices of their own.
+    """
+    own, parts = tuple(dim for dim, axis in enumerate(axes) if axis not in STACKED), name.split(".")
+    stack, kind = tuple(dim for dim in range(len(axes)) if dim not in own), parts[-1]
+    if len(own) == 1 or any(word in kind for word in VECTORS):
+        return Dims(stack, (), own)
+    if parts[0] == "lora":
+        count, of = len(own) - 1 if kind == "down" else 1, parts[-2]
+    elif axes[own[0]] in WIDTHS:
+        count, of = 1, kind
+    elif axes[own[-1]] in WIDTHS:
+        count, of = len(own) - 1, kind
+    else:
+        return None
+    factors = own[1:2] if of == "wi" and len(own) == 3 else ()
+    outputs = tuple(dim for dim in own[count:] if dim not in factors)
+    return Dims(stack + factors, own[:count], outputs, (axes.index("vocab"), vocab_size) if "vocab" in axes else None)
 
 
 def _stepped(subject: Subject, plan: StepPlan, batches: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -136,18 +182,19 @@ def _stepped(subject: Subject, plan: StepPlan, batches: Sequence[dict[str, Any]]
 def _error(subject: Subject, path: str, expected: Expected, new: Mapping[str, np.ndarray]) -> float:
     """The largest error of a weight's update, relative to its root mean square."""
     plan = subject.reference_plan
-    old, kinds = flat(plan.split(subject.weights).trainable), flat(plan.split(plan.matrices).trainable)
-    moved = in_matrices(old[path].astype(np.float64) - new[path], kinds[path]) / (SGD_RATE * expected.rate_scale)
+    old, axes = flat(plan.split(subject.weights).trainable), flat(plan.split(plan.axes).trainable)
+    kind: Any = dims_of(path, axes[path], plan.spec.vocab_size)
+    moved = in_matrices(old[path].astype(np.float64) - new[path], kind) / (SGD_RATE * expected.rate_scale)
     size = np.sqrt(np.mean(np.square(expected.update[expected.strong])))
     return float(np.max(np.abs(moved - expected.update)[expected.strong]) / size)
 
 
-def in_matrices(weight: np.ndarray, kind: MatrixDims) -> Matrices:
+def in_matrices(weight: np.ndarray, kind: Dims) -> Matrices:
     """Arranges a weight as matrices, without the rows or columns that pad a vocabulary."""
     weight = weight.astype(np.float64)
     if kind.vocab:
         weight = np.take(weight, np.arange(kind.vocab[1]), axis=kind.vocab[0])
-    groups = kind.batch, kind.reduction, kind.output
+    groups = kind.stack, kind.inputs, kind.outputs
     sizes = [int(np.prod([weight.shape[dim] for dim in dims], dtype=int)) for dims in groups]
     return weight.transpose(sum(groups, ())).reshape(sizes)
 

@@ -16,10 +16,9 @@ from src.config.usage import help_for
 from src.extras.datasets import inspect_data
 from src.extras.hf import convert, hub
 from src.extras.hf.convert import Agreement
-from src.model.attention_kernels import choose
+from src.model.attention_kernels import choose, cudnn_limits
 from src.model.flops import count_active_params, count_params
 from src.model.parts import attention_scores
-from src.parallel import chips
 from src.parallel.mesh import make_layout
 from src.run import resolve_config
 from tests.hf import saved
@@ -269,7 +268,7 @@ def test_the_table_of_kernels_is_what_is_chosen(monkeypatch):
             spec, layout = spec_of(config), make_layout(config.mesh, jax.devices()[:1])
             scores = attention_scores(spec)
             for (platform, capability), kernel in zip(OF_DEVICES, kernels, strict=True):
-                monkeypatch.setattr(chips, "compute_capability", lambda device, it=capability: it)
+                monkeypatch.setattr(cudnn_limits, "compute_capability", lambda device, it=capability: it)
                 chosen = choose.choose_kernel("autoselected", platform, scores, "bfloat16", 8192, layout)
                 assert chosen.name == kernel, (name, platform, capability)
             seen.append(name)

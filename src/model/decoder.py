@@ -45,9 +45,8 @@ class Decoder(nnx.Module):
         self.final_norm = Norm(spec.final_norm, (D,), dtype, rngs)
         if not spec.logits_via_embedding:
             self.output = weight(rngs, (D, V), ("embed", "vocab"), dtype, fan_in=(0,))
-        self.output_bias = None
-        if spec.logits_bias:
-            self.output_bias = weight(rngs, (V,), ("vocab",), dtype, constant=0.0, decays=False)
+        bias = {"constant": 0.0, "decays": False}
+        self.output_bias = weight(rngs, (V,), ("vocab",), dtype, **bias) if spec.logits_bias else None
         self.mtp = nnx.List([])
         if spec.mtp_num_layers:
             from src.model.mtp import mtp_layers

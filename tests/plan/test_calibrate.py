@@ -106,7 +106,7 @@ def test_a_single_run_cannot_be_left_out(finished, capsys):
         (["compile_topology=a3"], "name the folders"),
         (["{run}"], "do not name its devices"),
         (["{run}", "compile_topology=a3"], "another number of devices"),
-        (["{run}", "compile_topology=a3-ultra", "compile_topology_num_slices=4", "speed=9"], "speed is unknown"),
+        (["{run}", "compile_topology=a3-ultra", "compile_topology_num_slices=4", "speed=9"], "speed=9 is unknown"),
         (["{bare}", *HARDWARE], "has no config.yml"),
         (["{run}", "compile_topology=a4", "compile_topology_num_slices=4"], "peak"),
         (["{nowhere}", *HARDWARE], "config.yml"),

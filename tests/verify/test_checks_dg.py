@@ -9,7 +9,7 @@ from src.extras.generation import generate
 from src.extras.verify import decoding, documents, locate, logits
 from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS
 from src.extras.verify.subject import Subject
-from src.model import attention, decoder, gated_delta, lora
+from src.model import attention, decoder, gated_delta, lora, sinusoidal
 from src.model.attention_kernels import scores
 from src.step import loss, train_step
 from tests.parallel.axes import MODELS
@@ -138,10 +138,10 @@ def test_finds_padding_that_has_an_effect(monkeypatch):
 
 
 def test_finds_positions_that_do_not_restart(monkeypatch):
-    def of_row(sinusoidal, positions_BT, emb_dim):
-        return sinusoidal(jnp.broadcast_to(jnp.arange(positions_BT.shape[1]), positions_BT.shape), emb_dim)
+    def of_row(original, positions_BT, emb_dim):
+        return original(jnp.broadcast_to(jnp.arange(positions_BT.shape[1]), positions_BT.shape), emb_dim)
 
-    patched(monkeypatch, decoder, "sinusoidal", of_row)
+    patched(monkeypatch, sinusoidal, "sinusoidal", of_row)
     note = failed(documents, "packed rows as one document a row", position_type="sinusoidal")
     assert note == "document 2 of row 0: logits differ from its token 0 on, from the embedded tokens on"
 

@@ -203,7 +203,8 @@ GROUPS = {
 def test_ways_to_write_groups(written, axes):
     line = f"ROOT %r = bf16[64,32]{{1,0:T(8,128)(2,1)S(1)}} all-reduce(%p), replica_groups={written}, to_apply=%add"
     n = {("tensor",): 4, ("fsdp",): 2, ("fsdp", "tensor"): 8}[axes]
-    links = {("tensor",): 0.5, ("fsdp",): 0.5, ("fsdp", "tensor"): 1.0}[axes]  # dims of the torus, of two
+    # One or two dims, of two, each a line with half of a ring's bandwidth.
+    links = {("tensor",): 0.25, ("fsdp",): 0.25, ("fsdp", "tensor"): 0.5}[axes]
     whole = 64 * 32 * 2
     found = collectives(program([line]), slices(1))
     assert found == [Collective("all-reduce", axes, "ici", 1, whole, round(2 * whole * (n - 1) / n), links)]
@@ -226,7 +227,7 @@ def test_the_two_devices_of_a_chip_have_a_link_of_their_own():
 
     gather = "%g = f32[8]{0} all-gather(%p), replica_groups=[4,2]<=[8]"
     assert links(gather) == (("tensor",), 1.0)
-    assert links(f"{gather[:-3]}[2,2,2]T(0,2,1)") == (("fsdp",), 0.5)
+    assert links(f"{gather[:-3]}[2,2,2]T(0,2,1)") == (("fsdp",), 0.25)
     assert links("%s = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}") == (("tensor",), 1.0)
 
 
@@ -251,7 +252,7 @@ def test_types_of_what_is_started_and_combined(written, expected):
 
 def test_a_broadcast_is_passed_on_whole():
     found = collectives(program(["%s = f32[8]{0} collective-broadcast(%p), replica_groups=[2,4]<=[8]"]), slices(1))
-    assert found == [Collective("collective-broadcast", ("tensor",), "ici", 1, 32, 32, 0.5)]
+    assert found == [Collective("collective-broadcast", ("tensor",), "ici", 1, 32, 32, 0.25)]
 
 
 def ragged(rows, room):
@@ -267,7 +268,7 @@ def ragged(rows, room):
 def test_a_ragged_exchange_moves_the_rows_not_the_room(rows, room):
     """A buffer has a quarter of its rows to spare; of 16 a device keeps 4 and sends 12, there and back."""
     found = collectives(program(ragged(rows, room)), slices(1))
-    assert found == [Collective("ragged-all-to-all", ("tensor",), "ici", 1, 16 * 8 * 2, 12 * 8 * 2, 0.5)]
+    assert found == [Collective("ragged-all-to-all", ("tensor",), "ici", 1, 16 * 8 * 2, 12 * 8 * 2, 0.25)]
 
 
 def test_rounds_that_the_data_decide_are_told_apart():
@@ -320,7 +321,7 @@ def test_a_gather_hidden_in_fusions_is_one_gather():
     )
     lines = [f"%{name} = f32[8]{{0}} fusion(%p), kind=kCustom, calls=%{name}" for name in ("first", "second", "third")]
     found = collectives(program(lines, others=others), slices(1))
-    assert found == [Collective("all-gather", ("tensor",), "ici", 1, 32, 24, 0.5)]
+    assert found == [Collective("all-gather", ("tensor",), "ici", 1, 32, 24, 0.25)]
 
 
 def test_a_sum_fused_with_the_slice_of_it_is_a_scatter():
@@ -330,7 +331,7 @@ def test_a_sum_fused_with_the_slice_of_it_is_a_scatter():
     found = collectives(
         program(["%s = f32[2] fusion(%p), kind=kCustom, calls=%all-reduce-scatter.2"], 8, others), slices(1)
     )
-    assert found == [Collective("reduce-scatter", ("tensor",), "ici", 1, 32, 24, 0.5)]
+    assert found == [Collective("reduce-scatter", ("tensor",), "ici", 1, 32, 24, 0.25)]
 
 
 def test_rounds_of_a_loop_that_counts():
@@ -390,7 +391,7 @@ def test_between_slices():
         Collective("all-gather", ("data",), "dcn", 1, 4 * whole, 3 * whole),
         Collective("reduce-scatter", ("data",), "dcn", 1, whole, whole * 3 // 4),
         Collective("collective-permute", ("data",), "dcn", 1, whole, whole),
-        Collective("all-reduce", ("fsdp",), "ici", 1, 32, 32, 0.5),
+        Collective("all-reduce", ("fsdp",), "ici", 1, 32, 32, 0.25),
     ]
 
 

@@ -55,22 +55,28 @@ def random_sizes(devices, generator):
     return sizes
 
 
+@pytest.mark.parametrize("ring", [True, False])
 @pytest.mark.parametrize(
-    ("size", "count", "hops"), [(16, 16, 1), (16, 4, 1), (16, 4, 4), (16, 2, 8), (8, 4, 2), (8, 4, 1)]
+    ("size", "count", "hops"), [(16, 16, 1), (16, 4, 1), (16, 4, 4), (16, 2, 8), (8, 4, 2), (8, 4, 1), (4, 4, 1)]
 )
-def test_a_part_of_a_ring_has_the_bandwidth_that_its_busiest_link_leaves(size, count, hops):
+def test_a_group_has_the_bandwidth_that_its_busiest_link_leaves(size, count, hops, ring):
     """The bytes on the busiest link take the time, for each byte that a chip receives from others."""
-    whole, part = busiest(size, size, 1) / (size - 1), busiest(size, count, hops) / (count - 1) * count / size
-    assert dim_share(count, (count - 1) * hops, size, True) == pytest.approx(whole / part)
+    whole = busiest(size, size, 1, True) / (size - 1)
+    part = busiest(size, count, hops, ring) / (count - 1) * count / size
+    assert dim_share(count, (count - 1) * hops, size, ring) == pytest.approx(whole / part)
 
 
-def busiest(size, count, hops):
+def test_a_line_has_the_same_bandwidth_as_a_whole_dim_and_as_a_part_of_a_ring():
+    assert dim_share(4, 3, 4, False) == dim_share(4, 3, 16, True) == dim_share(2, 1, 2, False) == 0.5
+
+
+def busiest(size, count, hops, ring):
     """Bytes over the busiest link while groups of `count` chips, `hops` apart, each gather one byte in all."""
     links = np.zeros((size, 2))
     for first in range(0, size, count * hops):
         for offset in range(hops):
             for source in range(count):
-                closed = count * hops == size
+                closed = ring and count * hops == size
                 # On a ring half of a shard goes either way around; on a line all of it goes to both ends.
                 for way, reach in ((1, count - 1 - source), (-1, source)):
                     steps, part = ((count - 1) * hops, 0.5) if closed else (reach * hops, 1.0)

@@ -311,13 +311,13 @@ def dim_share(count: int, span: int, size: int, ring: bool) -> float:
     """Returns the fraction of the bandwidth along a torus's dim that one group of chips has.
 
     A group has `count` of the dim's `size` chips, and `span` hops from the first to the last. If its chips are several
-    hops apart, the links between them carry other groups' bytes too. A part of a ring is a line, which has half of the
-    ring's bandwidth: everything that its ends receive comes over one link.
+    hops apart, the links between them carry other groups' bytes too. A dim without wraparound is a line, and so is a
+    part of a ring. It has half of a ring's bandwidth: everything that its ends receive comes over one link.
     """
     if count == 1:
         return 0.0
     hops = span / (count - 1)
-    return (0.5 if ring and hops * count < size else 1.0) / hops
+    return (1.0 if ring and hops * count == size else 0.5) / hops
 
 
 class _MeshMap:

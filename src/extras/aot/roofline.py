@@ -45,12 +45,12 @@ class Constants(NamedTuple):
 # Fitted to published runs by scripts/evidence/predict_published.py, which prints these lines.
 _SHARED = {
     "tpu": Constants(
-        matmul=0.82, low_precision=0.966, experts=0.757, attention=0.374, memory=0.941,
-        rounding=0.475, exposed=0.547, blocking=0.4, narrow=48.9, waiting=0.00944,
+        matmul=0.821, low_precision=0.965, experts=0.756, attention=0.375, memory=0.941,
+        rounding=0.475, exposed=0.543, blocking=0.397, narrow=48.9, waiting=0.0096,
     ),
     "gpu": Constants(
-        matmul=0.731, low_precision=0.997, experts=0.6, attention=0.492, memory=0.571,
-        rounding=0.583, exposed=0.532, blocking=0.656, narrow=56.2, waiting=0.00578,
+        matmul=0.73, low_precision=0.997, experts=0.6, attention=0.492, memory=0.571,
+        rounding=0.583, exposed=0.532, blocking=0.655, narrow=56.2, waiting=0.00578,
     ),
 }  # fmt: skip
 _MATMUL: dict[str, float] = {
@@ -59,10 +59,10 @@ _MATMUL: dict[str, float] = {
     "NVIDIA H100 96GB HBM2e": 0.614,
     "NVIDIA H200": 0.745,
     "TPU v4": 0.81,
-    "TPU v5": 0.918,
+    "TPU v5": 0.917,
     "TPU v5 lite": 0.95,
-    "TPU v6 lite": 0.77,
-    "TPU7x": 0.81,
+    "TPU v6 lite": 0.778,
+    "TPU7x": 0.809,
 }
 
 

@@ -4,7 +4,7 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
@@ -129,7 +129,7 @@ def _search(space: Space, request: output.Request, own: dict[str, str]) -> Plan:
 
 
 @contextlib.contextmanager
-def _interrupted_by(*numbers: signal.Signals) -> Iterator[None]:
+def _interrupted_by(*numbers: signal.Signals) -> Generator[None]:
     """Lets signals that would end this process, and leave its compilations running, raise KeyboardInterrupt."""
 
     def interrupt(number: int, frame: object) -> None:

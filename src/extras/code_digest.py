@@ -13,7 +13,7 @@ def code_digest(*others: object, folders: Collection[str] = ("",), packages: Col
     Without `packages`, the versions of all that are installed count. `others` count by their representation.
     """
     installed = {(each.name, each.version) for each in metadata.distributions()}
-    versions = sorted(each for each in installed if packages is None or each[0] in packages)
+    versions = sorted((each for each in installed if packages is None or each[0] in packages), key=repr)
     digest = hashlib.sha256(repr((versions, others)).encode())
     for file in sorted(file for folder in folders for file in (FOLDER / folder).rglob("*.py")):
         digest.update(f"{file.relative_to(FOLDER)} {hashlib.sha256(file.read_bytes()).hexdigest()}".encode())

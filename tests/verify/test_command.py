@@ -2,11 +2,14 @@
 
 import itertools
 import json
+from importlib import metadata
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from src.extras.code_digest import code_digest
 from src.extras.verify import command, conversion, derivatives, meshes, subject
 from src.extras.verify import report as report_file
 from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS, Row
@@ -215,7 +218,7 @@ def test_an_interrupted_command_continues_with_the_same_code_and_config(checks, 
     assert ran == ["b"]
     command.main(words)
     assert ran == ["b", "a", "b"], "a report that is complete is written again"
-    for key in ("adam_b1=0.8", "mesh=fsdp=2"):
+    for key in ("adam_b1=0.8", "mesh=fsdp=2", "base_mlp_dim=96"):  # the last one leaves the small config as it is
         interrupted()
         command.main([*words, key])
         assert ran == ["a", "b"]
@@ -229,6 +232,15 @@ def test_an_interrupted_command_continues_with_the_same_code_and_config(checks, 
 
 def test_code_outside_of_the_checkout_is_run_again():
     assert report_file.digest_of(resolve_config.load([*TINY, "loss=my_loss:smoothed"]), {}) == ""
+
+
+def test_code_is_digested_beside_packages_without_a_version(monkeypatch):
+    class Package(NamedTuple):
+        name: str
+        version: str | None
+
+    monkeypatch.setattr(metadata, "distributions", lambda: [Package("broken", None), Package("broken", "1.0")])
+    assert code_digest() == code_digest()
 
 
 def test_a_check_that_lacks_memory_is_run_again(checks, tmp_path):

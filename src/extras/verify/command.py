@@ -98,7 +98,8 @@ def main(argv: Sequence[str]) -> Report | None:
     for line in small.hidden:
         show(f"not shown   {line}")
     context = Context(Subject(small.config), config, where, compiled, Path(own["golden"]) if own["golden"] else None)
-    digest = report.digest_of(small.config, (where, compiled, config.mesh, config.step, own["golden"]))
+    whole = config["model_name"], config.model, config.mesh, config.step  # checks read these, too
+    digest = report.digest_of(small.config, (where, compiled, whole, own["golden"]))
     head = {"model_name": config["model_name"], "digest": digest, "kept": small.kept, "hidden": small.hidden}
     checks = [(letter, *CHECKS[letter]) for letter in letters]
     checks += [("golden", "golden", "the bits of a few steps")] * bool(own["golden"])

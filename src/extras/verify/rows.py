@@ -31,7 +31,7 @@ def not_applicable(name: str, why: str | Exception) -> Row:
 
 
 def unless_refused(name: str, find: Callable[[], Row], required: bool = False) -> Row:
-    """Makes a row, which does not apply if the model cannot run on that mesh, or fails if it is `required` to."""
+    """Makes a row; if the model cannot run on that mesh, it does not apply, or fails if it is `required` to."""
     try:
         return find()
     except Unsupported as error:

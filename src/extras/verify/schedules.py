@@ -59,7 +59,7 @@ def exponential(keys: Step, warmup: int, total: int, steps: np.ndarray) -> Rates
 
 
 def wsd(keys: Step, warmup: int, total: int, steps: np.ndarray) -> Rates:
-    """The peak, and a linear decay in the last share of all steps (Hu et al. 2024, section 4.2)."""
+    """The peak, and a linear decay in the last share of all steps (Hägele et al. 2024, arXiv 2405.18392)."""
     final, decay = keys.learning_rate_final_fraction, max(np.rint(keys.wsd_decay_steps_fraction * total), 1)
     since = np.maximum(steps - (total - decay), 0)
     return 1 - (1 - final) * since / decay

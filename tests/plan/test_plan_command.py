@@ -81,11 +81,13 @@ def test_an_interrupted_command_says_how_to_continue(planned, monkeypatch, capsy
 
 
 STARTED = """
+import signal
 import sys
 from src.system.exit_codes import run_command
 from src.extras.plan import command
 
 sys.executable = sys.argv.pop(1)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it, as nohup does
 run_command(command.main)
 """
 

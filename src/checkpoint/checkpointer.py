@@ -168,10 +168,9 @@ class Checkpointer:
         if self._manager is None:
             self._quiet.close()  # a save that failed closed the manager
             self._quiet.enter_context(orbax_manager.quiet_orbax())
-            if self._damaged_steps:
-                for damaged in self._damaged_steps:
-                    set_aside(self._directory, damaged, "damaged")
-                self._damaged_steps = []
+            for damaged in self._damaged_steps:
+                set_aside(self._directory, damaged, "damaged")
+            self._damaged_steps = []
             # Orbax's own cleanup thread outlives a failed manager, and would remove the next manager's files.
             self._remove_unfinished()
             # The other processes must list the folder only after these changes.

@@ -14,31 +14,10 @@ from src.config.run_configs import HUB
 from src.config.schema import Checkpoint
 from src.data.fingerprint import TOKENIZER_KEYS
 from src.data.processes import check_same
-from src.data.types import InputSpec, Tokenizer
+from src.data.types import Tokenizer
 from src.model import lora
 from src.model.params import Tree, by_path, dotted, join, nested
 from src.system.errors import UserError, changed_keys
-
-
-def initial_weights(inputs: InputSpec, accept_changes: Sequence[str], tree: Tree, axes: Tree) -> tuple[Tree, list[str]]:
-    """Loads the weights that a run begins with, by `load_parameters_path` and `load_weights_rules`; also messages.
-
-    `tree` is as in `load_weights`; `axes` has the logical axes of its weights. Raises UserError if they were trained
-    with another vocabulary or tokenizer.
-    """
-    keys = inputs.config.checkpoint
-    weights, metas, messages = {}, [], []
-    if keys.load_weights_rules:
-        from src.extras.weights_by_rules import load_by_rules
-
-        weights, metas, messages = load_by_rules(keys.load_weights_rules, tree, axes, keys.load_ema)
-    if path := keys.load_parameters_path:
-        others, meta, notes = load_weights(path, tree, keys.load_ema)
-        weights, metas, messages = join(others, weights), [meta, *metas], [*notes, *messages]
-    for meta in metas:
-        check_vocabulary(inputs.vocab_size, meta)
-        check_tokenizer(accept_changes, meta, inputs.tokenizer)
-    return weights, messages
 
 
 def load_state(path: str, wanted: Mapping[str, Any], vocab_size: int) -> Restored:

@@ -58,7 +58,7 @@ def starting_state(
         return _resume_point(restored, inputs, accept_changes, fingerprint)
     if not (loading.load_parameters_path or loading.load_weights_rules):
         return ResumePoint(new_state(plan, abstract), [])
-    from src.checkpoint.load_weights import initial_weights
+    from src.checkpoint.initial_weights import initial_weights
 
     weights, messages = initial_weights(inputs, accept_changes, all_weights(abstract), plan.axes)
     return ResumePoint(new_state(plan, abstract, weights), messages)

@@ -12,7 +12,19 @@ ORDER = ("embedding", "attention_norm", "attention.", "attention.out", "feed_for
 ORDER += ("final_norm", "mtp", "output")
 LAST, AFTER = ORDER.index("wo"), (-1, 99)  # the last rank of a layer; the groups of weights before and after layers
 LEAST_LOSS = 1e-3  # a user's loss may be zero but for rounding
+# Of the largest entry of a weight's gradient, and of all gradients: smaller entries may be rounding.
+STRONG, NONE = 0.01, 1e-6
 MOST_REPEATS = 8  # of a shrunk group of layers: a longer first dim is not the layers'
+
+
+def largest_entry(arrays: Mapping[str, np.ndarray]) -> float:
+    """The largest magnitude in all arrays."""
+    return max(float(np.max(np.abs(each))) for each in arrays.values())
+
+
+def strong(gradient: np.ndarray, of_all: float) -> np.ndarray:
+    """Masks the entries of a weight's gradient that are not rounding; `of_all` is the largest entry of all."""
+    return np.abs(gradient) > max(STRONG * float(np.max(np.abs(gradient))), NONE * of_all)
 
 
 def differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> Iterator[tuple[str, float]]:
@@ -20,7 +32,7 @@ def differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarr
 
     Some gradients are zero but for rounding: a bias of all keys moves no softmax.
     """
-    most = max(float(np.max(np.abs(each))) for each in expected.values())
+    most = largest_entry(expected)
     for path, wanted in expected.items():
         scale = max(float(np.max(np.abs(wanted))), 1e-3 * most)
         yield path, float(np.max(np.abs(np.float64(found[path]) - np.float64(wanted)))) / scale

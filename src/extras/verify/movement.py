@@ -8,10 +8,11 @@ import jax
 import numpy as np
 
 from src.config.optimizer_keys import OPTIMIZERS
-from src.extras.verify.comparison import differences
+from src.extras.verify.comparison import NONE, differences, largest_entry, strong
 from src.extras.verify.derivatives import LEFT_OUT, Loss
 from src.extras.verify.rows import PASS, Row, largest, not_applicable, worst
 from src.extras.verify.subject import PLAIN_DESCENT, Context, Subject, flat
+from src.extras.verify.updates import adamw
 from src.model.params import by_path, dotted, matches, nested
 from src.model.selection import Path
 from src.step.optimizer_rules import Rule
@@ -21,8 +22,6 @@ from src.system.errors import first_few
 
 # Relative to the largest gradient's norm: rounding alone gave at most 5e-5, a gradient that is missing 0.3 to 1.4.
 BOUND = 3e-3
-NONE = 1e-6  # of the largest entry of all gradients: a smaller one is zero but for rounding
-STRONG = 0.01  # of the largest entry of a weight's gradient: the update of such an entry is not lost in rounding
 # A decay near 1 would hide in rounding which weights were averaged. Relative to the update: rounding gives 1e-5, stale
 # weights 0.25.
 EMA_DECAY, EMA_BOUND = 0.75, 0.05
@@ -81,7 +80,7 @@ def without_gradient(loss: Loss) -> Iterator[Row]:
     of the loss stay, however large the change is.
     """
     norm = max(float(np.linalg.norm(gradient)) for gradient in loss.gradients.values())
-    least = NONE * max(float(np.max(np.abs(gradient))) for gradient in loss.gradients.values())
+    least = NONE * largest_entry(loss.gradients)
     unused, sizes, unknown, whole = dict.fromkeys(loss.gradients, 0.0), {}, [], []
     for path, gradient in loss.gradients.items():
         if not np.any(none := np.abs(gradient) <= least):
@@ -107,11 +106,10 @@ def _stay(gradients: Arrays, plan: StepPlan, before: TrainState, after: TrainSta
     """Counts each weight's entries that stay, or move uphill with all others, although their gradient is large."""
     old, new, rules = flat(before.weights.trainable), flat(after.weights.trainable), flat(plan.rules)
     stay = {}
-    least = NONE * max(float(np.max(np.abs(gradient))) for gradient in gradients.values())
+    of_all = largest_entry(gradients)
     for path, gradient in gradients.items():
         update = new[path].astype(np.float64) - old[path]
-        strong = np.abs(gradient) > max(STRONG * float(np.max(np.abs(gradient))), least)
-        still = float(np.sum(strong & ((update == 0) | (np.sum(update * gradient) >= 0))))
+        still = float(np.sum(strong(gradient, of_all) & ((update == 0) | (np.sum(update * gradient) >= 0))))
         stay[path] = still if rules[path].learning_rate_scale else 0.0
     return stay
 
@@ -134,10 +132,8 @@ def optimizer(subject: Subject) -> Iterator[Row]:
     """Compares a step of the config's own optimizer with what its keys say of each weight.
 
     A step without decay differs from it by the weight times its rule's rate, or adam_weight_decay if the weight decays
-    by default. And AdamW moves an entry with gradients g and h in its first two steps by its learning rate times
-    m / (sqrt(v) + eps) in the second (Kingma and Ba 2015, algorithm 1), where m = (b1 g + h) / (1 + b1) and
-    v = (b2 g^2 + h^2) / (1 + b2). The first has the rate 0, so that weights stay; both gradients are read from such
-    steps of plain gradient descent.
+    by default. AdamW's second step moves each entry as `updates.adamw` says. The first step has the rate 0, so that
+    weights stay; both gradients are read from such steps of plain gradient descent.
     """
     names = "weight decay takes its rate of each weight", "AdamW's second update follows from its keys"
     keys, plan = subject.config.step, subject.reference_plan
@@ -159,17 +155,16 @@ def optimizer(subject: Subject) -> Iterator[Row]:
     descent = subject.plan(**PLAIN_DESCENT)
     results = subject.result(descent, batches[0]), subject.result(descent, *batches)
     g, h = (clipped(result.gradients, keys.gradient_clipping_threshold) for result in results)
-    taken, moved, least = {}, {}, NONE * max(float(np.max(np.abs(gradient))) for gradient in h.values())
+    taken, moved, of_all = {}, {}, largest_entry(h)
     for path, rule in rules.items():
         scale = rule.learning_rate_scale
         error = np.float64(plain[path]) - new[path] - rate * scale * decays[path] * np.float64(old[path])
         taken[path] = float(np.max(np.abs(error)) / np.max(np.abs(old[path]))) / (DECAYED * (scale or 1.0))
-        strong = np.abs(h[path]) > max(STRONG * float(np.max(np.abs(h[path]))), least)
-        if rule.opt_type == "adamw" and np.any(strong):
-            m = (keys.adam_b1 * g[path] + h[path]) / (1 + keys.adam_b1)
-            v = (keys.adam_b2 * g[path] ** 2 + h[path] ** 2) / (1 + keys.adam_b2)
-            error = np.float64(plain[path]) - old[path] + rate * scale * m / (np.sqrt(v) + keys.adam_eps)
-            moved[path] = float(np.max(np.abs(error[strong]))) / (rate * (scale or 1.0))
+        compared = strong(h[path], of_all)
+        if rule.opt_type == "adamw" and np.any(compared):
+            update = adamw(keys, g[path], h[path])
+            error = np.float64(plain[path]) - old[path] + rate * scale * update
+            moved[path] = float(np.max(np.abs(error[compared]))) / (rate * (scale or 1.0))
     has_decay = highest >= LEAST_DECAY
     still = [path for path in decays if not decays[path]]
     note = f"none of {first_few(still)}" if still else ""

@@ -11,6 +11,7 @@ import numpy as np
 
 from src.config.optimizer_keys import OPTIMIZERS
 from src.config.schema import Step
+from src.extras.verify.comparison import largest_entry, strong
 from src.extras.verify.rows import Row, mesh_name, not_applicable, unless_refused, worst
 from src.extras.verify.subject import PLAIN_DESCENT, SGD_RATE, Context, Subject, flat, mesh_keys
 from src.model.params import STACKED, Axes, by_path, dotted, matches
@@ -21,7 +22,6 @@ from src.system.errors import first_few
 # for Muon, whose iteration amplifies rounding, and 2e-6 for AdamW and Adafactor. A forgotten factor gives 0.7 to 16,
 # Nesterov's momentum that is left out 1.7, another polynomial 0.2, an update that is not clipped 0.3 to 1.2.
 BOUND = 1e-3
-STRONG, NONE = 0.01, 1e-6  # entries whose gradient is smaller, in its weight or in all, are rounding
 MESH = {"fsdp": 2, "tensor": 2}  # shards both sides of matrices
 LOOKED_UP = {"vocab", "position"}  # logical axes of tables and of the output projection, which adamw updates
 WIDTHS = {"embed", "expert_embed", "latent"}  # logical axes of what a layer's matrix reads or writes
@@ -118,7 +118,7 @@ def expected_updates(
     Also lists weights that are left out, each with its optimizer and why, and optimizers that `UPDATES` lacks.
     """
     keys, expected, left_out, unknown = plan.step, {}, {}, set()
-    least = NONE * max(float(np.max(np.abs(gradient))) for gradient in h.values())
+    of_all = largest_entry(h)
     for path, axes in by_path(plan.split(plan.axes).trainable).items():
         name, rule = dotted(path), next((it for it in keys.optimizer_rules if matches(path, [it["match"]])), {})
         chosen, scale = rule.get("opt_type", keys.opt_type), rule.get("learning_rate_scale", 1.0)
@@ -129,11 +129,11 @@ def expected_updates(
         is_hidden = bool(kind.inputs) and not LOOKED_UP & {*axes}
         optimizer = "adamw" if OPTIMIZERS[chosen].hidden_only and not is_hidden else chosen
         first, second, weight = (in_matrices(each[name], kind) for each in (g, h, old))
-        strong = np.abs(second) > max(STRONG * float(np.max(np.abs(second))), least)
+        compared = strong(second, of_all)
         if optimizer not in UPDATES:
             unknown.add(optimizer)
             continue
-        if not scale or not np.any(strong):  # check e tests that a weight stays if its rate is 0
+        if not scale or not np.any(compared):  # check e tests that a weight stays if its rate is 0
             left_out[name] = optimizer, "its gradient is rounding" if scale else "its rate is 0"
             continue
         past = Past(first, second, weight, is_matrix=bool(kind.inputs))
@@ -145,7 +145,7 @@ def expected_updates(
         if keys.mup_base_emb_dim and kind.inputs and axes[0] not in LOOKED_UP:
             # Yang et al. 2022, table 3: the rate of a weight used in matmuls falls with the width.
             update = update * keys.mup_base_emb_dim / plan.spec.emb_dim
-        expected[name] = Expected(optimizer, update, scale, strong, is_clipped)
+        expected[name] = Expected(optimizer, update, scale, compared, is_clipped)
     return expected, left_out, unknown
 
 
@@ -202,12 +202,12 @@ def in_matrices(weight: np.ndarray, kind: Dims) -> Matrices:
 # ---- The published algorithms: from gradients to what the learning rate is multiplied by
 
 
-def adamw(keys: Step, past: Past) -> Matrices:
-    """Kingma and Ba 2015, algorithm 1, after two steps with both moments' biases corrected."""
+def adamw(keys: Step, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Kingma and Ba 2015, algorithm 1, after gradients `first` and `second`, with both moments' biases corrected."""
     b1, b2 = keys.adam_b1, keys.adam_b2
-    first = (b1 * past.first + past.second) / (1 + b1)
-    second = (b2 * past.first**2 + past.second**2) / (1 + b2)
-    return first / (np.sqrt(second) + keys.adam_eps)
+    mean = (b1 * first + second) / (1 + b1)
+    square = (b2 * first**2 + second**2) / (1 + b2)
+    return mean / (np.sqrt(square) + keys.adam_eps)
 
 
 def muon(keys: Step, past: Past) -> Matrices:
@@ -255,4 +255,8 @@ def root_mean_square(matrices: Matrices) -> np.ndarray:
     return np.sqrt(np.mean(np.square(matrices), axis=(1, 2), keepdims=True))
 
 
-UPDATES: Mapping[str, Callable[[Step, Past], Matrices]] = {"adamw": adamw, "adafactor": adafactor, "muon": muon}
+UPDATES: Mapping[str, Callable[[Step, Past], Matrices]] = {
+    "adamw": lambda keys, past: adamw(keys, past.first, past.second),
+    "adafactor": adafactor,
+    "muon": muon,
+}

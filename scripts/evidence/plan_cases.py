@@ -113,13 +113,8 @@ def search(name: str, folder: Path, top: int) -> dict[str, Any]:
         file.write_text(yaml.safe_dump({"base_config": str(base), **dict(case.keys)}))
     words = [str(file), *case.words]
     print(f"\n{name}: python -m src.plan {shlex.join(words)}")
-    config = resolve_config.load(words, [], command=COMMAND)
-    configure_jax(config.step)
-    jax.config.update("jax_platforms", "cpu")
-    topology = rated(checked_topology(config))
-    rows = config.batch.per_device_batch_size * topology.num_devices * config.step.gradient_accumulation_steps
-    space = Space(config, topology, [*map(output.key_of, words)], round(rows))
-    costing = cost(space)
+    space = space_of(words)
+    config, topology, costing = space.config, space.topology, cost(space)
     seconds = {"costing": time.monotonic() - begun}
     published = own_candidate(space)
     print(f"costed {costing.costed:,} of {costing.points:,} points in {seconds['costing']:.0f} s")
@@ -140,6 +135,16 @@ def search(name: str, folder: Path, top: int) -> dict[str, Any]:
         print(f"compiled: {found['compiled']}")
         print("\n".join(output.ranked_lines(output.rows(searching.results, request), request.basis)))
     return found | {"seconds": seconds}
+
+
+def space_of(words: Sequence[str]) -> Space:
+    """Builds the points that `src.plan` searches for a command line, with the configured global batch."""
+    config = resolve_config.load(words, [], command=COMMAND)
+    configure_jax(config.step)
+    jax.config.update("jax_platforms", "cpu")
+    topology = rated(checked_topology(config))
+    rows = config.batch.per_device_batch_size * topology.num_devices * config.step.gradient_accumulation_steps
+    return Space(config, topology, [*map(output.key_of, words)], round(rows))
 
 
 def own_candidate(space: Space) -> Candidate:

@@ -19,17 +19,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
-import jax
-
+from scripts.evidence.plan_cases import space_of
 from src.extras.aot.report import readable
-from src.extras.aot.train_compile import checked_topology
 from src.extras.plan import output
-from src.extras.plan.compiling import COMMAND, Folder, rated
+from src.extras.plan.compiling import Folder
 from src.extras.plan.costing import Candidate, Costing, cost
 from src.extras.plan.points import Point, Space
 from src.extras.plan.search import Search
-from src.run import resolve_config
-from src.run.run_setup import configure_jax
 from src.system.errors import UserError
 from src.system.exit_codes import run_command
 
@@ -46,13 +42,8 @@ def main(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     report = json.loads(arguments.report.read_text())
     words, first = shlex.split(report["plan"]["config"]), report["rows"][0]
-    config = resolve_config.load(words, [], command=COMMAND)
-    configure_jax(config.step)
-    jax.config.update("jax_platforms", "cpu")
-    topology = rated(checked_topology(config))
-    rows = config.batch.per_device_batch_size * topology.num_devices * config.step.gradient_accumulation_steps
-    space = Space(config, topology, [*map(output.key_of, words)], round(rows))
-    costing = cost(space)
+    space = space_of(words)
+    config, topology, costing = space.config, space.topology, cost(space)
     request, folder = output.Request(config, words, topology), Folder.of(config, topology)
     speed, better, compiled = first["tokens_per_second"], 0, 0
     print(f"first row: {first['mesh']}, {first['policy']}, batch {first['batch']}")

@@ -1,4 +1,4 @@
-"""Digests code: results that a command keeps belong to the code that gave them."""
+"""Digests MinText's code, so that commands reuse saved results only with the code that computed them."""
 
 import hashlib
 from collections.abc import Collection
@@ -8,9 +8,9 @@ from src import FOLDER
 
 
 def code_digest(*others: object, folders: Collection[str] = ("",), packages: Collection[str] | None = None) -> str:
-    """Digests the Python files in these folders of `src/`, the versions of these packages, and `others`.
+    """Returns a SHA-256, in hex, of the Python files in `folders` of `src/`, the versions of `packages`, and `others`.
 
-    Without `packages`, the versions of all that are installed count. `others` count by their representation.
+    By default it covers all of `src/`, and all installed packages. `others` are digested by their `repr`.
     """
     installed = {(each.name, each.version) for each in metadata.distributions()}
     versions = sorted((each for each in installed if packages is None or each[0] in packages), key=repr)

@@ -1,4 +1,4 @@
-"""Reads and writes the files that keys of commands name; replaces a file only by one of the same kind."""
+"""Reads and writes the files that keys of commands name; replaces a file only if it is empty or of the same kind."""
 
 import contextlib
 import os
@@ -38,9 +38,12 @@ def is_own(kind: str, file: Any) -> bool:
 
 
 def read_lines(path: Path, key: str, of_json: Callable[[str], T]) -> list[str | T]:
-    """Reads a file's lines except empty ones, mapping a .jsonl file's by `of_json`; raises UserError if that fails."""
+    """Reads a file's lines except blank ones; converts the lines of a .jsonl file by `of_json`.
+
+    Raises UserError if the file cannot be read, or if `of_json` raises ValueError.
+    """
     try:
-        # Editors on Windows begin files with a byte order mark. JSON strings may contain line ends of `splitlines`.
+        # Editors on Windows begin files with a byte order mark. `splitlines` would also split within JSON strings.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{key}={path} cannot be read: {error}") from None

@@ -11,15 +11,17 @@ _MAX_ROWS = (1 << 32 - WINDOW) - 1  # together with the window's bits, this fill
 
 
 def best_fit(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Segment], Position]:
-    """Packs items without cutting any item that fits into a row.
+    """Packs one row of `length` targets from `position` on, without cutting any item that fits into a row.
 
-    A row begins with the oldest item that is not placed yet. It then repeatedly takes the longest item that fits, among
-    the `WINDOW` items from the oldest on. If an item is longer than a row, each row takes the documents that fit; a
-    document longer than a row is cut at the row's end.
+    Returns the row's segments, none if no item is left, and the next row's position. A row begins with the oldest item
+    that is not placed yet. It then repeatedly takes the longest item that fits, among the `WINDOW` items from the
+    oldest on. If an item is longer than a row, each row takes the documents that fit; a document longer than a row is
+    cut at the row's end.
 
     The second number of a position counts the targets taken from the oldest item, as in the other layouts. If a later
-    item is placed, it is -(rows << PLACED_BITS | placed) instead: the full rows taken from the oldest item, and bit i
-    is set if item i + 1 after it is placed. Raises UserError if an item has more rows than a position can count.
+    item is placed, it is -(rows << PLACED_BITS | placed) instead: `rows` is the number of rows that have documents of
+    the oldest item, and bit i of `placed` is set if item i + 1 after it is placed. Raises UserError if an item takes
+    more rows than a position can count.
     """
     item, offset, placed = position[0], max(position[1], 0), 0  # bit i of placed: item i after the oldest is placed
     if position[1] < 0:
@@ -80,7 +82,7 @@ def _leading(item: int, sizes: Sequence[int], offset: int, free: int) -> list[Se
 
 
 def _row_ends(sizes: Sequence[int], length: int) -> list[int]:
-    """Counts the targets of an item taken before each of its rows, and in total."""
+    """Lists the number of targets of an item that are taken before each row that it begins, and at its end."""
     ends = [0]
     while ends[-1] < sum(sizes):
         ends.append(ends[-1] + sum(segment.length for segment in _leading(0, sizes, ends[-1], length)))

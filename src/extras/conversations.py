@@ -42,7 +42,7 @@ _INSTEAD = {
 
 
 class ChatFields:
-    """Extracts record fields for the chat template and the loss; `unused` collects the names of other fields."""
+    """Extracts a record's fields for the chat template and the loss; `unused` collects the names of other fields."""
 
     def __init__(self, inputs: InputSpec, **shown: Any) -> None:
         of = inputs.tokenizer
@@ -54,8 +54,8 @@ class ChatFields:
     def read(self, record: Mapping[str, Any], messages: Sequence[Message], *names: str) -> Conversation:
         """Builds a conversation from messages, read from the record's fields `names`, and the other template variables.
 
-        A template gets the same variables as in transformers. Raises ValueError for an invalid field, or one that other
-        trainers read and MinText does not.
+        A template gets the same variables as in transformers; by version 1 of the data rules, it gets only messages.
+        Raises ValueError for an invalid field, or one that other trainers read and MinText does not.
         """
         if self._rules == 1:
             kept = ({key: each[key] for key in each if key not in _OF_LOSS} for each in messages)
@@ -87,7 +87,7 @@ class ChatFields:
 
 
 def _as_shown(message: Message) -> Message:
-    """Drops nulls, and copies reasoning to the names that templates read."""
+    """Drops nulls, and copies reasoning to the field names that templates read."""
     message = {name: value for name, value in message.items() if value is not None}
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -96,7 +96,8 @@ def _as_shown(message: Message) -> Message:
 class ConversationSource(Source):
     """Reads .jsonl files of conversations, or of prompts with completions. Opening checks all lines.
 
-    The first arguments are as in `DocumentFiles`. Raises UserError for missing files, or a line that is neither.
+    `path` and `key` are as in `DocumentFiles`. Raises UserError for missing files, a file that is not .jsonl, or a
+    malformed line.
     """
 
     reader, expected = "use_sft=true", _EXPECTED
@@ -129,7 +130,7 @@ class ConversationSource(Source):
             raise UserError(f"{files.line_name(file, start)}: {error}") from None
 
     def parse_record(self, record: Any, file: str, start: int) -> Any:
-        """Converts a line's JSON to a conversation; raises ValueError if it is not one."""
+        """Converts a line's JSON to a conversation; raises ValueError if it is not one, or trains on no message."""
         messages, *names = _messages(record)
         chat = self._fields.read(record, messages, *names)
         left_out = list(map(is_left_out, chat.messages))
@@ -154,7 +155,7 @@ class ConversationSource(Source):
 
 
 def _messages(record: Any) -> tuple[Any, ...]:
-    """Returns a line's messages, or its prompt and completion as two messages, and the fields they are from.
+    """Returns a list of messages, from a line's messages or prompt and completion, and the names of the fields read.
 
     Raises ValueError for any other record.
     """
@@ -177,7 +178,10 @@ def _messages(record: Any) -> tuple[Any, ...]:
 
 
 def read_message(message: Any, number: int) -> Message:
-    """Checks that a message has a role and a text, else raises ValueError; other fields go to the chat template."""
+    """Returns a message unchanged, after checking its role and content; `number` is its number in error messages.
+
+    Raises ValueError if it is malformed, or if the assistant says nothing: neither content, reasoning nor tool calls.
+    """
     if not isinstance(message, dict):
         raise ValueError(f'message {number} is not an object: expected {{"role": ..., "content": ...}}')
     role, content = message.get("role"), message.get("content")
@@ -199,9 +203,9 @@ def read_message(message: Any, number: int) -> Message:
 
 
 def is_left_out(message: Message) -> bool:
-    """Tells whether a message has `weight: 0` or `train: false`; raises ValueError for unusable values."""
+    """Tells whether a message has `weight: 0` or `train: false`; raises ValueError for other unsupported values."""
     role, values = message["role"], [message.get(name) for name in _OF_LOSS]
-    if any(value not in (None, 0, role == "assistant") for value in values):  # other roles are never learned
+    if any(value not in (None, 0, role == "assistant") for value in values):  # other roles are never trained on
         said = '"weight" and "train" may be 0 and false, in messages of the assistant also 1 and true'
         raise ValueError(f"{said}: one of the {role} has {values!r:.60}")
     return 0 in values
@@ -210,12 +214,12 @@ def is_left_out(message: Message) -> bool:
 def encode_conversation(
     tokenizer: Tokenizer, conversation: Conversation, completion_only: bool, first: int = 0
 ) -> list[Document]:
-    """Tokenizes a conversation, and marks the ids that count in the loss, starting at the message `first`.
+    """Tokenizes a conversation, and marks the ids that count in the loss.
 
     The tokenizer's chat template formats it. Without a template, a prompt and its completion become bos, prompt,
-    completion, eos. With `completion_only`, only the assistant's tokens count, including the token that ends each turn;
-    a template that rewrites earlier turns then gives a document for each turn of the assistant. Raises UserError for
-    messages without a template, or if the template does not show what the assistant says.
+    completion, eos. With `completion_only`, only the assistant's messages from number `first` on count, including the
+    token that ends each turn; a template that rewrites earlier turns then gives a document for each turn of the
+    assistant. Raises UserError for messages without a template, or if the template does not mark the assistant's turns.
     """
     if conversation.is_pair and tokenizer.chat_template is None:
         prompt, completion = (message["content"] for message in conversation.messages)
@@ -233,7 +237,7 @@ def encode_conversation(
 
 
 def _encode_turns(tokenizer: Tokenizer, conversation: Conversation, first: int) -> list[Document]:
-    """Tokenizes a conversation as the template formats it; the assistant's turns from `first` on count in the loss.
+    """Tokenizes a conversation as the template formats it; the assistant's turns from message `first` on count.
 
     If the template only appends, the result is one document, and a turn is the text added to its prompt. A template
     that rewrites earlier turns gives a document for each turn: its prompt, as the model will see it, and the turn.
@@ -256,10 +260,11 @@ def _encode_turns(tokenizer: Tokenizer, conversation: Conversation, first: int) 
 
 
 def _turn_begin(tokenizer: Tokenizer, messages: tuple[Message, ...], shown: Shown, prompt: str, text: str) -> int:
-    """Finds where the last message, the assistant's, begins in the template's `text` of a conversation.
+    """Returns the index in `text`, the rendered conversation, at which its last message, the assistant's, begins.
 
-    Some templates format earlier messages differently once the answer is there: Mistral's leaves out the system
-    message. In that case, search for the message before the answer, with the text that follows it in the prompt.
+    Some templates format earlier messages differently once the answer follows: Mistral's leaves out the system
+    message. In that case, search for the message before the answer, with the text that follows it in the prompt. Raises
+    UserError if it is not found.
     """
 
     def content_begin(messages: Sequence[Message], add_generation_prompt: bool) -> int:
@@ -281,15 +286,17 @@ def _turn_begin(tokenizer: Tokenizer, messages: tuple[Message, ...], shown: Show
 
 
 def _document(tokenizer: Any, text: str, turns: list[tuple[int, int]]) -> Document:
-    """Tokenizes a text; the ids of characters in a turn, [begin, end) in the text, count in the loss."""
+    """Tokenizes a text; only ids that overlap a turn count in the loss, up to and including its last stop token.
+
+    `turns` are ranges of characters, [begin, end). Raises UserError if a turn has words after its last stop token.
+    """
     ids, spans = tokenizer.encode_with_spans(text)
     stops = np.isin(ids, list(tokenizer.stop_ids))
     loss_mask = np.zeros(len(ids), bool)
     for begin, end in turns:
         in_turn = (spans[:, 0] < end) & (spans[:, 1] > begin)
         ends = np.flatnonzero(in_turn & stops)
-        # A template may write a newline after the token that ends the turn: a model that stops there never generates
-        # it.
+        # A template may write a newline after the stop token: don't train on it, since generation stops before it.
         if len(ends):
             if rest := text[spans[ends[-1], 1] : end].strip():
                 raise UserError(

@@ -22,7 +22,7 @@ LEFT_OPEN = re.compile(r"=(NAME|FOLDER|FILE|TEXT)\b")  # in the table: values th
 
 
 class Hint(NamedTuple):
-    """An answer to another trainer's key: whether it is accepted (without effect), and a sentence that explains it."""
+    """An answer to another trainer's key: whether it is accepted, without effect, and a sentence that explains it."""
 
     accepted: bool
     sentence: str
@@ -36,7 +36,7 @@ class Renamed(NamedTuple):
     template: str | dict[str, str]
 
     def hint(self, key: str, value: Any) -> Hint:
-        """Answers `key`=`value`."""
+        """Says what to type instead of `key`=`value`; accepts an empty value, or one with nothing to type instead."""
         typed, certain = _fill(self.template, value)
         words, _, note = typed.partition("  # ")
         if not typed or value in NOTHING:
@@ -53,7 +53,7 @@ class Explained(NamedTuple):
     accepted: Any
 
     def hint(self, key: str, value: Any) -> Hint:
-        """Answers `key`=`value`."""
+        """Explains what `key` means here; accepts `key`=`value` if `accepted` allows the value."""
         program, why, accepted = self
         if accepted == "...":
             return Hint(True, f"{program}'s {key} has no effect here: {why}")
@@ -66,13 +66,16 @@ class Explained(NamedTuple):
 
 @functools.cache
 def read_table() -> dict[str, dict[str, Any]]:
-    """Reads migration_hints.yml, which describes its tables, by program; two more are of mesh axes and XLA flags."""
+    """Returns the tables of migration_hints.yml, by program, and the tables `MESH_AXES` and `RETIRED_FLAGS`.
+
+    The file's head describes the tables.
+    """
     return read_file(TABLE)
 
 
 @functools.cache
 def known_names() -> dict[str, Renamed | Explained]:
-    """Collects the names of all programs, and what each means here."""
+    """Maps the names of all programs' keys, some of them fnmatch patterns, to what each means here."""
     names: dict[str, Renamed | Explained] = {}
     for program, table in read_table().items():
         names |= {name: Renamed(program, template) for name, template in table.get("names", {}).items()}
@@ -84,7 +87,7 @@ def known_names() -> dict[str, Renamed | Explained]:
 
 
 def migration_hint(key: str, value: Any) -> Hint | None:
-    """Returns an answer to `key`=`value`, a parsed value, if `key` is another trainer's name; else None."""
+    """Returns the answer to `key`=`value` (parsed) if `key` is another trainer's name; else None."""
     names = known_names()
     name = key if key in names else next((name for name in names if fnmatch.fnmatchcase(key, name)), None)
     return names[name].hint(key, value) if name else None
@@ -141,7 +144,10 @@ def environment_notes(variables: Iterable[str]) -> list[str]:
 
 
 def _fill(template: str | dict[str, str], value: Any) -> tuple[str, bool]:
-    """Fills the value into `template`, and tells if that is certain; an unknown value gives all answers of a dict."""
+    """Returns the words to type for `value`, and whether they are certain: complete, and meant for this value.
+
+    A value that a dict lacks gives all of the dict's answers.
+    """
     if isinstance(template, dict):
         # Pax's files contain Python such as jnp.bfloat16 and layers.GELU.
         bare = Plain(_spell(value).rpartition(".")[2])
@@ -167,7 +173,7 @@ def _spell(value: Any) -> str:
 
 
 def corrected_command(argv: Sequence[str], load: Callable[[Sequence[str]], object]) -> str:
-    """Suggests the whole corrected command as a line, or "" unless `load` accepts it."""
+    """Suggests the whole corrected command as a line; "" if nothing changes, or if `load` rejects it."""
     words = [corrected for word in joined(argv) for corrected in _corrected(word)]
     words += _implied(argv, {word.partition("=")[0] for word in words})
     files = [word for word in words if "=" not in word]  # the last one is a recipe that a word expands to

@@ -1,4 +1,4 @@
-"""Says in words how many conversations of a run are cut, and which of their tokens count in the loss."""
+"""Describes how many conversations of a run are cut, and which of their tokens count in the loss."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ _CONVERSATIONS_LOOKED_AT = 256  # of each source
 
 
 def describe_conversations(inputs: InputSpec, data: TrainData) -> str:
-    """Says how many conversations are cut and what counts in the loss, judging by the first ones of each source."""
+    """Describes in a sentence how many of the first conversations are cut, and which tokens count in the loss."""
     looked_at = cut = rewritten = endless = 0
     assert inputs.tokenizer
     stops = list(inputs.tokenizer.stop_ids)

@@ -19,7 +19,10 @@ _TRACES = Path("/tmp/debugging")
 
 @contextlib.contextmanager
 def written(keys: Diagnostics) -> Generator[None]:
-    """Writes the stacks while the body runs; raises UserError if they cannot be written."""
+    """Writes the stacks to stderr, or with `stack_trace_to_cloud` to files, while the body runs.
+
+    Raises UserError if the files cannot be written, or if an earlier run in this process is still closing its traces.
+    """
     if any(thread.name == "cloud-tpu-diagnostics" for thread in threading.enumerate()):
         raise UserError("collect_stack_trace=true, but this process's last run is closing its traces: start another")
     with contextlib.ExitStack() as exits:
@@ -47,7 +50,7 @@ def written(keys: Diagnostics) -> Generator[None]:
 
 
 def _begin_cloud_tpu_diagnostics(interval: int, exits: contextlib.ExitStack) -> None:
-    """Has the package write the main thread's stack on SIGUSR1, which it sends at the interval; `exits` end it."""
+    """Makes the package write the main thread's stack every `interval` seconds, by SIGUSR1; `exits` end it."""
     from cloud_tpu_diagnostics import configuration, diagnostic
 
     traces = configuration.stack_trace_configuration.StackTraceConfig(True, True, interval)
@@ -57,6 +60,6 @@ def _begin_cloud_tpu_diagnostics(interval: int, exits: contextlib.ExitStack) -> 
     exits.callback(signal.signal, signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
     context.__enter__()  # exited in a thread, because exiting waits for the interval to end
     exits.callback(threading.Thread(None, context.__exit__, "cloud-tpu-diagnostics", (None,) * 3, daemon=True).start)
-    # It registers with faulthandler below its own handler, so another registration would not be called.
+    # The package registers with faulthandler below its own handler, so another registration would not be called.
     faulthandler.unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))

@@ -56,7 +56,7 @@ class Tracking:
     def __init__(self, report_to: tuple[str, ...]) -> None:
         """Raises UserError if a package or MLflow's address is missing."""
         self.stopped_by = 0  # the signal that ended the run early
-        self.lacks_evaluation = False  # whether the last step does; the resumed run computes it
+        self.lacks_evaluation = False  # whether the last step's evaluation is still to come, in the resumed run
         self._names, self._followers = report_to, list[_Follower]()
         for name in report_to:
             spec = find_spec(name)
@@ -113,7 +113,7 @@ class _Follower(threading.Thread):
         self._last = 0  # the last step in metrics.jsonl
         self.has_told = False  # whether the tracker's failure was reported
         self.ended, self.exit_code = threading.Event(), 0  # the end of the run, and its exit code
-        self.is_whole = False  # whether the last step has all its lines
+        self.is_whole = False  # whether metrics.jsonl has all lines of the last step
 
     def run(self) -> None:
         """Follows the run; reports the first failure, and retries periodically, the last time when the run ends."""
@@ -142,7 +142,7 @@ class _Follower(threading.Thread):
             while not ended:
                 ended = self.ended.wait(self._interval)
                 if not names(self._folder.local / "metrics.jsonl", file):
-                    raise FileNotFoundError("metrics.jsonl was deleted or replaced")  # it is opened again
+                    raise FileNotFoundError("metrics.jsonl was deleted or replaced")  # `run` opens it again
                 self._read(file, steps)
                 # A step is complete once another has begun. The last one before an error may lack its evaluation, which
                 # the resumed run computes and then sends.
@@ -203,7 +203,7 @@ def _trained_by(keys: Mapping[str, Any]) -> str:
 
 
 class _Wandb(_Follower):
-    """Weights & Biases, with project, entity and mode from its own environment variables."""
+    """Sends metrics to Weights & Biases; its environment variables set the project, entity and mode."""
 
     _run: Any = None
 
@@ -214,7 +214,7 @@ class _Wandb(_Follower):
             try:
                 self._run.finish()
             except Exception:
-                # W&B's own process is gone. This makes it start another one, and raises the same.
+                # W&B's own process is gone. This makes it start another one, and raises the same error again.
                 with contextlib.suppress(Exception):
                     wandb.teardown()
         # Silent: without an API key it would ask for one on the terminal, in the middle of a run. Both timeouts also
@@ -248,10 +248,10 @@ class _Wandb(_Follower):
 
 
 class _Mlflow(_Follower):
-    """MLflow, with server and experiment from its own environment variables."""
+    """Sends metrics to MLflow; its environment variables set the server and the experiment."""
 
     def _begin(self, keys: Mapping[str, Any]) -> Saved:
-        # Its default, 7, takes minutes; this thread retries itself.
+        # By default MLflow retries 7 times, which takes minutes; this thread retries itself.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         import mlflow
         from mlflow.entities import Param, RunTag
@@ -281,7 +281,7 @@ class _Mlflow(_Follower):
         ordered = [(key, step) for step, values in steps.items() for key in sorted(values, key=RATE.__eq__)]
         # With other characters in a name, MLflow rejects the whole batch.
         named = [(re.sub(r"[^\w./ :-]", "_", key), steps[step][key], step) for key, step in ordered]
-        # A failed request, or a kill, may have left part of a step there.
+        # A failed request, or a kill, may have left a part of a step on the server.
         new = [Metric(key, value, now, step) for key, value, step in named if step > self._last_steps.get(key, 0)]
         for begin in range(0, len(new), MAX_METRICS):
             self._client.log_batch(self._id, metrics=new[begin : begin + MAX_METRICS])

@@ -17,14 +17,15 @@ from src.system.errors import UserError, counted, first_few
 def load_by_rules(
     rules: Sequence[Mapping[str, str]], tree: Tree, axes: Tree, ema: bool = False
 ) -> tuple[Tree, list[dict[str, Any]], list[str]]:
-    """Loads the weights of `tree` that match `load_weights_rules`, each by the first matching rule, each path once.
+    """Loads the weights of `tree` that match `load_weights_rules`, each by the first rule that matches it.
 
-    `tree` and `ema` are as in `load_weights`. Returns the weights; the meta of each path that provided a weight with a
-    vocabulary axis, by its logical `axes`; messages. Raises UserError for a rule that matches no remaining weight, for
-    a missing name, and as `load_weights` does.
+    Each rule's path is read once. `tree` and `ema` are as in `load_weights`; `axes` are the logical axes of the weights
+    in `tree`. Returns only the matching weights; the meta of each path that provided a weight with a vocabulary axis;
+    messages. Raises UserError for a rule that matches no remaining weight or gives two weights one name, for a name
+    that its path lacks or has with another shape, and as `load_weights` does.
     """
     leaves, axes_of, metas, messages = by_path(tree), by_path(axes), [], []
-    sources: dict[str, dict[Any, str]] = {}  # by path: the weights to load and their names there
+    sources: dict[str, dict[Any, str]] = {}  # path -> the weights to load from it, with their names there
     taken: set[Any] = set()
     loaded: dict[Any, jax.Array] = {}
     for rule in rules:
@@ -59,7 +60,7 @@ def load_by_rules(
 
 
 def _load_named(path: str, wanted: Tree, tree: Tree, ema: bool) -> Restored:
-    """Loads the weights with these dotted names; a Hugging Face folder must have all of `tree`."""
+    """Loads the weights `wanted`, by dotted name; a Hugging Face folder must have all of `tree`, which is read."""
     if hf_folder(path):
         arrays, meta, messages = load_weights(path, tree, ema)
         arrays = {dotted(where): array for where, array in by_path(arrays).items()}

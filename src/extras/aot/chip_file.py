@@ -44,14 +44,17 @@ def shipped_names() -> list[str]:
 
 
 def find(name: str) -> Path | None:
-    """Returns the file that a topology's name means, if any."""
+    """Returns the path that a topology's `name` is or, for a shipped file's name, stands for; None for other names."""
     if name.endswith((".yml", ".yaml")):
         return Path(name)
     return FOLDER / f"{name}.yml" if name.lower() in shipped_names() else None
 
 
 def read(path: Path) -> Hardware:
-    """Reads a file, and declares its peak rates for this process; raises UserError for a missing or wrong value."""
+    """Reads a file, and registers its peak rates and compiler properties for this process.
+
+    Raises UserError if there is no such file, or if an entry is unknown, missing or wrong.
+    """
     from src.config.yaml import parse  # here, because scripts/gke.sh may run where YAML is not installed
 
     if not path.is_file():
@@ -95,7 +98,11 @@ def _text(entries: Mapping[str, Any], key: str, what: str, path: Path) -> str:
 
 
 def _number(entries: Mapping[str, Any], key: str, what: str, path: Path, usual: str = "") -> float:
-    """Reads a number; `usual` is an H100's, which tells a wrong unit."""
+    """Reads the number of an entry, described by `what`.
+
+    Raises UserError unless it is above 0 and, if `usual` is given, within a factor of `PLAUSIBLE` of `usual`, an H100's
+    value: otherwise its unit is probably wrong.
+    """
     from src.config.yaml import literal
 
     value = literal(entries[key]) if isinstance(entries.get(key), str) else None

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 sys.path.append(str(Path(sys.prefix) / "aot"))  # last, so that packages for this machine's own accelerator come first
-# A process can use one CUDA plugin, and JAX would take whichever it loads first: block the bundled one.
+# A process can use one CUDA plugin, and JAX would take whichever it loads first: block setup.sh's, for CUDA 12.
 if find_spec("jax_cuda13_plugin"):
     plugin: Any = SimpleNamespace(initialize=lambda: None)
     sys.modules["jax_plugins.xla_cuda12"] = plugin

@@ -1,4 +1,4 @@
-"""Creates abstract devices for hardware this machine does not have: compilers accept them, but nothing can run."""
+"""Creates devices to compile for. TPUs and GPUs are abstract: compilers accept them, but no program can run on them."""
 
 import os
 from importlib import metadata
@@ -45,9 +45,9 @@ _GPUS = {
 def abstract_devices(topology: Topology) -> list[jax.Device]:
     """Returns a topology's JAX devices in the order they have on the real hardware.
 
-    From then on JAX itself runs on this machine's CPU, so nothing may have been computed before. The devices of a `cpu`
-    topology are real, and are all the devices of this process. Raises UserError if their compiler is not installed, or
-    if this process already has another number of CPU devices.
+    Call it before JAX computes anything: it makes JAX itself run on this machine's CPU. The devices of a `cpu` topology
+    are real, and are all the devices of this process. Raises UserError if the compiler for the devices is not
+    installed, if XLA lacks a GPU's properties, or if this process already has another number of CPU devices.
     """
     # Otherwise JAX would claim an accelerator, or complain that there is none.
     jax.config.update("jax_platforms", "cpu")

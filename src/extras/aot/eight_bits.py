@@ -13,16 +13,18 @@ from src.system.errors import UserError, first_few, say
 
 
 def compiled(traced: TracedTrainStep) -> jax.stages.Compiled:
-    """Compiles a run's step; raises UserError if `check` fails."""
+    """Compiles a run's step; raises UserError as `check` does."""
     program = traced.jax_traced.lower().compile()
     check(program, traced.plan)
     return program
 
 
 def check(program: jax.stages.Compiled, plan: StepPlan) -> None:
-    """Raises UserError unless the matmuls that a plan quantizes run in 8 bits; CPUs never do and are not checked.
+    """Raises UserError unless the matmuls that a plan quantizes run in 8 bits, both forward and backward.
 
-    A program that comes from the compilation cache has no text on some backends, and cannot be checked.
+    With a frozen weight among them, backward ones may be absent. Nothing is checked on CPUs, which never use 8 bits,
+    nor, with a line for the user, if the program lacks its text, as one from the compilation cache does on some
+    backends.
     """
     kind = plan.quantization.kind
     if not kind or plan.layout.platform == "cpu":
@@ -47,11 +49,12 @@ def check(program: jax.stages.Compiled, plan: StepPlan) -> None:
 
 
 def matmuls(text: str) -> list[tuple[str, str, bool]]:
-    """Lists the matmuls that low_precision.py makes in a program: model line, implementation, and whether in 8 bits.
+    """Lists a program's matmuls with `SCOPE` in op_name: op_name, implementation, and whether they run in 8 bits.
 
-    cuBLASLt has a call for float8 matmuls, and cuDNN one for blocked formats. On GPUs, Triton computes matmuls within
-    fusions, and multiplies float8 as float16. On TPUs, matmuls are convolutions, and a TPU7x computes them in float8. A
-    TPU kernel takes two arrays of codes, their scales, and the group offsets.
+    A matmul counts as 8-bit if it is cuBLASLt's call for float8 ($f8) or cuDNN's call for blocked formats
+    ($blockScaledDot); if exactly two of its operands are int8, as in a TPU kernel, which also takes scales and group
+    offsets; or if it is a convolution of float8 operands, a matmul on a TPU7x. A `dot` of float8 operands does not
+    count: on GPUs, Triton computes it within a fusion, as float16.
     """
     result = []
     for computation in parse(text)[0].values():

@@ -47,7 +47,7 @@ _CALLS = {
 class Collective:
     """A collective operation of a step as one device sees it; bytes are per execution.
 
-    An operation whose groups span several devices of several slices or hosts is listed twice, once for each network.
+    An operation that uses both networks, within slices or hosts and between them, is listed once for each.
     """
 
     kind: str  # a key of RING_SHARE
@@ -56,8 +56,8 @@ class Collective:
     times: int  # executions per step, excluding loops whose trip count depends on the data
     whole_bytes: int  # of the gathered, reduced or exchanged array; for a permute, what a device sends
     sent_bytes: int  # sent by a device over this network
-    links: float = 1.0  # share of a device's links on this network that lead to others of its group
-    per_round: int = 0  # additional executions per step if each of those loops runs once
+    links: float = 1.0  # fraction of a device's links on this network that its group uses
+    per_round: int = 0  # additional executions per step if each loop left out of `times` runs once
     name: str = field(default="", compare=False)  # the instruction's name
     dtype: str = field(default="", compare=False)  # as HLO spells it: bf16
     asynchronous: bool = field(default=False, compare=False)  # whether other instructions may run at the same time
@@ -83,7 +83,7 @@ Computation = Mapping[str, Instruction]  # by name
 
 
 def collectives(text: str, mesh: Mesh) -> list[Collective]:
-    """Lists the collectives in a compiled program's text, one entry per instruction.
+    """Lists the collectives in a compiled program's text, one entry per instruction and network.
 
     `mesh` has the devices in the order of the program's partitions. Some loops have no trip count in the program, such
     as the windows that only unevenly routed experts need; for them `per_round` counts one iteration. Every branch of a
@@ -102,7 +102,7 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
             kind, groups, whole = _between_slices(instruction, computations[computation], mesh_map)
         elif kind in RING_SHARE and not _continues(instruction, computations[computation]):
             groups = mesh_map.numbers(_groups(instruction.attributes, mesh_map.partitions))
-            # An asynchronous collective has the type (input, output, ...).
+            # An asynchronous collective, except an all-reduce, has the type (input, output, ...).
             is_pair = instruction.opcode.endswith("-start") and kind != "all-reduce"
             whole = type_bytes(_TYPE.findall(instruction.type[1:-1])[1] if is_pair else instruction.type)
             if kind == "reduce-scatter":
@@ -124,7 +124,7 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
 
 
 def parse(text: str) -> tuple[Mapping[str, Computation], str]:
-    """Parses a module into its computations and the name of its entry computation."""
+    """Parses the text of an HLO module into its computations and the name of the entry computation."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -144,9 +144,10 @@ def parse(text: str) -> tuple[Mapping[str, Computation], str]:
 def executed(
     computations: Mapping[str, Computation], name: str, times: int = 1, with_unknown: int = 1
 ) -> Iterator[tuple[str, Instruction, int, int]]:
-    """Yields (computation, instruction, executions, executions) for all that `times` runs of a computation execute.
+    """Yields (computation, instruction, count, count) for the computation `name` and, recursively, those it calls.
 
-    Loops without a known trip count run zero times in the first count, and once in the second.
+    The counts are the instruction's executions if `name` runs `times` and `with_unknown` times. Loops without a known
+    trip count run zero times in the first count, and once in the second.
     """
     for instruction in computations[name].values():
         yield name, instruction, times, with_unknown
@@ -216,7 +217,7 @@ def type_bytes(types: str) -> int:
 
 
 def found(pattern: str | re.Pattern[str], text: str) -> re.Match[str]:
-    """Searches for what XLA always writes."""
+    """Returns the first match of a pattern that XLA always writes."""
     match = re.search(pattern, text)
     assert match, f"no {pattern} in {text}"
     return match
@@ -267,7 +268,7 @@ def _mesh_groups(text: str) -> np.ndarray:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Expands [4,2]T(1,0): 0, 1, 2, ... reshaped to these dims, then transposed and flattened."""
+    """Expands [4,2]T(1,0): the numbers 0 to 7, reshaped to [4, 2], transposed with the order (1, 0), and flattened."""
     dims, order = found(r"^\[(.*?)\](?:T\((.*?)\))?", text).groups()
     ids = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
     return ids.transpose(_ints(order) if order else None).ravel()
@@ -276,8 +277,9 @@ def _iota(text: str) -> np.ndarray:
 def _between_slices(send: Instruction, computation: Computation, mesh_map: "_MeshMap") -> tuple[str, np.ndarray, int]:
     """Returns kind, groups and bytes of a collective between TPU slices, which another runtime (Megascale) runs.
 
-    Each group lists device ids; {1,2}x{0:255} stands for one group per number from 0 to 255, with the devices of that
-    number in slices 1 and 2. A device's id is 100000 times its slice plus that number.
+    Groups, [groups, n], have device numbers in the mesh. The text has device ids, 100000 times the slice plus a number
+    in the slice; {1,2}x{0:255} stands for a group for each number from 0 to 255, with the devices of that number in
+    slices 1 and 2.
     """
     target, kind = found(
         r'_xla_megascale_target="?(.*?)"?,_xla_megascale_transfer_type="(\w+)"', send.attributes
@@ -352,8 +354,8 @@ class _MeshMap:
     def _shares(self, kind: str, groups: np.ndarray) -> tuple[float, float]:
         """Returns the fractions of a device's sent bytes that stay in its slice or host, and that leave it."""
         domains = self.domains[groups]
-        near = (domains == domains[:, :1]).sum(1)  # per group, devices in the domain of its first device
-        if kind == "collective-permute":  # a device sends everything one way: check if any goes that way
+        near = (domains == domains[:, :1]).sum(1)  # [groups]: devices in the slice or host of the group's first
+        if kind == "collective-permute":  # a pair uses one network; the permute uses each that some pair uses
             return float((near == groups.shape[1]).any()), float((near < groups.shape[1]).any())
         return network_shares(kind, groups.shape[1], int(near.max()))
 
@@ -370,6 +372,6 @@ class _MeshMap:
             for along, size, ring in zip(where[0].T.tolist(), shape, (*rings, False), strict=False)
         ]  # of the first group: the others are as large
         used = float((where != where[:, :1]).any()) if kind == "collective-permute" else sum(shares)
-        # The two devices of a TPU7x chip share a link that is as fast as the chip's six other links together
-        # (docs.cloud.google.com/tpu/docs/tpu7x).
+        # A group within one TPU7x chip uses no link of the torus: the link between the chip's two devices is as fast as
+        # its six others together (docs.cloud.google.com/tpu/docs/tpu7x).
         return used / (sizes > 1).sum() if used else 1.0

@@ -37,14 +37,14 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Peak bytes: saved activations, plus either the logits (in the loss) or a block's backward pass."""
+        """Peak bytes: arguments, saved activations, and either the logits (in the loss) or a block's backward pass."""
         saved, logits = self.temporaries[SAVED], self.temporaries[LOGITS]
         block = sum(self.temporaries.values()) - saved - logits
         return sum(self.arguments.values()) + saved + max(logits, block)
 
 
 def memory(traced: TracedTrainStep) -> Memory:
-    """Computes a step's memory from its shapes, shardings and traced program, without what the compiler adds."""
+    """Computes a step's memory from its shapes, shardings and traced program, without the compiler's own buffers."""
     plan, jaxpr = traced.plan, traced.jax_traced.jaxpr.jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # the compiled program drops unused arguments
     leaves, tree = jax.tree.flatten((traced.state, traced.batch, traced.hparams))
@@ -89,9 +89,9 @@ def scores_bytes(traced: TracedTrainStep) -> int:
 def attention_workspace(
     spec: ModelSpec, execution: Execution, kernel: str, layout: MeshLayout, rows: int, length: int, packed: bool
 ) -> int:
-    """Returns the bytes of the fused kernel's workspace, which a compiler without a GPU does not count.
+    """Returns the bytes of cuDNN's workspace on a device, which a compiler without a GPU does not count.
 
-    `rows` are the sequences of a micro-batch.
+    0 for kernels other than cudnn_flash. `rows` is the number of sequences in a micro-batch, over all devices.
     """
     if kernel != "cudnn_flash":
         return 0
@@ -108,7 +108,7 @@ def attention_workspace(
 
 
 def device_bytes(tree: Any, on_host: bool = False) -> int:
-    """Counts the bytes of one device's shards, in its memory or in host memory; replicated arrays count in full."""
+    """Counts the bytes of one device's shards, in its own or (`on_host`) in host memory; replicated arrays in full."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
@@ -119,7 +119,7 @@ def device_bytes(tree: Any, on_host: bool = False) -> int:
 
 
 def _saved_bytes(traced: TracedTrainStep) -> int:
-    # Layers that are not scanned count as nothing.
+    # Only scanned layers are counted: loops stack their arrays.
     schedule, total = traced.plan.execution.schedule, 0
     for array in stored_in_forward(traced.jax_traced.jaxpr.jaxpr):
         shape = array.shape[1:]  # without the loop dim; a pipeline loops over iterations, and inside over layers
@@ -131,17 +131,17 @@ def _saved_bytes(traced: TracedTrainStep) -> int:
 
 
 def stored_in_forward(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yields the arrays on the device that loops stack, one entry an iteration, for the reversed loops to read."""
+    """Yields the abstract arrays in device memory that loops stack, an entry per iteration, and reversed loops read."""
     return (array for array in _saved(jaxpr, set()) if array.memory_space == jax.memory.Space.Device)
 
 
 def stored_in_backward(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yields the outputs of matmuls and kernels in one iteration of each reversed loop."""
+    """Yields the abstract outputs of matmuls and kernels in one iteration of each reversed loop."""
     return (array for body in _backward_bodies(jaxpr) for array in _matmuls(body))
 
 
 def _shards(traced: TracedTrainStep, shape: tuple[int, ...]) -> int:
-    """Returns an array's number of shards: of a weight, or an activation with its batch, tokens, heads or units."""
+    """Infers an array's number of shards from its shape: a weight's, or an activation's [rows, length, ...]."""
     layout, spec = traced.plan.layout, traced.plan.spec
     if not _is_activation(traced, shape):
         return layout.shards("embed")
@@ -177,7 +177,7 @@ def _rows(traced: TracedTrainStep) -> set[int]:
 
 
 def _saved(jaxpr: Jaxpr, stacked: set[Any]) -> Iterator[Any]:
-    """Yields the arrays that loops stack and reversed loops read; `stacked` are the ones seen so far."""
+    """Yields the arrays that loops stack and reversed loops read; adds stacked variables to `stacked` on the way."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
             body = equation.params["jaxpr"].jaxpr
@@ -196,7 +196,7 @@ def _saved(jaxpr: Jaxpr, stacked: set[Any]) -> Iterator[Any]:
 
 
 def _per_iteration(outside: Sequence[Any], within: Sequence[Any]) -> Iterator[Any]:
-    """Returns the loop variables that have one entry per iteration."""
+    """Yields a loop's outer variables with one entry per iteration: their shape differs from the one within."""
     return (var for var, entry in zip(outside, within, strict=True) if var.aval.shape != entry.aval.shape)
 
 
@@ -207,7 +207,7 @@ def _follow(variables: set[Any], old: Sequence[Any], new: Sequence[Any]) -> None
 
 
 def _block_bytes(traced: TracedTrainStep) -> int:
-    """Returns the most bytes of matmul and kernel outputs in one iteration of a reversed loop, with gradients."""
+    """Returns a device's bytes of matmul and kernel outputs in an iteration of the reversed loop with the most."""
     blocks = [
         sum(
             array.size * array.dtype.itemsize // _shards(traced, array.shape)

@@ -2,7 +2,7 @@
 
 By default the scheduler estimates latencies. PGLE measures them in a run: `pgle=collect` writes a profile, and
 `pgle_profile` compiles with it; with `pgle=auto` JAX does both in one run. XLA silently ignores a profile that it
-cannot read or that belongs to another program, so the file names its program.
+cannot read or that belongs to another program, so the file also describes its program, and a mismatch is an error.
 """
 
 import hashlib
@@ -39,11 +39,12 @@ Step = Callable  # called with (state, batch, hparams), as `train_step` is
 
 
 def chosen_step(keys: Aot, traced: TracedTrainStep, header: Header, folder: epath.Path, exits: ExitStack) -> Step:
-    """Returns the run's step: loaded from a file, or compiled here as `pgle` and `pgle_profile` say.
+    """Returns the run's step: loaded from `compiled_trainstep_file`, or compiled as `pgle` and `pgle_profile` say.
 
-    `folder` is the run's folder; `exits` collects what to close when the run ends. Raises UserError if a file belongs
-    to another program than `header` describes, if PGLE is requested without a GPU, or if a matmul is wider than
-    `quantization` asks for.
+    With `pgle=auto`, JAX compiles it in its first calls. With `pgle=collect`, it writes a profile into the run's
+    `folder`, and `exits` ends an incomplete one. Raises UserError if both a step and a profile are given, if a file
+    cannot be read or belongs to another program than `header` describes, if PGLE is requested on another platform than
+    GPU, or if a matmul that `quantization` selects has more than 8 bits.
     """
     if keys.compiled_trainstep_file and keys.pgle_profile:
         raise UserError(
@@ -80,14 +81,14 @@ def check_platform(keys: Aot, platform: str) -> None:
 
 
 def options(path: str, header: Header) -> dict[str, bytes]:
-    """Builds the compiler option for the profile at `path`; raises UserError if it belongs to another program."""
+    """Builds the compiler option for the profile at `path`; raises UserError as `read_file` does."""
     return {"fdo_profile": read_file(PROFILE_FILE, path, header)}
 
 
 def check_used(path: str, option: Mapping[str, bytes], text: str) -> None:
-    """Raises UserError if the compiled `text` has fewer than half of the instructions timed in the profile."""
+    """Reports how many of a profile's instructions the compiled `text` has; raises UserError if fewer than half."""
     names = set(profiled(option["fdo_profile"]))
-    # The profiler prefixes names with the program's digest before scheduling; XLA ignores other digests.
+    # The profiler prefixes names with a digest of the program before scheduling; XLA ignores names with another.
     digest = re.search(r'fingerprint_before_lhs="(\w+)"', text)
     instructions = {name.removeprefix(f"{digest[1]}::") for name in names} if digest else names
     used = sum(f"%{name} = " in text for name in instructions)
@@ -107,12 +108,15 @@ def profiled(profile: bytes) -> Iterator[str]:
 
 
 def _fields(message: bytes) -> UnknownFieldSet:
-    """Parses the fields of a protocol buffer without its declaration."""
+    """Parses the fields of a protocol buffer message without its declaration."""
     return UnknownFieldSet(empty_pb2.Empty.FromString(message))
 
 
 def _automatic(train_step: Step) -> Step:
-    """Wraps the step so that JAX profiles its first calls, then compiles it again with the measured times."""
+    """Wraps the step so that JAX profiles its first calls, then compiles it again with the measured times.
+
+    The wrapped step raises UserError if the profile is empty.
+    """
     messages: list[str] = []
 
     def step(*arguments):  # noqa: ANN002, ANN202
@@ -136,7 +140,11 @@ def _automatic(train_step: Step) -> Step:
 
 
 class _Collector:
-    """A step without command buffers, which hide kernels from the profiler; process 0 profiles some of its calls."""
+    """A compiled step; process 0 profiles `PGLE_STEPS` of its calls, after the first, and writes the profile to `path`.
+
+    It is compiled without command buffers, which would hide kernels from the profiler. The last profiled call raises
+    UserError if the profile is empty or can't be written.
+    """
 
     def __init__(self, lowered: jax.stages.Lowered, header: Header, path: epath.Path) -> None:
         self.program = lowered.compile({"xla_gpu_enable_command_buffer": ""})
@@ -157,7 +165,7 @@ class _Collector:
         return result
 
     def close(self) -> None:
-        """Stops a profile whose steps did not all run, because the run resumed near its end or was stopped."""
+        """Ends a profile that is incomplete because the run ended early, and reports that no profile was written."""
         if 0 < self._calls <= PGLE_STEPS:
             if self._calls > 1 and jax.process_index() == 0:
                 jax.profiler.stop_trace()

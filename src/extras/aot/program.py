@@ -62,8 +62,8 @@ PICKLED = frozenset((
 ))
 # fmt: on
 
-# JAX settings that change how it compiles a step. Of the settings that change tracing, which the program's digest also
-# sees, only those that users set.
+# JAX settings that change how a step is compiled; and, among the settings that change tracing, which the program's
+# digest also covers, the ones that users set.
 # fmt: off
 JAX_SETTINGS = (
     "jax_disable_most_optimizations", "jax_exec_time_optimization_effort", "jax_memory_fitting_effort",
@@ -92,10 +92,10 @@ COMPARED = ("devices", "mesh", "versions", "compiler_options", "environment", "j
 
 
 def header(traced: TracedTrainStep, *sections: Model | Step | BatchKeys | Mesh) -> Header:
-    """Builds the header: everything a step's program depends on, as a JSON object.
+    """Builds the header, a JSON object: everything that a step's program depends on.
 
-    `program` is the digest of the traced step, which any change of MinText's code or of a key changes; `config`, the
-    keys of the config's `sections`, only serves to explain such a change.
+    `program` is a digest of the traced step, which changes with MinText's code and with keys; `config`, the keys of the
+    config's `sections`, only explains why two digests differ.
     """
     mesh = traced.plan.layout.mesh
     devices = list(mesh.devices.flat)
@@ -191,7 +191,10 @@ def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
 
 
 def load(path: str, header: Header, traced: TracedTrainStep) -> jax.stages.Compiled:
-    """Loads the program at `path`, to be called like `traced.train`; raises UserError if it does not match `header`."""
+    """Loads the program at `path`, to be called like `traced.train`.
+
+    Raises UserError as `read_file` does, or if the program is not a step or does not load on these devices.
+    """
     where = f"compiled_trainstep_file={path}"
     program = read_file(STEP_FILE, path, header)
     # Use the mesh's order: JAX defaults to the devices' own order, and a mesh in another order would crash the process.
@@ -211,7 +214,7 @@ def load(path: str, header: Header, traced: TracedTrainStep) -> jax.stages.Compi
 
 
 class _Unpickler(serialize_executable._JaxPjrtUnpickler):
-    """JAX's unpickler, which fills in devices and the program; it only accepts the names a step is made of."""
+    """JAX's unpickler, which fills in devices and the program; raises UnpicklingError for names not in `PICKLED`."""
 
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" not in PICKLED:
@@ -226,7 +229,10 @@ def write_file(kind: FileKind, path: str, header: Header, content: bytes) -> Non
 
 
 def read_file(kind: FileKind, path: str, header: Header) -> bytes:
-    """Reads a file from `write_file`; raises UserError if it is foreign, damaged, or does not match `header`."""
+    """Returns the content of a file that `write_file` wrote.
+
+    Raises UserError if the file cannot be read, is of another kind or version, is damaged, or does not match `header`.
+    """
     where, not_loaded = f"{kind.key}={path}", f"It is not loaded; {kind.maker} writes one."
     try:
         whole = epath.Path(path).expanduser().read_bytes()

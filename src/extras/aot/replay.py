@@ -1,8 +1,9 @@
-"""Replays the schedule of a GPU program on two streams, one for compute and one for communication.
+"""Estimates a step's time by replaying a GPU program's schedule on two streams, for compute and for communication.
 
-The compiler's order shows what runs during a collective, which a roofline (roofline.py) can only assume. Matmuls are
-timed by their operations, everything else by its bytes, and collectives by the bytes sent, each at the rates
-of the best kernels. If the next instruction needs the result of a collective, the compute stream waits for it.
+The schedule shows which instructions run during a collective; roofline.py can only assume it. An instruction takes the
+time of its matmuls or of its memory traffic, whichever is longer, at the rates that the best kernels reach. A
+collective takes the time to send its bytes at the network's full bandwidth. The compute stream waits for a collective
+at its `-done` instruction, or at once if the collective is synchronous.
 """
 
 import math
@@ -22,26 +23,29 @@ from src.parallel.chips import Chip
 COMPUTE_REACHED, MEMORY_REACHED = 0.85, 0.9
 
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
-# cuDNN's attention [B, N, T, H] in matmuls of T x T x H per head: forward, and backward, which recomputes the scores.
+# Matmuls of T x T x H per head in cuDNN's attention: forward, and backward, which recomputes the scores.
 _ATTENTION_MATMULS = {"fmha": 2, "Backward": 5}
-_SCRATCH = re.compile(r"[su]8\[\d+\]")  # a library's workspace, of which it uses a part
+_SCRATCH = re.compile(r"[su]8\[\d+\]")  # a library's workspace: not counted, because a call uses only a part of it
 
 
 class Replay(NamedTuple):
-    """Seconds of a step by its schedule."""
+    """Estimated seconds of a step that runs by the compiler's schedule."""
 
     step_seconds: float
-    compute_seconds: float  # in which the first stream is busy
-    communication_seconds: float  # in which the second stream is busy
+    compute_seconds: float  # in which the compute stream is busy
+    communication_seconds: float  # in which the communication stream is busy
 
     @property
     def exposed_seconds(self) -> float:
-        """Time that the compute stream waits for communication."""
+        """Seconds in which the compute stream waits for communication."""
         return self.step_seconds - self.compute_seconds
 
 
 def replay(text: str, mesh: Mesh, chip: Chip, peak: float) -> Replay:
-    """Replays `compiled.as_text()`, a program for GPUs of `mesh` with `peak` bfloat16 operations per second."""
+    """Estimates a step's times on a GPU from `text`, the HLO of the compiled program, partitioned over `mesh`.
+
+    `peak` is the GPU's bfloat16 matmul rate, in operations per second; `chip` has its bandwidths.
+    """
     computations, entry = hlo.parse(text)
     wire: dict[str, float] = {}
     for moved in hlo.collectives(text, mesh):
@@ -53,12 +57,16 @@ def replay(text: str, mesh: Mesh, chip: Chip, peak: float) -> Replay:
 
 class _Clock(NamedTuple):
     computations: Mapping[str, Computation]
-    wire: Mapping[str, float]  # seconds of each collective
+    wire: Mapping[str, float]  # seconds of each collective, by its instruction's name
     chip: Chip
-    peak: float
+    peak: float  # bfloat16 operations per second
 
     def run(self, name: str) -> Replay:
-        """Adds up the times of a computation's instructions in their order, including its loops and calls."""
+        """Replays the instructions of the computation `name` in order, starting with idle streams.
+
+        A loop takes the time of its body times its trip count, or no time if the count is unknown. A conditional takes
+        the time of its slowest branch, except for attention.
+        """
         now = free = computed = sent = 0.0  # the two streams' clocks, and their busy time
         arrives: dict[str, float] = {}  # end times of collectives that have started
         computation = self.computations[name]
@@ -73,8 +81,8 @@ class _Clock(NamedTuple):
                 now = max(now, arrives.get(instruction.operands[0], now))
             elif instruction.opcode in ("while", "call", "conditional", "async-start"):
                 callees = hlo.callees(instruction)
-                # Attention lists a batch's segments in one call if they are few; the other branches are for batches of
-                # many. Other conditionals skip work.
+                # Attention chooses a branch by a batch's number of segments (cudnn_segments.py): take the branch with
+                # one call, for few segments. Other conditionals skip work in one branch: take the slowest.
                 calls = {name: count for name in callees if (count := _list_calls(self.computations[name]))}
                 inner = [self.run(callee) for callee in ([min(calls, key=calls.__getitem__)] if calls else callees)]
                 times = hlo.loop_rounds(instruction, computation, self.computations) or 0
@@ -90,7 +98,7 @@ class _Clock(NamedTuple):
         return Replay(max(now, free), computed, sent)
 
     def operations(self, instruction: Instruction, computation: Computation) -> float:
-        """Returns the seconds of an instruction's matmuls at peak; 0 without matmuls."""
+        """Returns the seconds that an instruction's matmuls take at the peak rate of their dtype; 0 without matmuls."""
         if instruction.opcode == "fusion":
             inner = self.computations[hlo.callees(instruction)[0]]
             return sum(self.operations(each, inner) for each in inner.values())
@@ -106,14 +114,18 @@ class _Clock(NamedTuple):
             S = first_array(computation[instruction.operands[1]].type)[1][1]
             matmuls = _ATTENTION_MATMULS["Backward" if "Backward" in target[1] else "fmha"]
             share = 0.5 if re.search(r'"mask_type": ?"\w*CAUSAL"', instruction.attributes) else 1.0
-            # As if each sequence was one segment: in one call all of it, in several the calls of all classes together.
+            # The segments' lengths are unknown here: count as if each sequence were one segment. With a call for each
+            # class, whose sequences are RATIO times shorter than the class before's, all calls add up to that.
             if _lists_segments(instruction) and _list_calls(computation) > 1:
                 share *= 1 - 1 / RATIO
             return 2 * matmuls * B * N * T * S * H * share / self.peak
         return 0.0
 
     def moved(self, instruction: Instruction, computation: Computation) -> float:
-        """Returns the seconds to read operands and write results; for a sliced array, only the slice."""
+        """Returns the seconds to read an instruction's operands and write its results.
+
+        If a fusion slices an array or updates a slice in place, only the slice counts.
+        """
         reads = [type_bytes(computation[name].type) for name in instruction.operands if name in computation]
         writes = type_bytes(_SCRATCH.sub("", instruction.type))
         if instruction.opcode == "fusion":

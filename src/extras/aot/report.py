@@ -38,10 +38,10 @@ def make_report(
     refusal: str,
     seconds: dict[str, float],
 ) -> Report:
-    """Builds the report, without `changes`; bytes and FLOPs are per device.
+    """Builds the report, without suggested `changes`; bytes and FLOPs are per device.
 
-    `compiled` is None if the compiler ran out of memory, with the message `refusal`. `seconds` are the times of
-    tracing, lowering and compiling.
+    If the compiler refused the program because it exceeds a TPU's memory, `compiled` is None and `refusal` the
+    compiler's message, else "". `seconds` are the times of tracing, lowering and compiling.
     """
     plan, work = traced.plan, work_of(traced)
     report: Report = {
@@ -90,7 +90,10 @@ def make_report(
 def device_memory(
     topology: Topology, traced: TracedTrainStep, compiled: jax.stages.Compiled | None, refusal: str
 ) -> Report:
-    """Returns a device's needed bytes, capacity and parts; `needed` is a lower bound if the compiler failed."""
+    """Returns one device's memory, in bytes: the needed amount and its parts, the capacity, and whether the step fits.
+
+    `needed` is a lower bound if the compiler refused the program. On a CPU `capacity` is None, and every step fits.
+    """
     parts, capacity = memory(traced), device_capacity(topology)
     plan, (rows, length), saved_on_host = traced.plan, traced.batch["tokens"].shape, 0
     if compiled:
@@ -240,9 +243,10 @@ def _collective_lines(communication: Sequence[Mapping[str, Any]]) -> Iterator[st
 
 
 def change_lines(report: Report, write: Callable[[Mapping[str, Any]], str] | None = None) -> Iterator[str]:
-    """Yields lines on changes, as compiled, that help a step that does not fit.
+    """Yields lines on the report's `changes`: keys that reduce the memory of a step that does not fit.
 
-    `write` formats a change's keys, by default as a user would type them.
+    Each change was compiled, and its line has the result. `write` formats its keys, by default as a user would type
+    them.
     """
     write = write or typed
     if not any(change["fits"] for change in report["changes"]):
@@ -258,7 +262,7 @@ def typed(keys: Mapping[str, Any]) -> str:
 
 
 def readable(number: int) -> str:
-    """Formats bytes in the largest unit that gives at least 1."""
+    """Formats a number of bytes in the largest unit that gives at least 1."""
     for letter, factor in reversed(UNITS.items()):
         if number >= factor:
             return f"{number / factor:.2f} {letter}iB"

@@ -28,18 +28,18 @@ NONE = Quantization()
 
 
 class Constants(NamedTuple):
-    """What devices reach of their published rates in training steps (docs/plan.md, "How the estimate works")."""
+    """Constants of the estimate, most of them fractions of published rates (docs/plan.md, "How the estimate works")."""
 
-    matmul: float = 0.72  # fraction of the peak that large matmuls reach
-    low_precision: float = 0.75  # the same of 8-bit ones, relative to `matmul`
-    experts: float = 0.6  # of matmuls grouped by expert, relative to `matmul`
-    attention: float = 0.5  # of attention kernels, relative to `matmul`
+    matmul: float = 0.72  # fraction of its peak rate that a large matmul reaches
+    low_precision: float = 0.75  # the same for 8-bit matmuls, at their own peak, relative to `matmul`
+    experts: float = 0.6  # the same for matmuls grouped by expert, relative to `matmul`
+    attention: float = 0.5  # the same for attention kernels, relative to `matmul`
     memory: float = 0.9  # fraction of the memory bandwidth
     rounding: float = 0.5  # fraction of the bytes of rounding to 8 bits that is not fused with other kernels
-    exposed: float = 0.5  # fraction of the communication of weights and gradients that is not hidden
-    blocking: float = 1.0  # the same of communication that the next matmul waits for
+    exposed: float = 0.5  # fraction of asynchronous communication (weights, gradients) that is not hidden
+    blocking: float = 1.0  # the same for synchronous communication, for which the next matmul waits
     narrow: float = 64.0  # a matmul of sizes m, k, n takes 1 + narrow (1/m + 1/k + 1/n) times as long
-    waiting: float = 0.01  # added for each doubling of the number of slices or hosts
+    waiting: float = 0.01  # fraction of the time added for each doubling of the number of slices or hosts
 
 
 # Fitted to published runs by scripts/evidence/predict_published.py, which prints these lines.
@@ -67,44 +67,44 @@ _MATMUL: dict[str, float] = {
 
 
 def constants_of(device_kind: str) -> Constants:
-    """Constants of a device, or of its platform if no runs on it are published."""
+    """Returns the constants of a device's platform, with its own `matmul` if runs on it are published."""
     shared = _SHARED["tpu" if device_kind.startswith("TPU") else "gpu"]
     return shared._replace(matmul=_MATMUL.get(device_kind, shared.matmul))
 
 
 class Work(NamedTuple):
-    """One device's work in a step, without communication. Operations of matmuls include the recomputed ones."""
+    """One device's work in a step, without communication. `operations` include the recomputed ones."""
 
-    model_flops: flops.FlopsPerToken  # for the device's share of the step's tokens
-    recomputed_flops: flops.FlopsPerToken  # added by rematerialization
+    model_flops: flops.FlopsPerToken  # for a device's tokens: all tokens of the step over the number of devices
+    recomputed_flops: flops.FlopsPerToken  # in addition, by rematerialization
     operations: "Operations"
     memory_bytes: float  # read and written between matmuls
-    rounding_bytes: float = 0.0  # and to round the inputs of 8-bit matmuls
+    rounding_bytes: float = 0.0  # read and written to round the inputs of 8-bit matmuls
     bubble: float = 0.0  # fraction of the time that a pipeline stage is idle
 
 
 class Operations(NamedTuple):
-    """Operations by what computes them."""
+    """Floating-point operations by kind; `narrow` and `narrow_low` count the others' operations again, weighted."""
 
-    dense: float  # matmuls with weights, and a layer's other ones
+    dense: float  # other matmuls with weights, and a layer's `other_flops`
     low: float = 0.0  # matmuls with weights, in 8 bits
     experts: float = 0.0  # matmuls grouped by expert
-    attention: float = 0.0  # attention kernels, with the scores of blocks that a mask only partly hides
-    narrow: float = 0.0  # of `dense` and `experts`: the sum of operations over a matmul's three sizes
-    narrow_low: float = 0.0  # the same of `low`
+    attention: float = 0.0  # attention kernels, including the masked scores that they compute
+    narrow: float = 0.0  # operations x (1/m + 1/k + 1/n), over the matmuls in `dense` and `experts`
+    narrow_low: float = 0.0  # the same for `low`
 
 
 class Prediction(NamedTuple):
-    """Seconds of a step per resource, and in total, which is less than their sum because of overlap."""
+    """Seconds of a step for each resource, and for the whole step, in which resources overlap."""
 
     compute_seconds: float
     memory_seconds: float
     ici_seconds: float
     dcn_seconds: float
     step_seconds: float
-    bound: str  # the slowest resource: compute, memory, ici or dcn
+    bound: str  # the resource with the most seconds: compute, memory, ici or dcn
     mfu: float  # relative to `peak`, so 8-bit matmuls may exceed 1; counts causal attention
-    mfu_palm: float
+    mfu_palm: float  # the same, but counts full attention, as in PaLM
 
 
 def predict(
@@ -116,9 +116,11 @@ def predict(
     constants: Constants | None = None,
     slices: int = 1,
 ) -> Prediction:
-    """Predicts a step on devices with `peak` matmul operations per second in its dtype, and `low_peak` in 8 bits.
+    """Predicts a step's duration from a device's `work` and the collectives `moved`.
 
-    A job on several `slices` or hosts waits for the slowest. `constants` are by default the chip's.
+    `peak` and `low_peak` are the device's matmul rates in the step's dtype and in 8 bits, in operations per second;
+    without `low_peak`, 8-bit matmuls run at `peak`. A job on several `slices` or hosts waits for the slowest.
+    `constants` are by default the chip's.
     """
     constants = constants or constants_of(chip.kind)
     dense, low, experts, attention, narrow, narrow_low = work.operations
@@ -179,15 +181,14 @@ def step_work(
     quantization: Quantization = NONE,
     micro_batches: float = 1,
 ) -> Work:
-    """Computes one device's work in a step of `tokens` in sequences of `length`, in `micro_batches`.
+    """Computes one device's work in a step of `tokens`, over all devices, in sequences of `length`.
 
-    `kernel` is the attention kernel; `state_bytes` covers weights and optimizer on the device; `vocab_tiles` is the
-    number of loss tiles.
-    For `quantization`, matmuls use their own peak, and quantizing activations and gradients counts; quantizing weights
-    does not, since each device quantizes only its shard.
+    `kernel` is the attention kernel; `state_bytes` counts the weights and optimizer state on the device; `vocab_tiles`
+    is the number of tiles of the loss. With `quantization`, its matmuls count as 8-bit ones, and rounding activations
+    and gradients as `rounding_bytes`; rounding weights does not count, since each device rounds only its shard.
     """
     stages = execution.schedule.stages if execution.schedule else 1
-    # Devices that share heads and hidden units compute their tokens together.
+    # Tensor parallelism: `sharing` devices compute the same tokens, each with its shard of the heads and hidden units.
     sharing = layout.mesh.size // (layout.shards("batch") * layout.shards("length") * stages)
     tokens /= layout.mesh.size
     if execution.schedule:  # for each of a pipeline's micro-batches, a device reads only its stage's weights
@@ -200,7 +201,7 @@ def step_work(
     passes = 5 if execution.remat_policy == "none" else 7
     arrays = pairs = 0.0
     for layer, count in flops.all_layers(spec).items():
-        # With embedding width: the input, its norm, attention's output, their sum, its norm, and the last sum.
+        # Six arrays have the width D: the input, its norm, attention's output, the sum, its norm, and the last sum.
         costs = layer_costs(layer)
         arrays += count * (6 * spec.emb_dim * sharing + sum(part.activation_size for part in costs.values()))
         if scores := costs["attention"].scores:
@@ -212,11 +213,11 @@ def step_work(
     rounding, quantized = 0.0, {path[3:] for path in quantization.matmuls}
     if quantized:
         inputs, outputs = product_widths(spec, quantized)
-        # Quantizing reads an array for its absmax, reads it again, and writes codes: for a matmul's inputs in the
-        # forward pass, and again if recomputed; for its output gradient per matmul, or once for both if scales are per
-        # tensor.
+        # Quantizing reads an array for its absmax, reads it again, and writes codes: a matmul's input in the forward
+        # pass, and again if recomputed; its output's gradient for each of the two backward matmuls, or once for both if
+        # scales are per tensor.
         forward = 1 if passes == 5 else 2
-        if quantization.kind == "mxfp8":  # blocks are read once, and again for the weight gradient
+        if quantization.kind == "mxfp8":  # one read; inputs once more for the weight's gradient
             rounding = tokens * ((forward + 1) * inputs + 2 * outputs) * (itemsize + 1)
         else:
             rounded = forward * inputs + (2 if FORMATS[quantization.kind].per_channel else 1) * outputs
@@ -244,7 +245,7 @@ def step_work(
     )
 
 
-# ---- What the backward pass recomputes, and what matmuls with chosen weights read and write
+# ---- Operations, also recomputed ones, and the sizes of matmuls' inputs and outputs
 
 
 def operations(
@@ -257,10 +258,11 @@ def operations(
     rows: float,
     sharing: int,
 ) -> Operations:
-    """Counts a step's operations per token, forward, backward and recomputed, by what computes them.
+    """Counts a step's operations per token, forward, backward and recomputed, by kind.
 
-    `quantized` has the paths in a block of the weights that 8-bit matmuls use. A device multiplies `rows` tokens at a
-    time, and `sharing` devices share heads and hidden units. Experts of a limited capacity compute all their slots.
+    `quantized` has the paths, within a block, of the weights used in 8-bit matmuls. A device multiplies `rows` tokens
+    at a time; heads and hidden units are split over `sharing` devices. With a limited capacity, experts compute all
+    their slots, also empty ones.
     """
     dense = (8 if vocab_tiles > 1 else 6) * flops.head_elements(spec)
     dense += (6 + 2 * _recomputes_inputs(execution)) * spec.mtp_num_layers * 2 * spec.emb_dim**2
@@ -296,7 +298,7 @@ def operations(
 
 
 def computed_keys(scores: ScoreSpec, length: int, kernel: str) -> float:
-    """Mean number of keys whose scores a kernel computes for a query: whole blocks, in which a mask hides some."""
+    """Mean number of keys whose scores a kernel computes for a query, including masked ones in its blocks."""
     if kernel == "dot_product":
         return length
     block = {"flash": 512 if scores.window else 1024, "blocked": 512}.get(kernel, 128)
@@ -306,9 +308,9 @@ def computed_keys(scores: ScoreSpec, length: int, kernel: str) -> float:
 
 
 def product_widths(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> tuple[float, float]:
-    """Counts the numbers per token that the layers' matmuls with these weights read, and that they write.
+    """Counts the elements per token of the inputs and the outputs of the layers' matmuls with the weights `paths`.
 
-    An input that several weights of a module read, such as attention's query, key and value, counts once.
+    An input of several weights of a module, such as attention's query, key and value, counts once.
     """
     inputs = outputs = 0.0
     for layer, count in flops.all_layers(spec).items():
@@ -321,12 +323,12 @@ def product_widths(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> tuple
 def recomputed_flops(
     spec: ModelSpec, length: int, execution: Execution, vocab_tiles: int, kernel: str
 ) -> flops.FlopsPerToken:
-    """Counts the matmuls per token that the backward pass recomputes, in addition to `flops_per_token`.
+    """Counts the FLOPs per token of matmuls that the backward pass recomputes, in addition to `flops_per_token`.
 
     A block recomputes the arrays that its derivatives need and its policy does not save; with more than one tile of the
-    loss, the logits are recomputed too. Attention's two matmuls are recomputed unless the policy saves what the kernel
-    needs, which for dot_product includes arrays without a name; scores that other kernels recompute internally, in
-    their backward pass, are not counted.
+    loss, the logits are recomputed too. Attention's two matmuls are recomputed unless the policy saves the kernel's
+    residuals; dot_product has some without a name, which only the policy none saves. Scores that other kernels
+    recompute internally, in their backward pass, are not counted.
     """
     elements = flops.head_elements(spec) if vocab_tiles > 1 else 0
     if execution.remat_policy == "none":

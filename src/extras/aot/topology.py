@@ -14,7 +14,7 @@ _GPUS_PER_HOST = 8
 class Topology(NamedTuple):
     """The devices that a program is compiled for."""
 
-    name: str  # as it was typed, in lower case
+    name: str  # as it was typed; in lower case, unless it is a chip file's
     platform: str  # tpu, gpu or cpu
     chip: Chip | None  # None for a CPU, which has no published figures
     shape: tuple[int, ...]  # chips of a slice along each of its dims; for GPUs and CPUs the devices of a host
@@ -60,8 +60,8 @@ class _Generation(NamedTuple):
     largest: int  # chips of its largest slice
 
 
-# Slices and their names are from the same pages, for TPU7x from MaxText, which counts devices. The largest is a pod for
-# v4, v5e, v6e and TPU7x; for v5p the largest job, 96 of a pod's 140 cubes of 4x4x4.
+# Slices and their names are from the pages named in `wraps`, for TPU7x from MaxText, which counts devices. The largest
+# is a pod for v4, v5e, v6e and TPU7x; for v5p the largest job, 96 of a pod's 140 cubes of 4x4x4.
 _V5E = _Generation(TPU_V5E, 1, "chips", 1, dims=2, smallest=1, largest=256)
 _GENERATIONS = {
     "v4": _Generation(TPU_V4, 1, "TensorCores (two per chip)", 2, dims=3, smallest=4, largest=4096),
@@ -81,8 +81,8 @@ def parse_topology(name: str, slices: int) -> Topology:
     """Parses the keys `compile_topology` and `compile_topology_num_slices`.
 
     A name is a TPU slice as Google names it (v5p-128) or by its chips (v5p:4x4x4), a GPU host (a3) or some of its GPUs
-    (a3:1), a chip file (src/extras/aot/chip_file.py) or cpu-N. Raises UserError if there is no such slice or host, or
-    not that many of them.
+    (a3:1), a chip file (src/extras/aot/chip_file.py) or cpu-N. Raises UserError if there is no such slice or host, if
+    `slices` is less than 1, or more than 1 for cpu-N, or if the chip file is wrong.
     """
     if slices < 1:
         raise UserError(f"compile_topology_num_slices={slices}: expected a number of slices or hosts, at least 1")

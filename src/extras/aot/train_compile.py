@@ -40,7 +40,10 @@ CUDNN_CALL = "@__cudnn$"  # in StableHLO
 
 
 def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
-    """Runs the command line `argv`; returns its report, or None for --help. A step that does not fit is no error."""
+    """Runs the command line `argv`: prints a report, and writes the files that its keys name.
+
+    Returns the report, also if the step does not fit its devices, or None for --help. Raises UserError.
+    """
     config = configured(argv, USAGE, joins=False)
     if config is None:
         return None
@@ -48,7 +51,7 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     program_path, report_path = config.aot.compiled_trainstep_file, config.aot.compile_report
     outputs = {"compiled_trainstep_file": program_path, "compile_report": report_path}
     check_outputs({key: path for key, path in outputs.items() if path})
-    # Compile time is measured, so don't use the cache.
+    # The report has the time to compile, so don't use the cache.
     jax.config.update("jax_enable_compilation_cache", False)
     times = [time.monotonic()]
     traced = traced_for(config, topology)
@@ -124,7 +127,10 @@ def traced_for(config: Config, topology: Topology) -> TracedTrainStep:
 def compile_lowered(
     lowered: jax.stages.Lowered, topology: Topology, profile: Mapping[str, bytes]
 ) -> tuple[jax.stages.Compiled | None, str]:
-    """Returns (program, ""), or (None, message) if it exceeds a TPU's HBM; raises UserError for any other failure."""
+    """Returns (program, ""), or (None, message) if it exceeds a TPU's HBM; raises UserError for any other failure.
+
+    `profile` is empty, or the result of `pgle.options`.
+    """
     try:
         return lowered.compile(dict(profile)), ""
     except jax.errors.JaxRuntimeError as error:
@@ -142,7 +148,7 @@ def compile_lowered(
 
 
 def _compiled_change(config: Config, keys: Mapping[str, Any]) -> report.Report | None:
-    """Compiles a changed config's step; returns its memory, None if the compiler fails."""
+    """Compiles the step of `config`, changed in `keys`; returns its memory, or None if tracing or compiling fails."""
     topology = parse_topology(config.aot.compile_topology, config.aot.compile_topology_num_slices)
     with contextlib.suppress(UserError):
         traced = traced_for(config, topology)
@@ -151,6 +157,6 @@ def _compiled_change(config: Config, keys: Mapping[str, Any]) -> report.Report |
 
 
 def command(argv: Sequence[str]) -> int:
-    """Runs `main` and turns its verdict into an exit code."""
+    """Runs `main`; returns the exit code, `DOES_NOT_FIT` or 0."""
     result = main(argv)
     return DOES_NOT_FIT if result and not result["memory"]["fits"] else 0

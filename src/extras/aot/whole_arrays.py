@@ -1,4 +1,4 @@
-"""Reports weights and optimizer state that are replicated on all devices, if they take much of a device's memory."""
+"""Reports weights and optimizer state that are not sharded, if they take much of a device's memory."""
 
 import math
 from collections import Counter
@@ -10,25 +10,30 @@ from src.parallel.mesh import MeshLayout, mesh_axes_of
 from src.step.plan import StepPlan
 from src.step.state import TrainState
 
-SHARE = 0.05  # of a device's memory
+SHARE = 0.05  # of a device's memory: replicated arrays are reported above it
 
 
 def whole_arrays(state: Any, layout: MeshLayout) -> Counter[str]:
-    """Sums the bytes on a device of arrays that no axis of `_row_axes` shards, by their weights' names.
+    """Sums the bytes on a device of arrays that no axis of `_row_axes` shards, by the last two parts of their names.
 
-    `state` is a pytree of arrays with shardings, with the weights in nested dicts by name.
+    `state` is a pytree of arrays with shardings, with the weights in nested dicts by name. Arrays in host memory, and
+    counts of updates, are left out.
     """
     axes, sizes = _row_axes(layout), Counter[str]()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         at = leaf.sharding
-        names = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]  # none: a count of updates
+        names = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]  # empty for a count
         if axes and names and not mesh_axes_of(at.spec).intersection(axes) and at.memory_kind != "pinned_host":
             sizes[".".join(names[-2:])] += math.prod(at.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     return sizes
 
 
 def whole_lines(plan: StepPlan, state: TrainState, capacity: int | None) -> list[str]:
-    """Describes the replicated arrays in lines, given a device's memory in bytes, `capacity` (None: unknown)."""
+    """Returns lines for the user about replicated arrays.
+
+    Latent attention's weights are reported in any case; all replicated arrays, only if they take more than `SHARE` of
+    `capacity`, a device's memory in bytes (None: unknown).
+    """
     layout, lines = plan.layout, []
     if any(layer.attention_type == "mla" for layer in plan.spec.layers):
         from src.model.latent_attention import undivided_latents

@@ -41,7 +41,7 @@ _CHECKED_DOCUMENTS = 100
 
 
 class Segment(NamedTuple):
-    """A document in a row, or the part of it in the row's columns [start, stop)."""
+    """A document, or a piece of one, in the columns [start, stop) of a row."""
 
     start: int
     stop: int
@@ -107,7 +107,10 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
 
 
 def rows_of_process(per_device_batch_size: float, micro_batches: int, count: int, index: int) -> tuple[int, np.ndarray]:
-    """Returns B for `count` hosts like this one, and the rows of host `index`; raises UserError if B is indivisible."""
+    """Returns the global batch size for `count` hosts like this one, and the numbers of host `index`'s rows.
+
+    Raises UserError if there is no such host, or if the batch size is not divisible by `count`.
+    """
     if index >= count:
         raise UserError(f"process_index={index} must be less than process_count={count}")
     rows = per_device_batch_size * jax.local_device_count() * count * micro_batches
@@ -121,7 +124,7 @@ def rows_of_process(per_device_batch_size: float, micro_batches: int, count: int
 
 
 def segments(batch: RowArrays, row: int) -> list[Segment]:
-    """Splits one row of a batch into its documents."""
+    """Splits one row of a batch into its segments, without padding."""
     result = []
     ids = batch["segment_ids"][row]
     for number in range(1, int(ids.max()) + 1):

@@ -1,4 +1,4 @@
-"""Writes the documents that a config would train on or hold out as token ids, for dataset_type=tokens.
+"""Writes a config's training data, including any held-out part, as token ids for dataset_type=tokens.
 
 Each CPU core works on a separate shard (src/extras/readers/tokens.py). A shard's documents depend only on the data, so
 the same command writes the same bytes on any machine, and continues after its finished shards if it was killed.
@@ -68,7 +68,7 @@ _LINE_SECONDS = 10  # between progress lines
 
 
 def main(argv: Sequence[str] | ConfigDict) -> None:
-    """Writes the tokens for the config that `argv` gives, or answers --help; raises UserError if it can't."""
+    """Runs the command line `argv`: writes the tokens of a config's data, or answers --help. Raises UserError."""
     config = resolve_config.of_command(argv, USAGE)
     if config is None:
         return
@@ -121,7 +121,7 @@ def _check(data: Data, tokenized_path: str) -> None:
 
 
 class Items:
-    """Tokenizes the items of a run's data. Its config is passed as text because some of it can't be pickled."""
+    """Tokenizes the items of a run's data. The config is passed as YAML because some of it can't be pickled."""
 
     def __init__(self, config_text: str) -> None:
         config = Config.of(configuration.from_yaml(config_text))
@@ -139,7 +139,7 @@ class Items:
         return document.ids
 
     def summary(self) -> dict[str, Any]:
-        """Lists everything that the tokens depend on, as stored in tokens.json."""
+        """Returns everything that the tokens depend on, as stored in tokens.json."""
         tokenizer = self._inputs.tokenizer
         return {
             "dtype": self.dtype,
@@ -152,7 +152,7 @@ class Items:
         }
 
     def per_shard(self) -> int:
-        """Estimates how many items to put into a shard, by the mean size of a sample."""
+        """Returns the number of items for a shard, by the mean number of ids of a sample of items."""
         count = len(self)
         sampled = min(count, _SAMPLED_ITEMS)
         ids = sum(len(self[count * k // sampled]) for k in range(sampled)) * count // sampled
@@ -174,15 +174,16 @@ def _locked(folder: Path) -> Generator[None]:
 
 
 def _plan(folder: Path, items: Items) -> dict[str, Any]:
-    """Reads tokens.json, or unfinished.json, which has no `shards` yet; writes unfinished.json in a new folder.
+    """Returns the content of tokens.json or, without it, of unfinished.json, which has no `shards` yet.
 
-    Raises UserError if the folder has tokens of other data or settings, or unrelated files.
+    Writes unfinished.json if the folder is new. Raises UserError if the folder has tokens of other data or settings, or
+    unrelated files.
     """
     expected = items.summary()
     for path in (folder / SUMMARY, folder / UNFINISHED):
         if path.exists():
             plan = _read_json(path)
-            # Differing keys are clearer than their effect on the source.
+            # Report differing keys first: they are clearer than their effect on the source.
             names = sorted(expected, key=lambda name: name == "source")
             if changes := differences({name: plan.get(name) for name in names}, expected):
                 raise UserError(
@@ -198,7 +199,10 @@ def _plan(folder: Path, items: Items) -> dict[str, Any]:
 
 
 def _write(config_text: str, folder: Path, items: int, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes missing or incomplete shards, on all cores, then tokens.json; returns its content."""
+    """Writes missing or incomplete shards, on all cores, then tokens.json; returns its content.
+
+    Raises UserError if the data contains no text, or a process is killed.
+    """
     per_shard = plan["items_per_shard"]
     parts = [range(items)[start : start + per_shard] for start in range(0, items, per_shard)]
     written = {int(path.stem): _read_json(path, ShardEntry) for path in folder.glob("[0-9]*.json")}

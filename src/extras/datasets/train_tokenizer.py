@@ -35,7 +35,7 @@ _MAX_CHARACTERS = 30_000_000
 
 
 def main(argv: Sequence[str] | ConfigDict) -> None:
-    """Trains a tokenizer for `argv`'s config and writes it to `tokenizer_path`, or answers --help; raises UserError."""
+    """Runs the command line `argv`: writes a tokenizer to `tokenizer_path`, or answers --help. Raises UserError."""
     config = resolve_config.of_command(argv, USAGE)
     if config is None:
         return
@@ -73,11 +73,11 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
 
 
 def train(texts: Sequence[str], vocab_size: int) -> bytes:
-    """Trains a SentencePiece BPE model of exactly `vocab_size` pieces that decodes each text to itself.
+    """Trains a SentencePiece BPE model of exactly `vocab_size` pieces; returns the serialized model.
 
-    Text is neither normalized nor trimmed, runs of spaces may become pieces (indentation), and characters without a
-    piece are encoded as bytes. One character is lost: U+2581, which SentencePiece uses for a space, decodes to one.
-    Raises UserError if `vocab_size` doesn't suit the texts.
+    It decodes ids to the encoded text: text is neither normalized nor trimmed, runs of spaces may become pieces
+    (indentation), and characters without a piece are encoded as bytes. Only U+2581, SentencePiece's symbol for a space,
+    is lost: it decodes to a space. Raises UserError if `vocab_size` doesn't suit the texts.
     """
     import sentencepiece
 

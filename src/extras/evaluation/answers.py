@@ -43,7 +43,7 @@ class Answers:
         weights: Weights,
         tokenizer: Tokenizer,
     ) -> None:
-        self.tokenizer, self.truncated = tokenizer, 0  # requests that lost their beginning
+        self.tokenizer, self.truncated = tokenizer, 0  # number of requests that lost their beginning
         self._T, self._B = batch.max_target_length, eval_batch_size(evaluation, batch, plan)
         self._score, self._decoding = Scorer(evaluation, batch, plan, weights), decoding
         self._plan, self._weights = in_training(plan, weights)
@@ -51,8 +51,8 @@ class Answers:
     def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Returns each continuation's log-probability in nats, given its context, and whether it is greedy.
 
-        It is greedy if each of its tokens is the most likely one. Sequences longer than T + 1 tokens lose their
-        beginning. Raises UserError if a continuation has no token, or more than T.
+        It is greedy if each of its tokens is the most likely one. A context and continuation of more than T + 1 tokens
+        together lose their beginning. Raises UserError if a continuation has no token, or more than T.
         """
         parts = [split_ids(self.tokenizer, *pair) for pair in pairs]
         for (_, continuation), (_, counted) in zip(pairs, parts, strict=True):
@@ -118,7 +118,7 @@ class Answers:
         return answers
 
     def _text(self, completion: Completion, until: Sequence[str]) -> str:
-        """Decodes only the generated tokens, as transformers does, and cuts the text at a string of `until`."""
+        """Decodes only the generated tokens, as transformers does, and cuts the text at each string of `until`."""
         text = self.tokenizer.decode(np.array([token for token, _ in completion.sampled], np.int32))
         for stop in until:  # the harness splits by one after the other, regardless of which comes first in the text
             text = text.split(stop)[0]
@@ -138,10 +138,10 @@ class Answers:
 
 
 def split_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[np.ndarray, int]:
-    """Tokenizes a context and its continuation as the harness does; also returns the continuation's length.
+    """Tokenizes a context and its continuation as the harness does; also returns the continuation's number of ids.
 
-    Spaces at the context's end are tokenized with the continuation. An empty context is replaced by bos, unless the
-    continuation begins with it.
+    Spaces at the context's end count as part of the continuation. An empty context is replaced by bos, unless the
+    continuation begins with bos.
     """
     if not context:
         ids = tokenizer.encode_prompt(continuation)

@@ -61,7 +61,7 @@ def _check_held_out(run: Path, trained: schema.Data, eval_interval: int, data: s
 
 
 def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
-    """Runs the command line `argv`; returns the metrics, or None if it asked for something else; raises UserError."""
+    """Runs the command line `argv`; returns the metrics of an evaluation or of tasks, else None. Raises UserError."""
     config = configured(argv, USAGE, uses_weights=True)
     if config is None:
         return None
@@ -80,12 +80,12 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     needed_by = "tasks" if config.harness.tasks else "texts_path" * bool(config.evaluation.texts_path)
     tokenizer = make_tokenizer(config.data, config.model.vocab_size, needed_by)
     if config.harness.tasks:
-        from src.extras.evaluation.tasks import find_tasks, run_tasks  # only these need the harness installed
+        from src.extras.evaluation.tasks import find_tasks, run_tasks  # only tasks need the harness installed
 
         assert tokenizer
         if config.decoding.use_chat_template and tokenizer.chat_template is None:
             raise missing_template()
-        tasks = find_tasks(config.harness)  # report a mistake in them before reading the weights
+        tasks = find_tasks(config.harness)  # reports a mistake in them before reading the weights
         sections = config.evaluation, config.batch, config.decoding
         answers = Answers(*sections, *load_model(config, tokenizer), tokenizer)
         model_args = {name: config[name] for name in ("load_parameters_path", "max_target_length", "dtype")}
@@ -135,6 +135,6 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
 
 
 def write_results(path: str, results: Mapping[str, Any]) -> None:
-    """Writes JSON from one process of the job, if there is a path. Raises UserError if it can't be written."""
+    """Writes results as JSON on process 0, unless `path` is empty; raises UserError if that fails."""
     if path and jax.process_index() == 0:
         write_output("results_path", path, (json.dumps(results, indent=2) + "\n").encode())

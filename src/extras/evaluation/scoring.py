@@ -33,7 +33,7 @@ _SHORTEST_ROW = 128  # tokens; kernels need sequence lengths that are multiples 
 
 
 class Scorer:
-    """Computes log-probabilities of given ids, padded to T, T / 2, ... tokens: each length compiles once."""
+    """Computes log-probabilities of given ids, in rows padded to T, T / 2, ... tokens; each length compiles once."""
 
     def __init__(self, evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weights: Weights) -> None:
         self._plan, self._weights, self._T = plan, weights, batch.max_target_length
@@ -55,7 +55,10 @@ class Scorer:
                 yield log_probs_T[: len(ids) - 1], likeliest_T[: len(ids) - 1]
 
     def _row_length(self, longest: int) -> int:
-        """Chooses the shortest of T, T / 2, ... that holds `longest` tokens and is divisible by shards and tiles."""
+        """Chooses the shortest of T, T / 2, ... that holds `longest` tokens and is divisible by shards and tiles.
+
+        T if experts have a limited capacity.
+        """
         layout, T = self._plan.layout, self._T
         if self._plan.spec.has_capacity:
             return T  # capacity depends on T: with a shorter one, a score would depend on the other texts
@@ -74,9 +77,9 @@ def score_texts(
 ) -> int:
     """Writes a line to `scores_path` for each text of `texts_path`, in order; returns the number of texts.
 
-    A line is a JSON object: `text`, `ids` (including the tokenizer's beginning of a text), `log_probs` of each id given
-    the ids before it, in nats (null for the first), and `log_prob`, their sum. Raises UserError if a text is malformed
-    or has more than T tokens, or if the file is empty.
+    A line is a JSON object: `text`, `ids` (with bos), `log_probs` of each id given the ids before it, in nats (null for
+    the first), and `log_prob`, their sum. Raises UserError if a text is malformed or has more than T tokens, or if the
+    file is empty.
     """
     path, T = Path(evaluation.texts_path).expanduser(), batch.max_target_length
     texts = read_lines(path, "texts_path", _text_of_json)
@@ -110,10 +113,10 @@ def _text_of_json(line: str) -> str:
 
 
 def write_logits(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weights: Weights) -> tuple[int, int, int]:
-    """Writes logits for `tokens_path` (int32 [B, T]) to `logits_path` (float32 [B, T, V]); returns the latter's shape.
+    """Writes logits for `tokens_path` (integers [B, T]) to `logits_path` (float32 [B, T, V]); returns their shape.
 
     Each row is one text, without segments: only the model's own mask applies. Raises UserError if the file has no such
-    array, or if an id is not in the vocabulary.
+    array, or if an id is not in the vocabulary, and as `whole_texts` does.
     """
     path = Path(evaluation.tokens_path).expanduser()
     try:
@@ -132,7 +135,7 @@ def write_logits(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weigh
     file = None
     if jax.process_index() == 0:
         out = Path(evaluation.logits_path).expanduser()
-        # NumPy itself writes version 1.0; version 2.0 lets `outputs.is_own` recognize our file.
+        # NumPy itself writes version 1.0; version 2.0 lets `command_files.is_own` recognize ours.
         file = np.lib.format.open_memmap(out, "w+", np.float32, shape, version=(2, 0))
     for first in range(0, len(tokens), B):
         rows = tokens[first : first + B]
@@ -143,12 +146,12 @@ def write_logits(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weigh
 
 
 def compute_logits(plan: StepPlan, weights: Weights, tokens_BT: np.ndarray) -> np.ndarray:
-    """Computes logits, float32 [B, T, V]. Each row is one text; B must be divisible by the batch shards."""
+    """Computes logits, float32 [B, T, V]. Each row is one text; B must be divisible by the number of batch shards."""
     return _compiled(whole_texts(plan, tokens_BT.shape[1]), _logits)(weights, tokens_BT)
 
 
 def whole_texts(plan: StepPlan, length: int) -> StepPlan:
-    """Adapts the plan to one text per sequence of `length`; raises UserError if kernel or positions don't fit."""
+    """Adapts the plan to one text per sequence of `length`; raises UserError if the model or kernel can't take it."""
     if 0 < (positions := plan.spec.trainable_position_size) < length:
         raise UserError(f"sequences of {length} tokens are longer than the model's {positions} positions")
     kernel = kernel_for(plan.step.attention, plan.spec, length, plan.layout).name
@@ -163,7 +166,7 @@ def _padded(rows: Iterable[np.ndarray], B: int, T: int) -> np.ndarray:
 
 
 def _compiled(plan: StepPlan, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles `function(weights, *arrays, plan)` for arrays [B, T]; every process passes and gets global arrays."""
+    """Jits `function(weights, *arrays, plan)` for arrays [B, T]; every process passes and gets global arrays."""
     row_sharding = plan.layout.sharding(("batch", None))
     in_shardings = (plan.split(plan.shardings), row_sharding)
     compiled = jax.jit(lambda weights, arrays: function(weights, *arrays, plan=plan), in_shardings=in_shardings)
@@ -205,7 +208,7 @@ def _hidden_states(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> tu
 
 
 class TextBytes:
-    """Tokenizes texts with the bytes of each id, and remembers which of them the tokenizer does not give back."""
+    """Tokenizes texts with the bytes of each id, and remembers the texts that the tokenizer decodes to other texts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._example = tokenizer, ""
@@ -231,7 +234,7 @@ class TextBytes:
     def notes(self) -> list[str]:
         """Returns a line for the user if the tokenizer changes texts, so that their bytes are not all predicted.
 
-        Every process calls this: the line covers the texts of all.
+        Every process calls this: the line covers the texts of all processes.
         """
         text, decoded = self._example, self._tokenizer.decode_spelled(self._tokenizer.encode_text(self._example))
         at = len(os.path.commonprefix([text, decoded]))  # noqa: RUF071  # characters are to be compared

@@ -52,7 +52,7 @@ class _Unknown(UserError):
 
 
 class Tasks(TaskManager):
-    """The loaded tasks that the keys name; raises UserError for a task that is unknown or unsuitable for this model."""
+    """Loads the tasks that the keys name, as `loaded`; raises UserError for an unknown name or a missing folder."""
 
     def __init__(self, keys: HarnessTasks, include_defaults: bool) -> None:
         folder = Path(keys.include_path).expanduser()
@@ -112,7 +112,10 @@ def _loaded(keys: HarnessTasks, include_defaults: bool) -> Tasks:
 def run_tasks(
     tasks: Tasks, use_chat_template: bool, answers: Answers, model_info: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns the harness's results, including `model_info`, as JSON values; and lines for the user."""
+    """Runs tasks; returns the harness's results, including `model_info`, as JSON values, and lines for the user.
+
+    Raises UserError if `num_fewshot` is more than a task has examples for, and as `answers` does.
+    """
     keys, num_fewshot = tasks.keys, tasks.keys.num_fewshot
     try:
         results = simple_evaluate(

@@ -52,7 +52,7 @@ def encode_prompt(decoding: Decoding, max_target_length: int, tokenizer: Tokeniz
 
 
 def length_note(decoding: Decoding, max_target_length: int, prompt_tokens: int) -> list[str]:
-    """Returns a line for the user if max_target_length cuts texts below `sample_length` after such a prompt."""
+    """Returns a line for the user if max_target_length leaves fewer than `sample_length` tokens after the prompt."""
     if not decoding.sample_length or prompt_tokens + decoding.sample_length <= max_target_length:
         return []
     limit = f"prompt and text are limited to max_target_length={max_target_length} tokens"
@@ -80,7 +80,7 @@ class Completion:
         self._tail = _CONTEXT + 4 * max(map(len, self._stop_texts), default=0)
         self._ids: list[int] = self.prompt.tolist()
         self._stable = ""  # the text so far, up to its last complete character
-        # Id counts at which the text is complete: one to decode from, and all later ones.
+        # Numbers of ids after which the text ended in a whole character: one to decode from, and all later ones.
         self._whole = [0, len(self._ids)]
         self._max_tokens = min(len(self.prompt) + (decoding.sample_length or max_target_length), max_target_length)
 
@@ -119,7 +119,7 @@ class Completion:
 def generate(
     generator: Generator, completions: Sequence[Completion], rows: int, first_index: int, stream: bool = False
 ) -> None:
-    """Generates until all of the new completions are done; with `stream`, prints the first one as it grows.
+    """Generates until all of the given completions are done; with `stream`, prints the first one as it grows.
 
     At least `rows` rows are computed, because batches of equal size share one compiled program. `first_index` is the
     first completion's index among all that are sampled with one seed.

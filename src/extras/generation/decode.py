@@ -45,7 +45,10 @@ python -m src.decode RUN decode_path=OUT.jsonl decode_prompt_tokens=N dataset_pa
 
 
 def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
-    """Runs the command line `argv`; returns the texts without their prompts, None for --help; raises UserError."""
+    """Runs the command line `argv`: prints or writes texts, and returns them without their prompts.
+
+    Returns None for --help, and with `decode_path` only the texts of this start. Raises UserError.
+    """
     config = configured(argv, USAGE, uses_weights=True)
     if config is None:
         return None
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     if config.decoding.use_chat_template and tokenizer.chat_template is None:
         raise missing_template()
     decoding, length = config.decoding, config.batch.max_target_length
-    if not decoding.decode_path:  # then the key in a run's config is for decode_metrics
+    if not decoding.decode_path:  # then decode_prompt_tokens in a run's config is for decode_metrics
         decoding = dataclasses.replace(decoding, decode_prompt_tokens=0)
     elif jax.process_index() == 0:
         check_outputs({"decode_path": (path := decoding.decode_path), "decode_path's settings": f"{path}.settings"})
@@ -109,7 +112,8 @@ class DocumentPrompts(Sequence[Prompt]):
 
     A conversation's prompt is everything before the last message of the assistant. The documents are evaluation data if
     the keys name any, else training data. Among several datasets, decode_metrics uses the first, but `decode_path`
-    accepts only one. Raises UserError for several datasets with `decode_path`, and as their reader does.
+    accepts only one. Raises UserError for several datasets with `decode_path`, for a limited number of prompts from a
+    stream in a job of several processes, and as the data's reader does.
     """
 
     def __init__(self, decoding: Decoding, inputs: InputSpec) -> None:
@@ -151,7 +155,10 @@ class DocumentPrompts(Sequence[Prompt]):
 
 
 def read_prompts(decoding: Decoding, inputs: InputSpec) -> list[Prompt]:
-    """Reads the prompts in `prompt_path`: its lines, or `prompt` or `messages` of each JSON line; raises UserError."""
+    """Reads the prompts in `prompt_path`: its lines, or the `prompt` or `messages` of each line of a .jsonl file.
+
+    Raises UserError if the file cannot be read, is malformed, or has no prompt.
+    """
     path, fields = Path(decoding.prompt_path).expanduser(), ChatFields(inputs)
     if prompts := read_lines(path, "prompt_path", functools.partial(_prompt_of_json, fields)):
         fields.report("prompt_path")
@@ -199,11 +206,11 @@ def write_completions(
     rows: int,
     settings: Mapping[str, Any],
 ) -> list[str]:
-    """Writes `complete_batch`'s lines for all prompts to `decode_path`; returns the texts that this process generated.
+    """Writes `complete_batch`'s lines for all prompts to `decode_path`; returns the texts that this start generated.
 
-    Continues after the complete batches in the file, which were computed as they would be now. `settings` are what the
-    texts depend on in addition to the keys. Raises UserError if the file has texts of other settings, or can't be
-    written.
+    Continues after the complete batches in the file, so that its texts are the same as without an interruption.
+    `settings` describes the model and tokenizer, and is saved with the decoding keys. Raises UserError if the file has
+    texts from other settings, or can't be written.
     """
     path, total, texts = Path(decoding.decode_path).expanduser(), decoding.decode_samples * len(prompts), []
     of_prompts = prompts.fingerprint if isinstance(prompts, DocumentPrompts) else list(map(str, prompts))
@@ -225,14 +232,17 @@ def write_completions(
 
 
 def _written(path: Path, settings: Mapping[str, Any], rows: int, total: int) -> int:
-    """Counts the texts of complete batches in the file, removes the rest; `path`.settings has their settings."""
+    """Returns the number of texts in the file's complete batches, and removes any others.
+
+    For a new file, writes `settings` to `path`.settings. Raises UserError if existing texts are from other settings.
+    """
     settings_file, data = path.with_name(f"{path.name}.settings"), path.read_bytes() if path.exists() else b""
     if data and (changed := changed_keys(read_object(settings_file) if settings_file.exists() else {}, settings)):
         raise UserError(
             f"decode_path={path} has texts from other settings ({first_few(changed)}): name a new file, or delete it"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not data:  # existing settings are not rewritten: a kill in between would lose the texts
+    if not data:  # otherwise `path`.settings has these settings already
         write_output("decode_path's settings", str(settings_file), json.dumps(settings).encode())
     whole = data.count(b"\n")
     done = whole if whole == total else whole // rows * rows
@@ -242,7 +252,10 @@ def _written(path: Path, settings: Mapping[str, Any], rows: int, total: int) -> 
 
 
 class DecodeMetrics:
-    """Measures texts of a model in training by `decode_metrics`, module:function(lines) -> {name: number}."""
+    """Measures texts that a model in training generates, by the user's function `decode_metrics` (module:function).
+
+    The function takes the lines of `complete_batch` for all prompts, and returns {name: number}.
+    """
 
     def __init__(self, decoding: Decoding, inputs: InputSpec, rows: int) -> None:
         self._function = load_function(decoding.decode_metrics, "decode_metrics")
@@ -251,7 +264,10 @@ class DecodeMetrics:
         self._generator: Generator | None = None
 
     def run(self, plan: StepPlan, weights: Weights) -> dict[str, float]:
-        """Returns the function's numbers as `decode_NAME`; raises UserError if it raises, or returns something else."""
+        """Generates the texts with these weights; returns the function's numbers as `decode_NAME`.
+
+        Raises UserError if the function raises, or returns something else.
+        """
         plan, weights = in_training(plan, weights)
         lengths = self._decoding, self._inputs.batch.max_target_length
         generator = dataclasses.replace(self._generator or make_generator(*lengths, plan, weights), weights=weights)
@@ -275,7 +291,7 @@ class DecodeMetrics:
 
 
 def complete_all(generator: Generator, completions: Sequence[Completion], rows: int) -> list[str]:
-    """Generates `rows` completions at a time, prints them, a single one as it grows, and returns their texts."""
+    """Generates and prints completions, `rows` at a time, or a single one as it grows; returns their texts."""
     if len(completions) == 1:
         write_now(completions[0].heading)
         generate(generator, completions, 1, 0, stream=True)

@@ -33,11 +33,11 @@ class Sampling(NamedTuple):
 
     temperature: float  # divides the logits; 0: greedy
     top_k: int  # number of most likely tokens to sample from; 0: all
-    nucleus_p: float  # the fewest of these whose total probability is at least this; 1: all
+    nucleus_p: float  # sample from the fewest of these whose probabilities sum to at least this; 1: all
 
 
 def sampling(decoding: Decoding) -> Sampling:
-    """Reads the sampling settings from the keys decode_sampling_*."""
+    """Converts the keys decode_sampling_* to sampling settings; a strategy ignores the other strategies' keys."""
     strategy = decoding.decode_sampling_strategy
     return Sampling(
         temperature=0.0 if strategy == "greedy" else float(decoding.decode_sampling_temperature),
@@ -94,7 +94,7 @@ def _likeliest(logits_BV: jax.Array, least_B1: jax.Array, count: jax.Array | int
 
 
 def in_training(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
-    """Adapts a plan and weights to generation: shards neither sequences nor, over pipeline stages, the layer dim."""
+    """Adapts a plan and weights to generation: sequences, and layers over pipeline stages, are no longer sharded."""
     if plan.execution.schedule:
         from src.extras.generation.unstaged import unstaged_weights
 
@@ -141,7 +141,7 @@ class Speed:
     decode_seconds: float = 0.0
 
     def lines(self) -> list[str]:
-        """Formats speeds for the user; empty without a prompt."""
+        """Formats speeds for the user; empty if no prompt was processed."""
         if not self.prompt_tokens:
             return []
         lines, decoded = [f"compiled in {self.compile_seconds:.1f} s"], (self.decoded_tokens, self.decode_seconds)
@@ -167,7 +167,7 @@ class Generator:
     def padded(self, prompts: Sequence[np.ndarray], rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Pads prompts on the right to [B, T], with B at least `rows`; also returns their lengths [B].
 
-        Rows past the prompts are texts of one token; their results are of no use.
+        Rows past the prompts are padding, with length 1; ignore their results.
         """
         shards = self.plan.layout.shards("batch")
         longest = max(map(len, prompts))
@@ -187,7 +187,7 @@ class Generator:
         return tokens_BT, lengths_B
 
     def compile(self, B: int, T: int) -> None:
-        """Compiles the programs for prompts [B, T]."""
+        """Compiles the prefill for prompts [B, T], and the decoding step for B rows, unless that was done before."""
         start = time.perf_counter()
         layout, weights = self.plan.layout, self.weights
         weight_shardings = jax.tree.map(lambda leaf: leaf.sharding, weights)
@@ -207,7 +207,10 @@ class Generator:
         self.speed.compile_seconds += time.perf_counter() - start
 
     def tokens(self, tokens_BT: np.ndarray, lengths_B: np.ndarray, indices_B: np.ndarray) -> Iterator[np.ndarray]:
-        """Yields each row's next tokens, int32 [B] per step, endlessly; `indices_B` as in `sample_tokens`."""
+        """Yields each row's next token, int32 [B], endlessly; `log_probs_B` then has their log-probabilities.
+
+        `tokens_BT` and `lengths_B` are as from `padded`, `indices_B` as in `sample_tokens`.
+        """
         B, T = tokens_BT.shape
         self.compile(B, T)
         prefill, step = self._compiled[B, T], self._compiled[B,]

@@ -21,7 +21,10 @@ from src.step.plan import StepPlan
 
 
 def unrolled(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
-    """Gives each layer's weights separate arrays, for speed; deletes arrays of `weights`."""
+    """Returns a plan and weights with separate arrays for each layer, for speed; deletes the stacked arrays.
+
+    The plan must not have adapters.
+    """
     # A loop over stacked weights would copy each layer's weights out of the stack for every token, which costs more
     # than the token's own work: reading every weight once.
     assert not plan.step.lora_rank
@@ -53,9 +56,10 @@ def quantize_at_rest(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tupl
 
 
 def in_activation_dtype(plan: StepPlan, weights: Weights) -> Weights:
-    """Casts what matmuls and lookups would cast to a narrower `dtype` for every token, once; deletes the old arrays.
+    """Casts the weights of matmuls and lookups to `dtype` if it is narrower, so that no step has to.
 
-    Takes `unrolled`'s plan and weights. Matmuls in 8 bits quantize the weights as they are.
+    Deletes the old arrays. `plan` and `weights` are from `unrolled`. Routers and 8-bit weights are not cast. With
+    `quantization` nothing is: its matmuls quantize the weights as they are.
     """
     if plan.quantization.kind:
         return weights

@@ -19,7 +19,8 @@ from src.system.errors import UserError, say
 def load_model(config: Config, tokenizer: Tokenizer | None) -> tuple[StepPlan, Weights]:
     """Loads the config's model with weights from `load_parameters_path`, adapters merged.
 
-    Raises UserError if the weights don't fit, or if they were trained with another tokenizer.
+    Raises UserError if `load_parameters_path` is empty, if its weights or their vocabulary don't fit, or if they were
+    trained with another tokenizer.
     """
     if not config.checkpoint.load_parameters_path:
         raise UserError(
@@ -38,7 +39,7 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> tuple[StepPlan, W
 
 
 def model_fingerprint(config: Config) -> dict[str, str]:
-    """Identifies the model, its weights and precision, which log-probabilities depend on besides the tokenized text.
+    """Identifies the model, its weights and its precision: with the tokenized text, they determine log-probabilities.
 
     It is saved with computed results, so that they are not continued with another model.
     """

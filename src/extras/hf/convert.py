@@ -7,8 +7,8 @@
 
 `from-hf` writes OUT_DIR/model.yml, OUT_DIR/checkpoint and the tokenizer's files; weights keep the folder's dtypes.
 `to-hf` takes such an OUT_DIR, a run's folder or one of its checkpoints, and writes a folder that transformers loads,
-with the tokenizer, in the checkpoint's dtypes or in the given one; with `load_ema=true` it writes the average of a
-run's weights (ema_decay). `to-peft` writes the adapters of a run with lora_rank as a folder that the package peft
+with the tokenizer, in the checkpoint's dtypes or in the given one; with `load_ema=true` it writes the moving average of
+a run's weights (ema_decay). `to-peft` writes the adapters of a run with lora_rank as a folder that the package peft
 loads. Such a folder, also one written by peft, can be used as HF_DIR and as load_parameters_path: its model's weights
 are merged with the adapters. `check` compares a checkpoint's logits with those that transformers, if installed,
 computes from the folder. HF_DIR may be hf://ORG/NAME[@REVISION], a model of the Hugging Face Hub.
@@ -75,8 +75,8 @@ LONGEST = "max_position_embeddings"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the command line `argv`; raises UserError for an unknown command, or as the commands do."""
-    # Weights are only read, moved and written: no accelerator is needed.
+    """Runs the command line `argv` on the CPU; raises UserError for an unknown command, or as the commands do."""
+    # Weights are read and written, and `check` computes few logits: no accelerator is needed.
     jax.config.update("jax_platforms", "cpu")
     match list(argv):
         case [] | ["--help" | "-h", *_]:
@@ -103,7 +103,10 @@ def _folder(text: str) -> Path:
 
 
 def from_hf(hf_dir: Path, out_dir: Path) -> None:
-    """Writes the model.yml, checkpoint/ and tokenizer to `out_dir`; raises UserError unless it is new or empty."""
+    """Writes model.yml, checkpoint/ and the tokenizer's files to `out_dir`.
+
+    Raises UserError unless `out_dir` is new or empty, and as `open_folder`, `folder_model` and `match_tensors` do.
+    """
     folder = open_folder(hf_dir)
     family, keys = folder_model(folder)
     spec = model_spec(*_model_sections(keys))
@@ -131,8 +134,9 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
 def to_hf(source: Path, out_dir: Path, dtype: str = "", ema: bool = False) -> None:
     """Writes a checkpoint as a Hugging Face folder, with tensors in `dtype` or in the checkpoint's dtypes.
 
-    `source` is the output of `from_hf`, or a run's folder or one of its checkpoints. Raises UserError if there is no
-    checkpoint, if no family can represent its model, or if `out_dir` is not empty.
+    `source` is the output of `from_hf`, or a run's folder or one of its checkpoints; `ema` takes the moving averages of
+    its weights. Raises UserError if `dtype` is unknown, if the checkpoint is missing, if no family can represent its
+    model, if `out_dir` is not new or empty, or as `save_folder` does.
     """
     if dtype and dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is not one of {', '.join(DTYPES)}")
@@ -154,7 +158,10 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "", ema: bool = False) -> No
 
 
 def to_peft(source: Path, out_dir: Path) -> None:
-    """Writes a run's adapters as a folder that peft loads; raises UserError as `to_hf`, or without adapters."""
+    """Writes a run's adapters as a folder that peft loads.
+
+    Raises UserError as `to_hf`, `_load_adapters` and `save_adapters` do.
+    """
     keys, checkpoint, model_folder = _find(source)
     model, step, length = _model_sections(keys)
     family, _ = find_family(model, length, _original_config(model_folder).get("model_type", ""))
@@ -191,7 +198,10 @@ def _load_adapters(path: str) -> tuple[dict[tuple[str | int, ...], tuple[np.ndar
 
 
 def _write_tokenizer(data: Data, model_folder: Path | None, out_dir: Path, notes: list[str]) -> dict[str, Any]:
-    """Writes a tokenizer's files and returns its config.json entries; adds a line to `notes` if it can't."""
+    """Writes a tokenizer's files, or adds a line to `notes` if it can't.
+
+    Returns the token ids to add to config.json; {} without a tokenizer, or if the original config.json has them.
+    """
     if data.tokenizer_type == "huggingface" or all_synthetic(data):
         path = Path(local_folder(data.tokenizer_path, weights=False)).expanduser()
         own_folder = (path if path.is_dir() else path.parent) if data.tokenizer_path else None
@@ -201,7 +211,7 @@ def _write_tokenizer(data: Data, model_folder: Path | None, out_dir: Path, notes
             shutil.copyfile(path, out_dir / "tokenizer.json")
         if not has_tokenizer(out_dir):
             notes.append(f"{out_dir} has no tokenizer: there is none in {own_folder or model_folder or 'the sources'}")
-        elif not _original_config(model_folder):  # without an id there, transformers' generate continues after eos
+        elif not _original_config(model_folder):  # without eos in config.json, transformers generates past it
             return _token_ids(folder_tokenizer(out_dir, sys.maxsize))
         return {}
     try:
@@ -243,13 +253,16 @@ def declared_weights(spec: ModelSpec) -> tuple[params.Tree, params.Tree]:
 
 
 def _model_sections(keys: Json) -> tuple[Model, Step, int]:
-    """Returns the parts of a model's spec: its layer settings, how it is computed, and the sequence length."""
+    """Returns the arguments of `model_spec`: the sections model and step, and the sequence length."""
     batch: BatchKeys = section_of("batch", keys)
     return section_of("model", keys), section_of("step", keys), batch.max_target_length
 
 
 def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:
-    """Locates a model or run: its keys, the folder of its checkpoints, and the model file's folder, if any."""
+    """Locates a model or run: its keys, the path of its checkpoint, and its model file's folder.
+
+    The folder is None if the model file is a shipped one. Raises UserError if `source` is neither a model nor a run.
+    """
     if (source / "model.yml").is_file():
         keys = from_yaml((source / "model.yml").read_text(encoding="utf-8"))
         # The folder also has the tokenizer, if there is one.
@@ -314,7 +327,11 @@ class Agreement(NamedTuple):
 
 
 def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
-    """Compares in float32, on the same random ids; raises UserError without transformers, or for another model."""
+    """Compares a checkpoint's logits with transformers' for the folder, in float32, on the same random ids.
+
+    Also prints the line of `compare_ids`. Raises UserError if transformers or torch is missing, or if the checkpoint
+    has another model.
+    """
     try:
         import torch
         from transformers import AutoModelForCausalLM
@@ -343,7 +360,7 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
 
 
 def compare_ids(hf_dir: Path, vocab_size: int) -> str:
-    """Counts the texts, the folder's own and some unusual ones, for which transformers' tokenizer gives other ids."""
+    """Returns a line on how many texts, the folder's own and some unusual ones, get other ids from transformers."""
     from transformers import AutoTokenizer
 
     files = [file for end in ("md", "jinja", "txt") for file in sorted(hf_dir.glob(f"*.{end}"))]

@@ -48,7 +48,10 @@ class Field:
     written: Callable[[Model], Any] | None = None  # computes the entry from a layer, if reversing `read` is not enough
 
     def read(self, hf: Json, keys: Keys) -> Keys:
-        """Reads the key, if set, given `keys` of the rows above; raises UserError for an invalid value."""
+        """Returns the key and its value, or {} if base.yml's default applies; `keys` are the ones of the rows above.
+
+        Raises UserError for a value that is invalid or has no equivalent.
+        """
         default = KEYS[self.key].default
         if hf.get(self.name) is None:
             if self.absent is not UNSET:
@@ -84,7 +87,7 @@ class Field:
 class FieldGroup:
     """Entries of config.json that only make sense together."""
 
-    name: str  # of each entry, separated by spaces
+    name: str  # names of the entries, separated by spaces
     # Maps config.json and the keys above to further keys; raises UserError for unsupported values.
     read: Callable[[Json, Keys], Keys | None] = lambda hf, keys: None
     write: Callable[[Layers], Json] = lambda layers: {}
@@ -251,18 +254,18 @@ class Family:
         return next(row.file for row in self.tensors if row.weight == weight)
 
     def is_mtp_layer(self, name: str, layers: int) -> bool:
-        """Tests whether a tensor belongs to an extra prediction layer; they follow the model's `layers`."""
+        """Tests whether a tensor belongs to an extra prediction layer; their numbers start at `layers`."""
         if self.mtp_prefix and name.startswith(self.mtp_prefix):
             return True
         match = re.match(r"model\.layers\.(\d+)\.", name)
         return bool(self.copied and match and int(match[1]) >= layers)
 
     def skips(self, name: str) -> bool:
-        """Tests whether a tensor of this name contains no weights."""
+        """Tests whether a tensor of this name contains no weights, or duplicates another tensor."""
         return any(re.search(pattern, name) for pattern in self.skipped)
 
     def table_names(self, names: Iterable[str]) -> dict[str, str]:
-        """Maps the table's names of a folder's text-model tensors to their names in the files."""
+        """Maps names in the table to names in the files, for a folder's tensors outside of vision and audio models."""
         text = {TEXT_HEAD.sub("", TEXT_MODEL.sub("model.", name)): name for name in names if not NOT_TEXT.match(name)}
         if not any(name.startswith(self.prefix) for name in text):
             text = {self.prefix + name: on_disk for name, on_disk in text.items()}

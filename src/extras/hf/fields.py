@@ -82,15 +82,21 @@ def read_layer_types(hf: Json, default: Sequence[str], *known: str) -> list[str]
 
 
 def read_windowed_layers(hf: Json, keys: Keys, global_every: int, **windowed: Any) -> Keys:
-    """Reads the layer pattern of a model in which some layers have windows; these also get the keys `windowed`."""
-    # If config.json does not list layer types, one layer in `global_every` has no window.
+    """Reads the pattern of layers with and without windows; layers with windows also get the keys `windowed`.
+
+    If config.json does not list layer types, every `global_every`-th layer has no window.
+    """
     default = [WINDOWED if (i + 1) % global_every else GLOBAL for i in range(keys["base_num_decoder_layers"])]
     of_kind = {WINDOWED: {"attention_type": "local_sliding", **windowed}, GLOBAL: {}}
     return layer_pattern([of_kind[kind] for kind in read_layer_types(hf, default, WINDOWED, GLOBAL)])
 
 
 def read_kinds(hf: Json, keys: Keys, global_every: int, theta: float, local_theta: float) -> Keys:
-    """Reads the layer pattern of a model with and without windows, in which each kind has its own rotary positions."""
+    """Reads the pattern of layers with and without windows, each kind with its own rotary positions.
+
+    `theta` (without windows) and `local_theta` (with) apply if config.json gives none; `global_every` is as in
+    `read_windowed_layers`.
+    """
     by_kind = entry(hf, "rope_parameters", {})
     family.require_known(by_kind, (WINDOWED, GLOBAL))
     windowed, everywhere = (entry(by_kind, kind, {}) for kind in (WINDOWED, GLOBAL))
@@ -207,7 +213,7 @@ def write_rope(layers: Layers, partial: float = 0.0) -> Json:
     layer = layer_with(layers, "rope_max_timescale")
     rope_type = layer.rope_type if layer.position_type == "rope" else "default"
     kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == rope_type)
-    # Zero means that no mscale is given.
+    # Zero means that an entry, such as mscale, is not given.
     written = family.write_fields(ROPE_PARAMETERS[kind], [layer]).items()
     parameters = {name: value for name, value in written if value or name == "truncate"}
     entries = {
@@ -216,7 +222,7 @@ def write_rope(layers: Layers, partial: float = 0.0) -> Json:
     }
     if original := parameters.get(ORIGINAL):
         entries["max_position_embeddings"] = original if kind == "dynamic" else round(original * layer.rope_factor)
-    if kind == "longrope":  # an outer one from Phi would take precedence over the inner one
+    if kind == "longrope":  # Phi's outer entry would take precedence over the inner one
         entries[ORIGINAL] = original
     return {**entries, "partial_rotary_factor": layer.partial_rotary_factor} if partial else entries
 

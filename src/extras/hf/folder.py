@@ -24,7 +24,7 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
     """Reads the folder's config and the headers of its weight files; a folder of adapters gives the adapted model.
 
     Raises UserError if config.json or safetensors files are missing, if a file is truncated or damaged, or if the
-    weights are quantized in an unsupported format.
+    weights are quantized in an unsupported format; for adapters, also as `local_folder` and `peft.adapted` do.
     """
     path = Path(path).expanduser()
     if base := peft.base_model(path):

@@ -8,13 +8,16 @@ from src.system.errors import UserError
 
 
 def open_tokenizer(path: str, model_vocab_size: int) -> Tokenizer:
-    """Opens the tokenizer of a folder, a file, or an hf:// name; raises UserError as `folder_tokenizer`."""
+    """Opens the tokenizer of a folder, a file, or an hf:// name; raises as `local_folder` and `folder_tokenizer` do."""
     return folder_tokenizer(Path(local_folder(path, weights=False)).expanduser(), model_vocab_size)
 
 
 def folder_tokenizer(path: Path, model_vocab_size: int) -> Tokenizer:
-    """Opens a Hugging Face folder's tokenizer (old: a SentencePiece model) or tokenizer.json, or raises UserError."""
-    from src.extras.hf.huggingface_tokenizer import HuggingFaceTokenizer  # it imports the package tokenizers
+    """Opens a tokenizer.json, or a folder with a tokenizer.json or else a SentencePiece tokenizer.model.
+
+    `model_vocab_size` is as in `HuggingFaceTokenizer`. Raises UserError if there is no such file, or it is unusable.
+    """
+    from src.extras.hf.huggingface_tokenizer import HuggingFaceTokenizer  # needs the package tokenizers
 
     for file in (path / "tokenizer.json", path):
         if file.is_file():

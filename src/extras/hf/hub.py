@@ -12,8 +12,8 @@ from src.config.run_configs import HUB
 from src.system.errors import TransientError, UserError, clipped
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"  # a folder of weights has one of these
-# Files copied unchanged next to converted weights. Together with the two above and the two below, these are the only
-# files read of a model, besides its weights.
+# Files copied unchanged next to converted weights. Besides these, only config.json, the files named above and below,
+# and weights are fetched.
 COMPANIONS = (
     *("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"),
     *("special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja"),
@@ -27,7 +27,7 @@ def pinned(path: str, saved_path: str = "") -> str:
     """Returns `hf://ORG/NAME@COMMIT` for a path on the hub; other paths are returned unchanged.
 
     A path without a revision is pinned to `saved_path`, the one in a run's folder, so that a resumed run uses the same
-    model. Raises UserError and TransientError as `local_folder`.
+    model. Raises UserError and TransientError as `local_folder` does.
     """
     if not path.startswith(HUB):
         return path
@@ -39,11 +39,12 @@ def pinned(path: str, saved_path: str = "") -> str:
 
 
 def local_folder(path: str, weights: bool = True) -> str:
-    """Returns the local folder of a path on the hub, after fetching the needed files; other paths are unchanged.
+    """Returns the local folder of a path on the hub, after fetching its files; other paths are returned unchanged.
 
-    If several processes on a host need the files, the cache's locks let only one fetch them. Raises UserError if there
-    is no such model or revision, it is gated, HF_HUB_OFFLINE is set and the cache lacks it, or the disk is full. Raises
-    TransientError if the hub does not answer.
+    Without `weights`, only the small files are fetched. If several processes on a host need them, the cache's locks let
+    only one fetch them. Raises UserError if the name is malformed, there is no such model or revision, it is gated,
+    HF_HUB_OFFLINE is set and the cache lacks it, or the cache can't be written; TransientError if the hub does not
+    answer.
     """
     return _fetched(path, weights) if path.startswith(HUB) else path
 
@@ -58,10 +59,10 @@ def _parts(path: str) -> tuple[str, str]:
 @functools.cache
 def _fetched(path: str, weights: bool) -> str:
     folder = _snapshot(path, _SMALL)
-    if weights:  # which a repository may have in several formats
+    if weights:  # of which a repository may have several formats: fetch only safetensors
         index, names = Path(folder, INDEX), {SINGLE, ADAPTER_WEIGHTS}
         if index.is_file():
-            # The reader reports what is wrong.
+            # folder.py reports a damaged index.
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 names = set(map(str, json.loads(index.read_bytes())["weight_map"].values()))
         _snapshot(f"{HUB}{_parts(path)[0]}@{Path(folder).name}", (*_SMALL, *sorted(names)))

@@ -226,7 +226,10 @@ def class_caveat(entries: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> st
 
 
 def _chat_templates(folder: Path, named: dict[str, dict[str, Any]]) -> tuple[Path, str | None, str | None]:
-    """Reads the chat templates, general and for tools, from chat_template.jinja or tokenizer_config.json."""
+    """Reads the chat templates from chat_template.jinja or tokenizer_config.json; raises UserError if malformed.
+
+    Returns the file, the general template, and the one for conversations with tools (None: no such template).
+    """
     file = folder / "chat_template.jinja"
     if file.is_file():
         files = file, folder / "additional_chat_templates" / "tool_use.jinja"

@@ -24,7 +24,7 @@ from src.extras.hf.tensor_map import Piece, Range, WeightPath, lay_out
 from src.model.params import Tree, by_path, nested
 from src.system.errors import UserError, first_few
 
-ROWS = 4096  # rows in memory when comparing tensors
+ROWS = 4096  # number of rows that are compared at a time
 
 
 TAIL_BYTES = 2**16  # read at the end of each file, which training changes too
@@ -34,8 +34,8 @@ def load_weights(path: str | os.PathLike[str], tree: Tree, notes: list[str] | No
     """Replaces the leaves of `tree`, nested dicts of `jax.ShapeDtypeStruct`s with shardings, with the folder's weights.
 
     Weights go to the devices one tensor at a time, so host memory holds only one. Padded vocabulary rows are zeros.
-    `notes` gets a line for each kind of tensor that is left out. Raises UserError if the folder cannot be read
-    (folder.py), or if its tensors do not match the model.
+    `notes` is as in `match_tensors`. Raises UserError if the folder cannot be read (folder.py), or if its tensors do
+    not match the model.
     """
     leaves, arrays = by_path(tree), dict[WeightPath, _PartialArray]()
     for piece, tensor in progress(match_tensors(open_folder(path), tree, notes), f"reading {path}"):
@@ -46,9 +46,10 @@ def load_weights(path: str | os.PathLike[str], tree: Tree, notes: list[str] | No
 
 
 def restore_folder(path: str, folder: str, tree: Tree) -> Restored:
-    """Loads the weights in `folder`, and as meta its `vocab_size` and its tokenizer's fingerprint (None: no tokenizer).
+    """Loads the weights in `folder`; the meta has its `vocab_size` and `tokenizer`, the tokenizer's fingerprint.
 
-    `path` is the name of the folder in messages. Raises UserError as `load_weights` does.
+    `tokenizer` is None if the folder has no tokenizer or a malformed one. `path` is the folder's name in messages.
+    Raises UserError as `load_weights` does.
     """
     notes: list[str] = []
     arrays = load_weights(folder, tree, notes)
@@ -63,7 +64,11 @@ def restore_folder(path: str, folder: str, tree: Tree) -> Restored:
 
 
 def folder_identity(path: str, identity: Callable[[str], str]) -> str:
-    """Makes a text that changes with a folder's weights, by its files' ends; `identity` is for an adapter's base."""
+    """Returns a CRC-32, in hex, of the names, sizes and last bytes of a folder's weight files.
+
+    It identifies the weights: training changes the last bytes too. If the folder has adapters, `identity` gives the hex
+    number of their base model, which is included.
+    """
     folder = Path(path).expanduser()
     crc = int(identity(base), 16) if (base := base_model(folder)) else 0
     for file in sorted(folder.glob("*.safetensors")):
@@ -75,7 +80,10 @@ def folder_identity(path: str, identity: Callable[[str], str]) -> str:
 
 
 def match_tensors(folder: HfFolder, tree: Tree, notes: list[str] | None = None) -> list[tuple[Piece, Tensor]]:
-    """Matches pieces of the weights in `tree` with tensors; raises UserError that lists all mismatches."""
+    """Matches pieces of the weights in `tree` with the folder's tensors; raises UserError that lists mismatches.
+
+    `notes` gets lines on tensors that are not part of the model: of vision, audio or extra prediction layers.
+    """
     family, keys = folder_model(folder)
     is_tied, num_layers = keys["logits_via_embedding"], keys["base_num_decoder_layers"]
     shapes = {weight: leaf.shape for weight, leaf in by_path(tree).items()}

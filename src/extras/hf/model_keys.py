@@ -19,12 +19,12 @@ from src.system.errors import UserError, first_few
 
 
 def read_model_keys(path: str | os.PathLike[str]) -> Keys:
-    """Returns the keys of base.yml that describe a folder's model; raises UserError as `folder_model`."""
+    """Returns the keys of base.yml that describe a folder's model; raises as `open_folder` and `folder_model` do."""
     return folder_model(open_folder(path))[1]
 
 
 def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
-    """Returns the family and the keys of a folder's text model; raises UserError if it uses unsupported features."""
+    """Returns the family and the keys of a folder's text model; raises UserError if config.json is not supported."""
     whole = folder.config
     hf = entry(whole, "text_config", {}) or whole  # the whole config, unless the text model is one of several parts
     if "tie_word_embeddings" in whole:  # the outer entry decides; transformers treats null as false
@@ -65,7 +65,7 @@ def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
 
 
 def find_family(model: Model, max_target_length: int, preferred: str = "") -> tuple[Family, Json]:
-    """Finds a family, `preferred` first, whose config.json reads back as this model; raises UserError otherwise."""
+    """Returns a family, `preferred` if possible, and its config.json for this model; raises UserError if none fits."""
     spec, layers = _spec(model, max_target_length), _layers(model)
     missing: dict[str, list[str]] = {}  # by family
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):

@@ -1,4 +1,4 @@
-"""Reads the keys of models that a configuration names: Hugging Face folders, and names of the hub."""
+"""Reads the keys of models that a configuration names: Hugging Face folders, and models of the hub (hf://)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,11 @@ from src.system.errors import UserError
 
 
 def folder_keys(folder: str, tokenizer_only: bool) -> dict[str, Any]:
-    """Returns the keys of the model and tokenizer in a Hugging Face folder or hf:// name, or of its tokenizer."""
+    """Returns the keys of the model and tokenizer in a Hugging Face folder, or hf:// name, or only the tokenizer's.
+
+    Raises UserError if the folder has no config.json (unless `tokenizer_only`), and as `local_folder` and
+    `read_model_keys` do.
+    """
     name = folder
     if name.startswith(HUB):
         folder = local_folder(name)
@@ -29,9 +33,9 @@ def folder_keys(folder: str, tokenizer_only: bool) -> dict[str, Any]:
 
 
 def pinned_keys(keys: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns other values of the keys `names` and of `load_weights_rules`: models of the hub by their commits.
+    """Returns the values of the keys `names` and `load_weights_rules`, with models of the hub `pinned` to commits.
 
-    A resumed run keeps those that it began with.
+    A resumed run keeps the commits that it began with. Raises as `pinned` does.
     """
     rules = keys["load_weights_rules"]
     run = run_folder(f"{keys['base_output_directory']}/{keys['run_name']}") if keys["run_name"] else None

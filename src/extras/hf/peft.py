@@ -30,7 +30,10 @@ _READ = """
 
 
 def base_model(folder: Path) -> str:
-    """Returns the path, or the hf:// name, of the model that a folder's adapters belong to; "" without adapters."""
+    """Returns the path, or the hf:// name, of the model that a folder's adapters belong to.
+
+    "" if the folder has no adapters, or a whole model. Raises UserError if the adapters do not name a model.
+    """
     if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
         return ""
     entries = read_object(folder / ADAPTER_CONFIG)
@@ -41,7 +44,10 @@ def base_model(folder: Path) -> str:
 
 
 def adapted(folder: Path, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Merges a folder's adapters into a model's tensors; raises UserError for anything but plain LoRA."""
+    """Returns the tensors of the model `base`, with a folder's adapters merged into them as they are read.
+
+    Raises UserError for anything but plain LoRA, if the adapters' file is missing, or if they don't fit the model.
+    """
     entries, file = read_object(folder / ADAPTER_CONFIG), folder / ADAPTER_WEIGHTS
     refused = [
         *unknown_entries(entries, {*_ONLY, *_READ.split()}),

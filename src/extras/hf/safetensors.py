@@ -28,7 +28,7 @@ DTYPES = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "U8": np.dtype(np.uint8),
 }
-# For other dtypes, which no weight has, such as an int64 table of positions.
+# Stands for other dtypes, which no weight has, such as an int64 table of positions.
 UNREADABLE = np.dtype("V1")
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -48,7 +48,7 @@ class Tensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    read: Callable[[Index], np.ndarray]  # copies the part at an index into memory
+    read: Callable[[Index], np.ndarray]  # copies the slice at an index into memory
 
 
 def open_tensors(file: Path) -> dict[str, Tensor]:

@@ -31,10 +31,10 @@ def save_folder(
 ) -> None:
     """Writes config.json and the safetensors files, holding only one tensor in memory in addition to `weights`.
 
-    `hf` is config.json without the family's names, the tensors' dtype, and padding. `weights` are all of the model's
-    weights; rows of the embedding beyond `vocab_size` are padding. Tensors have `dtype`, or else their weights' dtypes;
-    a file has at most `shard_bytes`, unless a single tensor is larger. Raises UserError if the family has no tensor for
-    a weight, or if `dtype` can't represent a value.
+    `hf` is config.json without `architectures`, `model_type` and `torch_dtype`. `weights` are all of the model's
+    weights; rows of the embedding beyond `vocab_size` are padding. Tensors have `dtype`, or else their weights' dtypes,
+    which correction biases always keep; a file has at most `shard_bytes`, unless a single tensor is larger. Raises
+    UserError if the family has no tensor for a weight, or if `dtype` is float16 and a value exceeds its range.
     """
     shapes = {weight: array.shape for weight, array in weights.items()}
     by_file: dict[str, list[Piece]] = {}

@@ -11,7 +11,10 @@ from src.system.errors import UserError
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Reads a SentencePiece model; without a bos, as in T5, documents begin with eos. Raises UserError if unusable."""
+    """Reads a SentencePiece model; if it has no bos, like T5's, documents begin with eos.
+
+    Raises UserError if there is no such file, if it is not a SentencePiece model, or if it has no eos.
+    """
 
     def __init__(self, path: str) -> None:
         if not Path(path).is_file():

@@ -33,7 +33,7 @@ Shapes = Mapping[WeightPath, tuple[int, ...]]
 
 
 class TensorMap(NamedTuple):
-    """A row of a family's table (see above)."""
+    """A row of a family's table; the module's docstring describes the columns."""
 
     weight: str
     file: str
@@ -113,10 +113,10 @@ class Piece(NamedTuple):
         return block.reshape([stop - start for start, stop in region])
 
     def low_rank(self, down: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool] | None:
-        """Converts an adapter to the file's matrices, [r, in] and [out, r], and whether `in` is the file's first dim.
+        """Converts an adapter to matrices [r, in] and [out, r] for this piece's tensor.
 
-        `down` [*in, r] and `up` [r, *out] have a leading dim if the weight is stacked over layers. Returns None for
-        other forms, such as an adapter per expert.
+        `down` [*in, r] and `up` [r, *out] have a leading dim if the weight is stacked over layers. The third result
+        tells whether `in` is the tensor's first dim. Returns None for other forms, such as an adapter per expert.
         """
         down, up, dims = down[self.layer_index], up[self.layer_index], self.rearrangement.dims
         ins, outs, split = dims[: down.ndim - 1], dims[down.ndim - 1 :], self.split_index or {}
@@ -144,9 +144,9 @@ def lay_out(
 ) -> list[Piece]:
     """Lists all pieces of a model's weights, weight by weight.
 
-    The files have `vocab_size` rows, the model's padded weights more. `copied` are rows of tensors that repeat a weight
-    for each extra prediction layer; `family` is its name in messages. Raises UserError if no row covers one of the
-    model's weights.
+    Dim V has size `vocab_size` in the files, and may be padded in the weights. `copied` are table rows of tensors that
+    repeat a weight for each extra prediction layer; `family` is the family's name in messages. Raises UserError if no
+    row applies to one of the model's weights.
     """
     layers = _layer_numbers(shapes)
     pieces, unmapped, matched, module_sizes = [], [], {}, dict[WeightPath, dict[str, int]]()

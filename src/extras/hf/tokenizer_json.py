@@ -47,7 +47,10 @@ def _of_bytes(tokenizer: ByteTokenizer) -> tuple[tokenizers.Tokenizer, str, str]
 
 
 def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[tokenizers.Tokenizer, str, str]:
-    """Converts a BPE model with byte fallback that preserves the text, such as src.train_tokenizer's."""
+    """Converts a BPE model with byte fallback that preserves the text, such as src.train_tokenizer's.
+
+    Also returns bos and eos. Raises UserError for any other model.
+    """
     # SentencePiece merges the neighbors that form the piece with the highest score; list the merges in that order.
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)
     trainer, normalizer = model.trainer_spec, model.normalizer_spec

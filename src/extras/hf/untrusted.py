@@ -43,7 +43,7 @@ _TEXTS = (
     500 * "</s>",
     "\x00\ufffd\u2581",
 )
-_passed: set[str] = set()  # digests of files
+_passed: set[str] = set()  # digests of files that passed `try_tokenizer`
 
 
 def _python(call: str) -> list[str]:
@@ -70,9 +70,9 @@ class ChatTemplate:
 
     `tool_source`, if given, formats conversations with tools. Templates come with downloaded weights. Jinja2's sandbox
     restricts them to strings, but does not prevent endless loops or gigabytes of text. Therefore a separate process
-    renders them, which the kernel limits to `CPU_SECONDS` per conversation and to `MEMORY_BYTES`. It starts with the
-    first conversation; any thread may call `render`. Messages name `where`, the template's file. Raises UserError if it
-    is not a Jinja2 template.
+    renders them, which the kernel limits to `CPU_SECONDS` per conversation and to `MEMORY_BYTES`. The process
+    starts with the first conversation; any thread may call `render`. Error messages name `where`, the template's file.
+    Raises UserError if a source is not a Jinja2 template.
     """
 
     def __init__(self, source: str, tool_source: str | None, tokens: Mapping[str, str], where: str) -> None:
@@ -92,7 +92,7 @@ class ChatTemplate:
     def render(
         self, messages: "Sequence[Message]", parts: Sequence[tuple[int, bool]], shown: "Shown" = None
     ) -> list[str]:
-        """Renders parts of a conversation, each to a text; the template also gets the `shown` variables, as JSON types.
+        """Renders parts of a conversation, each to a string; the template also gets the variables `shown`, JSON values.
 
         A part is a number of messages, from the first on, and its `add_generation_prompt`. Raises UserError if the
         template rejects the conversation, fails, or takes too long or too much memory.
@@ -139,8 +139,11 @@ class ChatTemplate:
 
 
 def serve(cpu_seconds: int, memory_bytes: int) -> None:
-    """Renders conversations, one JSON line each on stdin, and writes each one's text or error as a line to stdout."""
-    # A job may send it to all its processes; this one ends when stdin closes.
+    """Renders conversations until stdin ends: the process of a `ChatTemplate`, which writes and reads JSON lines.
+
+    The first line has the template; each further one is a request, answered on stdout with its texts or an error.
+    """
+    # A scheduler may send SIGTERM to all processes of a job; this one ends when stdin closes.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setup = json.loads(sys.stdin.readline())
     template = None

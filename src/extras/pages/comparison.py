@@ -34,8 +34,8 @@ Table = list[list[str]]  # rows; the first has the runs' names, the first column
 _ENVIRONMENT = ("MinText", "jax", "Python", "devices", "mesh", "model", "step", "data")  # of environment.json
 _MAX_ROWS = 10  # approximate limit for a table of steps
 _MAX_COLUMNS = 6  # with more runs, tables have a row per run
-# Keys that determine an evaluation's tokens; then further ones if it takes a number of batches, and if its data is held
-# out from the training data.
+# Keys that determine an evaluation's tokens: always, if it takes a number of batches, and if its data is held out from
+# the training data.
 _EVAL_KEYS = ("eval_dataset_path", "eval_dataset_name", "eval_split", "eval_datasets", "eval_steps", "eval_mode")
 _EVAL_KEYS += ("max_target_length", "packing", "long_documents", "max_document_bytes", "use_sft")
 _EVAL_KEYS += ("data_shuffle_seed", "dataset_column", "sft_train_on_completion_only", "batch_transform")
@@ -74,7 +74,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def read_runs(paths: Sequence[str]) -> dict[str, Run]:
-    """Reads runs' folders, by name; raises UserError for a missing or malformed file, OSError if unreadable."""
+    """Reads runs' folders, by name, or by path if names repeat.
+
+    Raises UserError for a missing or malformed file, OSError for an unreadable one.
+    """
     runs = {}
     names = [epath.Path(path).name for path in paths]  # the path as typed, if names are not unique
     for name, path in zip(names, paths, strict=True):
@@ -91,7 +94,7 @@ def read_runs(paths: Sequence[str]) -> dict[str, Run]:
 
 
 def tables(runs: Mapping[str, Run]) -> dict[str, Table]:
-    """Builds the tables, by title; the first two show results and differences in configuration."""
+    """Builds the tables, by title, without empty ones: results, differences in configuration, and losses by step."""
     histories = [run.history for run in runs.values()]
     ends = [history.last_train.get("step", 0) for history in histories]
     results = [
@@ -111,7 +114,7 @@ def tables(runs: Mapping[str, Run]) -> dict[str, Table]:
 
 
 def loss_note(runs: Mapping[str, Run]) -> str:
-    """Warns, in sentences, if the runs' training or evaluation losses can't be compared; else ""."""
+    """Explains, in sentences, why the runs' training or evaluation losses can't be compared; "" if they can."""
     settings = [_settings(run) for run in runs.values()]
 
     def differing(keys: Sequence[str]) -> str:
@@ -179,7 +182,7 @@ def _settings(run: Run) -> dict[str, str]:
 
 
 def _at_steps(curves: Sequence[Curve], ends: Sequence[int]) -> Table:
-    """Averages each curve since the previous row, at round steps.
+    """Builds rows at round steps, with the mean of each curve since the previous row.
 
     `ends` are the runs' last steps; the value of a run that ended before its row's step names that run's last step.
     """
@@ -201,7 +204,7 @@ def _at_steps(curves: Sequence[Curve], ends: Sequence[int]) -> Table:
 
 
 def _at_evaluations(curves: Sequence[Curve]) -> Table:
-    """Lists each curve's values at its evaluations; if there are many, at steps that all curves share."""
+    """Builds rows with the curves' values at evaluations; if there are many, at some steps that all curves share."""
     columns = [{step: value for step, value in curve.points() if value is not None} for curve in curves]
     steps = sorted(set().union(*columns))
     if len(steps) > _MAX_ROWS:

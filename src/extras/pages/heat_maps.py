@@ -16,9 +16,10 @@ TITLES = {
 
 
 def by_layer(entry: Entry) -> dict[str, dict[str, float | None]]:
-    """Extracts heat-map values from a line, by title and row: a layer's norm is over all its variables.
+    """Extracts heat-map values from a line, by title and row; None for a value that is not finite.
 
-    A row is a layer. If layers share weights, these have one norm, and rows of norms are named like the weights.
+    A row is a layer, and its norm is over all its variables. If layers share weights, the shared weights have one norm,
+    and rows of norms are named like the weights.
     """
     squares: dict[str, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
     for key, values in entry.items():

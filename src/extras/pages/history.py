@@ -12,14 +12,14 @@ from src.run.metrics import PER_LAYER, TRAIN_KEYS, Entry, duration, eval_key, ev
 
 Point = tuple[int, Any]  # step and value; None for a non-finite value, which leaves a gap
 
-_BLOCKS = 1000  # minimum blocks of a downsampled curve
+_BLOCKS = 1000  # minimum number of blocks of a downsampled curve
 
-_COLUMNS = 400  # maximum for a heat map
+_COLUMNS = 400  # maximum number of columns of a heat map
 Column = tuple[int, dict[str, dict[str, float | None]]]  # a step, and each title's values by row
 
 
 class Block(NamedTuple):
-    """Summarizes neighboring points: lowest, highest and median; sum and count of finite values."""
+    """Summarizes neighboring points: the lowest, highest and median point, the sum and count of finite values."""
 
     low: Point
     high: Point
@@ -86,12 +86,12 @@ def _join(a: Block, b: Block) -> Block:
 
 
 class History:
-    """Curves and totals of metrics.jsonl, in the memory of a few thousand steps, however long the run."""
+    """Curves and totals of metrics.jsonl, in bounded memory, however long the run."""
 
     def __init__(self) -> None:
         self.train: dict[str, Curve] = defaultdict(Curve)  # by key
         self.evals: dict[str, Curve] = defaultdict(Curve)
-        self._columns, self._stride, self._internals = list[Column](), 1, 0  # every `_stride`th of `_internals` lines
+        self._columns, self._stride, self._internals = list[Column](), 1, 0  # every `_stride`-th of `_internals` lines
         self.last_train: Entry = {}  # the last line; empty at first
         self.last_eval: Entry = {}
         self.tokens = self.seconds = 0.0  # totals over all steps
@@ -112,7 +112,7 @@ class History:
                     break
 
     def add(self, entries: Iterable[Entry]) -> None:
-        """Adds parsed lines."""
+        """Adds parsed lines to the curves and totals."""
         train = []
         for entry in entries:
             if "loss" in entry:
@@ -139,7 +139,7 @@ class History:
         self.tokens += sum(seconds * rate for seconds, rate in times)  # the batch size may have changed
 
     def heat_maps(self) -> list[dict[str, Any]]:
-        """Returns heat maps for charts.js: a title, steps, row names, and a list of values per step."""
+        """Returns the heat maps for charts.js, each with a title, steps, row names, and a list of values per step."""
         latest = self._columns[-1][1] if self._columns else {}
         columns = [column for column in self._columns if column[1].keys() >= latest.keys()]
         steps = [step for step, _ in columns]
@@ -160,7 +160,7 @@ def _number(key: str, value: Any) -> float | None:
 
 
 def key_figures(history: History) -> list[tuple[str, str]]:
-    """Returns the names and values of a run's results; those without a finite value are left out."""
+    """Returns the names and values of a run's results, without the ones that have no finite value."""
     figures = []
     train, evals = history.train, history.evals
     blocks = train["loss"].blocks()

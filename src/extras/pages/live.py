@@ -9,7 +9,7 @@ from src.extras.pages.page import page
 
 
 class LiveReport:
-    """Writes a running run's report.html in the background, using at most 2% of the time; only on process 0."""
+    """Writes a running run's report.html in the background, using at most 2% of the time; for process 0 only."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.history = History()  # the page's data, as of the last write
@@ -24,7 +24,7 @@ class LiveReport:
             self._writing = self._thread.submit(self._write)
 
     def finish(self) -> str:
-        """Writes the page once more; returns its path, or why it failed, which does not fail the run."""
+        """Writes the page once more; returns its path, or why writing failed, which does not fail the run."""
         report = self._folder.path / "report.html"
         try:
             self._thread.submit(self._write).result()

@@ -87,7 +87,10 @@ def card(title: str, body: str) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _config(text: str) -> tuple[int, str, str]:
-    """Parses a config.yml: the number of steps, the unit of its loss, and a table of keys that differ from base.yml."""
+    """Parses a config.yml: number of steps, unit of the loss, and a table of keys that differ from base.yml.
+
+    Raises UserError if it is malformed.
+    """
     config = literal(parse_keys(text, "config.yml"))
     steps = config.get("steps")
     if type(steps) is not int or steps < 1:
@@ -109,7 +112,7 @@ def loss_unit(keys: Mapping[str, Any]) -> str:
 
 
 def table(rows: Iterable[Sequence[str]], head: str = "") -> str:
-    """Renders a table of texts, whose first column has the rows' names; `head` is the HTML of a row above."""
+    """Renders a table of strings, whose first column has the rows' names; `head` is the HTML of a row above."""
     lines = (
         f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(value)}</td>' for value in values)}</tr>"
         for name, *values in rows

@@ -16,11 +16,11 @@ from src.step.plan import Batch, StepPlan
 from src.step.token_scores import token_scores
 from src.system.errors import UserError
 
-LOSS = "src.step.dpo:dpo_loss"  # the value of the key `loss`: runs have this former name (`src.MOVED`)
+LOSS = "src.step.dpo:dpo_loss"  # the value of the key `loss`, a former path that runs have saved (`src.MOVED`)
 
 
 def dpo_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
-    """Sums the pairs' losses, in nats, and the metrics of `preferences`. Raises UserError for other batches."""
+    """Sums the pairs' losses, in nats, and the metrics of `preferences`. Raises UserError for batches without pairs."""
     if "reference" not in batch:
         raise UserError(f"loss={LOSS} needs preference pairs: continue this run with python -m src.train_dpo")
     log_probs_BC, reports = answer_log_probs(model, batch, plan)
@@ -29,10 +29,11 @@ def dpo_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
 
 
 def preferences(log_probs_BC: jax.Array, batch: Batch, plan: StepPlan) -> tuple[jax.Array, dict[str, Any]]:
-    """Returns the sum of the pairs' losses, and metrics as (sum, number of pairs).
+    """Returns the sum of the pairs' losses, in nats, and each metric as (sum over pairs, number of pairs).
 
-    An answer's reward is `dpo_beta` times its log-probability ratio to the reference. With `dpo_label_smoothing`, the
-    loss is conservative DPO (Mitchell 2023).
+    `log_probs_BC` are the answers' log-probabilities, in nats; padding rows do not count. An answer's reward is
+    `dpo_beta` times its log-probability ratio to the reference. With `dpo_label_smoothing`, the loss is conservative
+    DPO (Mitchell 2023).
     """
     reward_BC = plan.step.dpo_beta * (log_probs_BC - batch["reference"])
     margin_B, smoothing = reward_BC[:, 0] - reward_BC[:, 1], plan.step.dpo_label_smoothing
@@ -61,7 +62,7 @@ def answer_log_probs(model: Decoder, batch: Batch, plan: StepPlan) -> tuple[jax.
 
 
 def measure(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
-    """Computes `log_probs` [B, C], and sums like `eval_step`, which it replaces in evaluation."""
+    """Computes `log_probs` [B, C], in nats, and the sums that `eval_step` returns, which it replaces in evaluation."""
     log_probs_BC, _ = answer_log_probs(plan.decoder(weights), batch, plan)
     loss, metrics = preferences(log_probs_BC, batch, plan)
     pairs = jnp.sum(batch["loss_mask"])

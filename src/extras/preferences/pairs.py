@@ -29,15 +29,15 @@ class Pair(NamedTuple):
 
 
 class PairSource(ConversationSource):
-    """Reads .jsonl files of preference pairs, as TRL writes them; its arguments are the first of `DocumentFiles`.
+    """Reads .jsonl files of preference pairs, in TRL's formats. Opening checks all lines.
 
-    Opening checks all lines. Raises UserError for missing files, or a line that is not a pair.
+    The arguments and errors are as in `ConversationSource`.
     """
 
     reader, expected = "src.train_dpo", _EXPECTED
 
     def parse_record(self, record: Any, file: str, start: int) -> Pair:
-        """Converts a line's JSON to a pair; raises ValueError if it is not one."""
+        """Converts a line's JSON to a pair; raises ValueError if it is not one, or excludes messages from the loss."""
         prompt, chosen, rejected, is_text = _read_pair(record)
         names = ("prompt", "chosen", "rejected")
         chats = [self._fields.read(record, prompt + answer, *names) for answer in (chosen, rejected)]
@@ -51,12 +51,15 @@ class PairSource(ConversationSource):
         )
 
     def fingerprint(self) -> Fingerprint:
-        """Describes the data; equal for files with the same pairs."""
+        """Identifies the pairs; equal for files with the same lines."""
         return super().fingerprint() | {"type": "pairs"}
 
 
 def _read_pair(record: Any) -> tuple[Any, ...]:
-    """Returns the messages of the prompt and of both answers, and whether these were texts; raises ValueError."""
+    """Returns the messages of the prompt, the chosen and the rejected answer, and whether all three were strings.
+
+    Raises ValueError if the record is not a pair, or as `_check` does.
+    """
     if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
         raise ValueError(_EXPECTED)
     texts = prompt, chosen, rejected = [record.get(name) for name in ("prompt", "chosen", "rejected")]
@@ -74,7 +77,11 @@ def _read_pair(record: Any) -> tuple[Any, ...]:
 
 
 def _of_lists(prompt: Any, chosen: Any, rejected: Any) -> tuple[Messages, ...]:
-    """Splits off the messages that both lists begin with as the prompt, unless `prompt` is itself a list."""
+    """Returns the messages of the prompt, the chosen and the rejected answer, from lists of messages.
+
+    If `prompt` is not itself a list with messages, the prompt is the messages with which both lists begin. Raises
+    ValueError if a message is malformed, or if `prompt` is a string that is not among these messages.
+    """
     before, chosen, rejected = (
         tuple(read_message(message, number) for number, message in enumerate(messages, start=1))
         for messages in (prompt if isinstance(prompt, list) else [], chosen, rejected)
@@ -140,11 +147,11 @@ def pair_fields(length: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def pair_batch(rows: RowArrays, reference: Mapping[str, Sequence[float]] | None) -> RowArrays:
-    """Adds the loss's inputs to rows of pairs, with log-probabilities from `reference`, which is keyed by `pair_keys`.
+    """Adds the loss's inputs to rows of pairs: `answer_mask`, `loss_mask` and `reference`.
 
     `answer_mask` is 1 for targets in an answer. `loss_mask`, whose sum divides the step's loss, is 1 at the first token
-    of each pair, so that a pair counts once. Raises UserError for a pair that `reference` lacks; None gives zeros for
-    all.
+    of each pair, so that a pair counts once. The array `reference` has both answers' log-probabilities, in nats: the
+    argument's, by `pair_keys`, or zeros if it is None. Raises UserError for a pair that the argument lacks.
     """
     keys = pair_keys(rows)
     if reference is not None and (unknown := {*keys} - {"", *reference}):

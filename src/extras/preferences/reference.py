@@ -12,15 +12,14 @@ from src.checkpoint.run_folder import RunFolder
 from src.system.errors import UserError
 from src.system.json_text import parse_json
 
-LogProbs = dict[str, list[float]]  # of both answers of a pair, by `pairs.pair_keys`
+LogProbs = dict[str, list[float]]  # both answers' log-probabilities in nats, by `pairs.pair_keys`
 
 
 def saved_reference(folder: RunFolder, facts: Any, compute: Callable[[], LogProbs]) -> LogProbs:
-    """Computes the log-probabilities once, and reads them again from a file named by a digest of `facts`.
+    """Returns the log-probabilities that `compute` gives, which are saved in the run's folder and computed only once.
 
-    `facts` are all that they depend on.
-
-    Raises UserError for a file that is damaged, and as `compute` does.
+    Their file is named by a digest of `facts`, a JSON value of everything that they depend on. Raises UserError if the
+    file is damaged, and as `of_process_0` and `compute` do.
     """
     name = f"reference-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}.json"
     if (saved := of_process_0(lambda: folder.read_text(name))) is None:

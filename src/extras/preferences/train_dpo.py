@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
 
 
 def train(config: Config, exits: contextlib.ExitStack) -> Result:
-    """Trains with a checked config. `exits` collects what to close, however the run ends."""
+    """Trains with a checked config; `exits` closes whatever the run opens. Raises UserError as `main` does."""
     # ---- Devices, model and step
     run = Run(config, exits, pair_fields(config.batch.max_target_length))
     plan, traced = run.plan, run.traced
@@ -133,7 +133,10 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 def log_probs(
     evaluator: Callable[..., Evaluator], sources: Sequence[EvalSet], weights: Weights | None
 ) -> dict[str, list[float]]:
-    """Computes the log-probabilities of each pair's answers, by `pair_keys`; raises UserError without weights."""
+    """Computes the log-probabilities of both answers of each pair, in nats, by `pair_keys`.
+
+    `weights` are the reference's. Raises UserError if they are None, as in a resumed run, which no longer has them.
+    """
     if weights is None:
         raise UserError(
             "the reference's log-probabilities are not in the run's folder (reference-*.json) for these pairs, model "

@@ -54,8 +54,8 @@ class RecordSource(Source):
 
     The first record is read immediately, so that unsuitable data fails at startup. Each file is opened on
     first use, by `open_file(file, path)`, in which `path` may be a local copy; a limited number are open at a time.
-    `record_format` is as in `read_record`; `fingerprint` identifies the dataset. Raises UserError if the first record
-    can't be read.
+    `parts` are the ranges of records, in order; `record_format` is as in `read_record`; `fingerprint` identifies the
+    dataset. Raises UserError if the first record can't be read.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RecordSource(Source):
         self._nulls = Nulls(self._column_setting)
         self._parts, self._index = parts, Index([part.count for part in parts])
         self.is_remote = files.is_remote(listing.folder)
-        places: dict[str, str] = {}  # of copies, by the files' names
+        places: dict[str, str] = {}  # paths of copies, by the files' names
         if self.is_remote and sum(listing.sizes.values()) <= COPIED_BYTES:
             self._copies, self.is_remote = remote_files.LocalCopies(), False
             copied = files.in_threads(self._copies.path, listing.paths, listing.sizes.values())
@@ -138,7 +138,7 @@ def check_store(spec: DatasetSpec) -> None:
 
 
 def open_reader(file: str, place: str) -> Any:
-    """Opens a reader that several threads may use concurrently."""
+    """Opens a reader of `file`, stored at `place`, that several threads may use concurrently; raises as `attempted`."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     def opened() -> ArrayRecordReader:
@@ -175,7 +175,7 @@ def _chunk_records(file: str, at: int) -> int:
 
 
 def _open_files_allowed() -> int:
-    """Returns how many files a source may open: a quarter of the process's limit, which is raised if possible."""
+    """Returns how many files a source may open: a quarter of the process's limit, which it raises first if possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = 4 * _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, 4 * _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -212,7 +212,7 @@ def _from_example(record: bytes, column: str) -> Content | None:
 
 
 def _from_feature(feature: Any) -> Content:
-    kind = feature.WhichOneof("kind") or "int64_list"  # a list of nothing may be stored as none at all
+    kind = feature.WhichOneof("kind") or "int64_list"  # an empty list may be stored without its kind
     values = getattr(feature, kind).value
     if kind != "bytes_list":
         return as_ids(np.array(values))

@@ -25,9 +25,9 @@ _END = object()
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> Source:
-    """Opens the result of the function `dataset_factory`: a stream if it can save its state, else a `CustomSource`.
+    """Calls the function `dataset_factory`; its result is a stream if it can save a state, else a `CustomSource`.
 
-    Raises UserError as these do, and if there is no such function or it raises.
+    Raises UserError if there is no such function, or it raises, and as `CustomSource` does.
     """
     name, factory = spec.setting("dataset_factory"), load_function(spec.dataset_factory, spec.key("dataset_factory"))
     digests = code_digests(spec.dataset_factory, spec.key("dataset_factory"))
@@ -42,7 +42,7 @@ def open_source(spec: DatasetSpec, inputs: InputSpec) -> Source:
 
 
 def document_of(name: str, column: str, vocab_size: int, nulls: Nulls, i: int, item: Any) -> str | np.ndarray:
-    """Reads the document in item `i` of the data set `name`; raises UserError if it lacks a document."""
+    """Reads the document in item `i` of a data set, `name` in messages; raises UserError if the item lacks one."""
     read = functools.partial(as_document, vocab_size=vocab_size)
     try:
         return nulls(from_fields(item, column, read)) if isinstance(item, Mapping) else read(item)
@@ -51,7 +51,7 @@ def document_of(name: str, column: str, vocab_size: int, nulls: Nulls, i: int, i
 
 
 def _facts(name: str, dataset: Any) -> dict[str, str | int]:
-    """Calls `fingerprint()` of a user's object; without that method, records its class."""
+    """Returns the `fingerprint()` of a user's object, or its class if it lacks that method; raises UserError."""
     if not callable(getattr(dataset, "fingerprint", None)):
         return {"class": class_name(dataset)}
     facts = call(f"{name}: fingerprint() of what it returned", dataset.fingerprint)

@@ -18,8 +18,9 @@ from src.system.user_code import call
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> StreamSource:
-    """Opens one of N hosts' documents of a split: every N-th file, or every N-th row if N does not divide the files.
+    """Opens this host's documents of a split.
 
+    With N hosts, each has every N-th file, or every N-th row if N does not divide the number of files.
     `dataset_path` is a folder or a dataset on the hub, NAME, ORG/NAME or either with @REVISION, and `dataset_name` one
     of its configurations. Raises UserError if there is no such dataset, revision, split or column.
     """

@@ -1,4 +1,4 @@
-"""Gives remote files to libraries that read files by themselves: by requests, or as local copies."""
+"""Passes remote files to libraries that read files by themselves: as file objects, or as local copies."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ from src.system.disk import new_file
 
 
 def open_remote(file: str, length: int) -> Any:
-    """Opens a remote file of `length` bytes for a library. Each read is a request, and nothing is read ahead."""
+    """Opens a remote file of `length` bytes as a file object. Each read is a request, and nothing is read ahead."""
     from fsspec.spec import AbstractBufferedFile
 
     class RemoteFile(AbstractBufferedFile):

@@ -28,7 +28,8 @@ class StreamSource(Source):
     """Reads one host's documents from an iterable, which restarts each time it is iterated over.
 
     Either its iterators have get_state and set_state, as in Grain, or it has state_dict and load_state_dict itself.
-    `read(i, item)` converts item i to a document. With `shuffles` the documents of a window come in a random order.
+    `name` is for messages; `read(i, item)` converts item i of an epoch to a document; `facts` is the fingerprint. With
+    `shuffles`, the documents of a window of 1,024 come in a random order.
     """
 
     is_stream = True
@@ -48,7 +49,7 @@ class StreamSource(Source):
         )
 
     def __getitem__(self, i: int) -> Item:
-        """Raises UserError, as `len` does."""
+        """Raises UserError: use a `StreamReader`."""
         self.__len__()
 
     def check_hosts_differ(self) -> None:
@@ -62,7 +63,7 @@ class StreamSource(Source):
             )
 
     def check_rows(self, rows: int, global_batch: int) -> None:
-        """Raises UserError if processes share rows of a batch; `rows` is the number of rows on this process."""
+        """Raises UserError if processes share rows of a batch; `rows` is this process's number of them."""
         if jax.process_count() > 1 and sum(gather_json(rows)) != global_batch:
             raise UserError(
                 f"{self.name} is one stream per process, and on this mesh processes share rows: make the product of "
@@ -74,7 +75,7 @@ class StreamSource(Source):
         return self._facts
 
     def open(self, epoch: int, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
-        """Opens an epoch at its start or at a saved state; returns an iterator of items, and a getter of its state."""
+        """Opens an epoch at a saved state (None: its start); returns an iterator of items and a getter of its state."""
         if hasattr(self._iterable, "load_state_dict"):
             if hasattr(self._iterable, "set_epoch"):  # `datasets` has it: the order of files changes each epoch
                 call(self.name, self._iterable.set_epoch, epoch)
@@ -111,12 +112,12 @@ class StreamSource(Source):
 
 
 class Window(NamedTuple):
-    """Holds the beginning of a window of documents."""
+    """Holds the point in a stream at which a window of documents begins."""
 
     first: int = 0  # the number of its first document, over all epochs
     epoch: int = 0
     read: int = 0  # documents of the epoch read before the window
-    length: int | None = None  # the number of documents that the epoch must have; None: any number
+    length: int | None = None  # documents that the epoch must have; None: any number
     state: Any = None  # the stream's own state; None at the start of an epoch
 
 
@@ -138,7 +139,7 @@ class StreamReader:
         return self._items[number - self._first]
 
     def saved(self, oldest: int) -> dict[str, Any]:
-        """Gives the state from which document `oldest` and all later ones can be read: less than a window before it."""
+        """Returns the state before the window with document `oldest`, to read it and all later ones from there."""
         while len(self._windows) > 1 and self._windows[1].first <= oldest:
             self._windows.popleft()
         return (self._windows[0] if self._windows else self._next)._asdict()

@@ -1,7 +1,7 @@
 """Reads a dataset prepared by TFDS: `dataset_type=tfds`.
 
 TFDS finds a split's records and the types of its features, without the code of the dataset's builder or TensorFlow. The
-records are read as from other ArrayRecord files, extracting only the wanted feature.
+records are read from ArrayRecord or TFRecord files, extracting only the wanted feature.
 """
 
 import functools
@@ -136,7 +136,10 @@ def _file_slices(spec: DatasetSpec, info: "DatasetInfo") -> "list[FileInstructio
 def _check_files(
     spec: DatasetSpec, info: "DatasetInfo", slices: "list[FileInstruction]"
 ) -> tuple[files.Listing, Callable[[str, str], Any]]:
-    """Lists a split's files, checking that each has the records TFDS wrote; also returns a function to open one."""
+    """Lists a split's files; also returns `open_file` for `RecordSource`.
+
+    Raises UserError if a file is missing, or has another number of records than TFDS wrote.
+    """
     expected = {each.filename: each.examples_in_shard for each in slices}
     names, folder = list(expected), str(info.data_dir)
     if files.is_remote(folder):

@@ -21,7 +21,7 @@ _CHUNK_BYTES, _SAMPLE_BYTES = 1 << 23, 1 << 12
 
 
 class TfRecordReader:
-    """Reads the file `name`, stored at `place`; several threads may use it concurrently."""
+    """Reads the file `name`, stored at `place`, by its index in `starts`; several threads may use it concurrently."""
 
     def __init__(self, starts: Mapping[str, np.ndarray], name: str, place: str) -> None:
         self._file, self._starts = place, starts[name]
@@ -41,9 +41,9 @@ class TfRecordReader:
 
 
 def indices(names: Sequence[str], sizes: Sequence[int]) -> list[np.ndarray]:
-    """Returns each file's record starts, and its end, building the index from the whole file unless it is saved.
+    """Returns each file's index, int64 [records + 1]: reads the whole file once, and then the saved index.
 
-    Raises UserError for a truncated or damaged file.
+    `sizes` are in bytes. Raises UserError for a truncated or damaged file.
     """
     index_files = files.in_threads(_index_file, names, sizes)
     if missing := sum(not path.exists() for path in index_files):
@@ -84,7 +84,7 @@ def _index(file: str, size: int, index_file: Path) -> np.ndarray:
 
 
 def _is_header(header: bytes, record_bytes: int) -> bool:
-    """Tests whether 12 bytes are the length of a record of `record_bytes` bytes, and its CRC."""
+    """Tests whether 12 bytes are the length field of a record of `record_bytes` bytes in all, and the field's CRC."""
     return header[:8] == (record_bytes - 16).to_bytes(8, "little") and _crc(header[:8]) == header[8:]
 
 

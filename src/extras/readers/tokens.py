@@ -57,7 +57,7 @@ class ShardEntry(NamedTuple):
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Lists how two fingerprints differ, entry by entry, each name preceded by `prefix`."""
+    """Lists how two fingerprints differ, entry by entry, also within mappings; `prefix` precedes each name."""
     changes = []
     for name in changed_keys(old, new):
         before, after = old.get(name), new.get(name)
@@ -69,7 +69,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 
 def missing_files(shards: Mapping[int, ShardEntry], sizes: Mapping[str, int]) -> list[str]:
-    """Lists these shards' files, by number, that are missing or differ from their size in `sizes`, a sentence each."""
+    """Lists in a sentence each file of `shards` that is missing in `sizes`, in bytes by name, or has another size."""
     problems = []
     for number, shard in shards.items():
         for name, size in ((IDS_FILE.format(number), shard.ids_bytes), (INDEX_FILE.format(number), shard.index_bytes)):
@@ -120,7 +120,7 @@ class _TokenFolder:
             self._verify()
 
     def check(self, vocab_size: int, tokenizer: Mapping[str, Any] | None) -> None:
-        """Raises UserError if the ids don't suit a run with this vocab_size and its tokenizer's fingerprint."""
+        """Raises UserError if an id exceeds the vocabulary, or if the ids' tokenizer has another fingerprint."""
         largest_id = max(shard.largest_id for shard in self._shards)
         if largest_id >= vocab_size:
             raise UserError(
@@ -140,7 +140,7 @@ class _TokenFolder:
         return fingerprint | {"contents": self.listings[0].fingerprint["contents"]}
 
     def _verify(self) -> None:
-        """Checks some shards' digests and indexes before anything is read."""
+        """Checks digests and indexes of shards, up to `_VERIFIED_BYTES` of them; raises UserError if one is damaged."""
         budget = _VERIFIED_BYTES
         for number in np.argsort(order.mix64(np.arange(len(self._shards), dtype=np.uint64))).tolist():
             shard, digest = self._shards[number], hashlib.sha256()
@@ -174,7 +174,7 @@ class _TokenFolder:
         return UserError(f"{self._path(name)} is damaged: {how}. Copy it again, or write the tokens again")
 
     def _index(self, shard: int) -> np.ndarray:
-        """Returns int64 [documents + 1]: the number of a shard's pairs before each document, and in total."""
+        """Returns int64 [documents + 1]: the number of pairs before each of a shard's documents, and in total."""
         name, entry = INDEX_FILE.format(shard), self._shards[shard]
         count = entry.documents + 1
         # The array is at the end of the file. Skip numpy's header parsing by `ast`, which in Python 3.11 fails

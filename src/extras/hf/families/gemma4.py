@@ -1,6 +1,6 @@
 """Gemma 4's dense text models: full-attention layers have another head size, and use the key projection for values.
 
-In a folder for images only the text model is read; its text attention is causal there too.
+In a multi-modal folder, only the text model is read; attention between text tokens is causal there too.
 """
 
 from collections.abc import Sequence
@@ -97,6 +97,6 @@ GEMMA4 = Family(
     },
     constants=CONSTANTS,
     only={"num_kv_shared_layers": 0, "enable_moe_block": False},
-    # For layers that `only` refuses.
+    # Entries for features that `only` refuses.
     inert="use_double_wide_mlp num_experts top_k_experts moe_intermediate_size vocab_size_per_layer_input",
 )

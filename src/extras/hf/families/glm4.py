@@ -1,4 +1,8 @@
-"""GLM-4: rotates neighbors, in half of each head; 0414: norms on both sides; 4.5: halves, and DeepSeek V3's experts."""
+"""GLM-4, which rotates neighboring dims in half of each head, and its successors.
+
+GLM-4-0414 has norms before and after attention and feed-forward; GLM-4.5 rotates halves, like Llama, and has DeepSeek
+V3's experts.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""GPT-2, which has the same architecture as GPT-3's dense models."""
+"""GPT-2: learned positions, LayerNorms, biases, GELU; one matrix has the weights of queries, keys and values."""
 
 from src.extras.hf import fields
 from src.extras.hf.family import Family, Field, FieldGroup

@@ -4,7 +4,7 @@ from src.extras.hf import fields, tensors
 from src.extras.hf.family import UNSET, Family, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with
 
 CHUNKED = "chunked_attention"
-# For layers without positions.
+# Scaling of the queries in layers without positions.
 TEMPERATURE = (
     Field("attn_scale", "attn_temperature_scale", UNSET),
     Field("floor_scale", "attn_temperature_floor", UNSET),

@@ -1,4 +1,7 @@
-"""Qwen 2 and 2.5, a Llama with biases on queries, keys and values; Qwen 3, with norms of each head; experts; 3-Next."""
+"""Qwen 2 and 2.5, a Llama with biases on queries, keys and values; Qwen 3, with norms of each head, and its MoE.
+
+Qwen3-Next has gated delta nets in three of four layers, and gated attention in the others; all layers have experts.
+"""
 
 from dataclasses import replace
 

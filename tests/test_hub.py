@@ -205,7 +205,7 @@ def test_of_weights_in_parts_those_are_fetched_that_the_index_names(tmp_path, se
     with pytest.raises(UserError, match=r"model\.safetensors\.index\.json"):
         resolve_config.load(["configs/base.yml", "model_name=hf://org/parts@odd"])
     server.push("org/bare", tmp_path / "nothing", README__md=b"#")
-    with pytest.raises(UserError, match=r"model_name=hf://org/bare: this repository has no config\.json"):
+    with pytest.raises(UserError, match=r"model_name=hf://org/bare: there is no config\.json"):
         resolve_config.load(["configs/base.yml", "model_name=hf://org/bare"])
 
 

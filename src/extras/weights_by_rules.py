@@ -1,6 +1,7 @@
 """Loads the weights that rules choose, from several places (`load_weights_rules`)."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ def load_by_rules(
             left = first_few(sorted(map(dotted, leaves.keys() - taken)), near=rule["match"])
             raise UserError(f"load_weights_rules: {rule['match']} fits none of the remaining weights: {left}")
         if len(set(names.values())) < len(names):
-            twice = first_few(names.values())
+            twice = first_few(name for name, count in Counter(names.values()).items() if count > 1)
             raise UserError(f"load_weights_rules: {rule['match']} gives two weights the same name: {twice}")
         taken |= names.keys()
         sources[rule["path"]] = sources.get(rule["path"], {}) | names

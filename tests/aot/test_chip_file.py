@@ -54,7 +54,7 @@ def test_every_shipped_file_is_read(name):
 
 def test_hardware_that_is_asked_for_is_there():
     assert {"dgx-h100", "gb200", "l40s"} <= set(chip_file.shipped_names())
-    kinds = [parse_topology(name, 1).chip.kind for name in ("a100", "a3-ultra", "a4", "tpu7x-8", "gb200", "l40s")]
+    kinds = [parse_topology(name, 1).chip.kind for name in ("a100", "a3-ultra", "a4", "tpu7x-8", "gb200", "L40S")]
     for kind, words in zip(kinds, ("A100", "H200", "B200", "TPU7x", "GB200", "L40S"), strict=True):
         assert words in kind
 

@@ -9,8 +9,8 @@ import pytest
 from scripts.evidence.program_stats import statistics
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.replay import replay
+from src.extras.aot.report import gpu_rates
 from src.extras.aot.topology import parse_topology
-from src.parallel.chips import peak_flops
 from src.run import resolve_config
 from src.step.compiler_flags import compiler_options
 from src.step.trace import trace_train_step
@@ -48,7 +48,7 @@ def products(flags):
 
 def replayed(flags):
     text, mesh, chip = compiled(flags)
-    return replay(text, mesh, chip, peak_flops(chip.kind, "bfloat16"))
+    return replay(text, mesh, chip, gpu_rates(chip.kind, "default", None))
 
 
 # q, k, v, out, the two factors of the feed-forward and its output; the logits. Each forward, and two gradients; but XLA
@@ -75,9 +75,9 @@ def test_attentions_time_is_that_of_one_list_of_segments_and_not_of_many_segment
         branches = r"branch_computations=\{(%\S+), (%\S+), (%\S+)\}"
         changed, count = re.subn(branches, rf"branch_computations={{\g<{branch}>, \g<{branch}>, \g<{branch}>}}", text)
         assert count >= 2, "forward and backward"
-        return replay(changed, mesh, chip, peak_flops(chip.kind, "bfloat16")).compute_seconds
+        return replay(changed, mesh, chip, gpu_rates(chip.kind, "default", None)).compute_seconds
 
-    chosen = replay(text, mesh, chip, peak_flops(chip.kind, "bfloat16")).compute_seconds
+    chosen = replay(text, mesh, chip, gpu_rates(chip.kind, "default", None)).compute_seconds
     one, by_length, in_pieces = map(seconds, (1, 2, 3))
     assert chosen == one
     assert one < by_length

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from scripts.evidence.program_stats import dumped_bundles, instructions, kernels, main, numbered_mesh, statistics
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.replay import COMPUTE_REACHED, MEMORY_REACHED, replay
+from src.extras.aot.report import gpu_rates
 from src.extras.aot.topology import parse_topology
 from tests import runs
 from tests.compilers import SMALL, needs_cuda, needs_libtpu
@@ -147,10 +148,22 @@ def test_a_librarys_product_in_the_fusion_that_slices_its_operand_is_a_product()
     found = statistics(text, numbered_mesh(text), chip.kind)
     assert found["matmuls"] == [{"kind": "__cublas$lt$matmul: bf16 x bf16 -> bf16", "places": 1, "executions": 1}]
     peak = 1e9  # so slow that its operations take longer than its bytes
-    replayed = replay(text, numbered_mesh(text), chip, peak)
+    replayed = replay(text, numbered_mesh(text), chip, {16: peak})
     assert replayed.compute_seconds == pytest.approx(2 * 1024 * 256 * 512 / peak / COMPUTE_REACHED)
-    moved = replay(text, numbered_mesh(text), chip, 1e18).compute_seconds * chip.memory_bandwidth * MEMORY_REACHED
+    moved = replay(text, numbered_mesh(text), chip, {16: 1e18}).compute_seconds * chip.memory_bandwidth * MEMORY_REACHED
     assert moved == pytest.approx(2 * (256 * 512 + 1024 * 256 + 1024 * 512) + 4)  # its slice, and no scratch space
+
+
+def test_a_matmul_takes_the_time_of_its_dtype_and_precision():
+    text, chip = SLICED.replace("TARGET", "__cublas$lt$matmul"), parse_topology("a3", 1).chip
+    for dtype, precision, rate in (
+        ("bf16", "default", 989.4e12),  # H100 SXM: NVIDIA's white paper, dense
+        ("f32", "default", 494.7e12),  # tensorfloat32
+        ("f32", "highest", 66.9e12),
+    ):
+        slow = {bits: peak / 1e6 for bits, peak in gpu_rates(chip.kind, precision, None).items()}  # not bound by bytes
+        replayed = replay(text.replace("bf16", dtype), numbered_mesh(text), chip, slow)
+        assert replayed.compute_seconds == pytest.approx(2 * 1024 * 256 * 512 / (rate / 1e6) / COMPUTE_REACHED)
 
 
 AT_ONCE = "ROOT %fusion = bf16[80,128,8]{2,1,0} fusion(%kept.1, %new.1, %at.1), kind=kLoop, calls=%put"
@@ -163,7 +176,7 @@ def test_a_copy_into_a_larger_array_moves_its_own_bytes(fusion):
     text, chip = UPDATE.replace(AT_ONCE, fusion), parse_topology("a3", 1).chip
     (copy,) = statistics(text, numbered_mesh(text), "")["copies"]
     assert copy["bytes"] == 128 * 8 * 2
-    seconds = replay(text, numbered_mesh(text), chip, 1e15).compute_seconds
+    seconds = replay(text, numbered_mesh(text), chip, {16: 1e15}).compute_seconds
     # Read once, written once, and where it goes.
     assert seconds * chip.memory_bandwidth * MEMORY_REACHED == pytest.approx(2 * 128 * 8 * 2 + 4)
 

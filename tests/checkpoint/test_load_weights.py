@@ -78,7 +78,8 @@ def test_each_weight_is_from_where_the_first_rule_says(runs):
         ({"match": ".*key", "name": "keys"}, "has no keys: it has .*attention.key"),
         ({"match": ".*wi"}, r"segments.0.0.feed_forward.wi: \[2, 32, 2, 96\] in the checkpoint, \[2, 32, 2, 64\]"),
         ({"match": ".*(key)", "name": r"\2"}, r"name=\\2 does not fit"),
-        ({"match": r".*attention\.(key|value)", "name": "x"}, "gives two weights the same name: x"),
+        ({"match": r".*attention\.(key|value)", "name": "x"}, "gives two weights the same name: x$"),
+        ({"match": r".*((key)|(wi|wo))", "name": r"x\2"}, "gives two weights the same name: x$"),  # not xkey
     ],
 )
 def test_a_rule_that_does_not_fit_is_refused(runs, rule, message):

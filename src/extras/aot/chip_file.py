@@ -47,7 +47,7 @@ def find(name: str) -> Path | None:
     """Returns the path that a topology's `name` is or, for a shipped file's name, stands for; None for other names."""
     if name.endswith((".yml", ".yaml")):
         return Path(name)
-    return FOLDER / f"{name}.yml" if name.lower() in shipped_names() else None
+    return FOLDER / f"{name.lower()}.yml" if name.lower() in shipped_names() else None
 
 
 def read(path: Path) -> Hardware:

@@ -41,10 +41,10 @@ class Replay(NamedTuple):
         return self.step_seconds - self.compute_seconds
 
 
-def replay(text: str, mesh: Mesh, chip: Chip, peak: float) -> Replay:
+def replay(text: str, mesh: Mesh, chip: Chip, peaks: Mapping[int, float]) -> Replay:
     """Estimates a step's times on a GPU from `text`, the HLO of the compiled program, partitioned over `mesh`.
 
-    `peak` is the GPU's bfloat16 matmul rate, in operations per second; `chip` has its bandwidths.
+    `peaks` has the GPU's matmul rates, in operations per second, by their operands' bits; `chip` has its bandwidths.
     """
     computations, entry = hlo.parse(text)
     wire: dict[str, float] = {}
@@ -52,14 +52,14 @@ def replay(text: str, mesh: Mesh, chip: Chip, peak: float) -> Replay:
         bandwidth = {"ici": chip.ici_bandwidth, "dcn": chip.dcn_bandwidth}[moved.network]
         # A ring uses both networks at the same time.
         wire[moved.name] = max(wire.get(moved.name, 0), moved.sent_bytes / bandwidth)
-    return _Clock(computations, wire, chip, peak).run(entry)
+    return _Clock(computations, wire, chip, peaks).run(entry)
 
 
 class _Clock(NamedTuple):
     computations: Mapping[str, Computation]
     wire: Mapping[str, float]  # seconds of each collective, by its instruction's name
     chip: Chip
-    peak: float  # bfloat16 operations per second
+    peaks: Mapping[int, float]  # operations per second, by the bits of a matmul's operands
 
     def run(self, name: str) -> Replay:
         """Replays the instructions of the computation `name` in order, starting with idle streams.
@@ -107,8 +107,8 @@ class _Clock(NamedTuple):
             dtype, left = first_array(computation[instruction.operands[0]].type)
             named = found(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?([\d,"]+)', instruction.attributes)[1]
             contracted = math.prod(left[int(dim)] for dim in re.findall(r"\d+", named))
-            bits = int(found(r"\d+", dtype)[0])  # half the bits run at twice the rate
-            return 2 * math.prod(first_array(instruction.type)[1]) * contracted / self.peak * bits / 16
+            bits = int(found(r"\d+", dtype)[0])
+            return 2 * math.prod(first_array(instruction.type)[1]) * contracted / self.peaks[bits]
         if target and "fmha" in target[1]:
             B, T, N, H = first_array(computation[instruction.operands[0]].type)[1]
             S = first_array(computation[instruction.operands[1]].type)[1][1]
@@ -118,7 +118,7 @@ class _Clock(NamedTuple):
             # class, whose sequences are RATIO times shorter than the class before's, all calls add up to that.
             if _lists_segments(instruction) and _list_calls(computation) > 1:
                 share *= 1 - 1 / RATIO
-            return 2 * matmuls * B * N * T * S * H * share / self.peak
+            return 2 * matmuls * B * N * T * S * H * share / self.peaks[16]
         return 0.0
 
     def moved(self, instruction: Instruction, computation: Computation) -> float:

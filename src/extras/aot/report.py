@@ -80,11 +80,20 @@ def make_report(
             low_peak = peak_flops(chip.kind, plan.quantization.kind)
             report["prediction"] = predict(work, chip, peak, communication, low_peak, slices=topology.slices)._asdict()
             if topology.platform == "gpu":
-                replayed = replay(text, plan.layout.mesh, chip, peak)
+                rates = gpu_rates(chip.kind, plan.step.matmul_precision, low_peak)
+                replayed = replay(text, plan.layout.mesh, chip, rates)
                 report["replay"] = replayed._asdict() | {"exposed_seconds": replayed.exposed_seconds}
         else:
             report["no_prediction"] = f"there is no published peak rate of a {chip.kind} for dtype={plan.spec.dtype}"
     return report
+
+
+def gpu_rates(kind: str, matmul_precision: str, low_peak: float | None) -> dict[int, float]:
+    """Returns a GPU's matmul rates by the operands' bits; unpublished ones follow from bfloat16's, twice for half."""
+    half = peak_flops(kind, "bfloat16")
+    assert half, kind  # every GPU that can be compiled for has it
+    published = {8: low_peak, 16: half, 32: run_peak(kind, "float32", matmul_precision)}
+    return {bits: rate or half * 16 / bits for bits, rate in published.items()}
 
 
 def device_memory(

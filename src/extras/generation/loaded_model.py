@@ -25,7 +25,7 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> tuple[StepPlan, W
     if not config.checkpoint.load_parameters_path:
         raise UserError(
             "load_parameters_path is empty: give the weights to use: a run's folder, a checkpoint or a Hugging Face "
-            "folder. (A run's folder instead of the YAML file uses its own weights: python -m src.decode runs/NAME)"
+            "folder. (With a run's folder, runs/NAME, in place of the YAML file, the command uses the run's weights.)"
         )
     check_hardware(config.run.hardware)
     layout = make_layout(config.mesh, jax.devices())

@@ -22,7 +22,7 @@ def folder_keys(folder: str, tokenizer_only: bool) -> dict[str, Any]:
     if name.startswith(HUB):
         folder = local_folder(name)
     if not (tokenizer_only or is_hf_folder(folder)):
-        raise UserError("this repository has no config.json")
+        raise UserError("there is no config.json")
     keys: dict[str, Any] = {}
     if not tokenizer_only:
         keys = parse_keys(model_yaml(read_model_keys(folder)), folder)

@@ -12,17 +12,17 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def shipped(name: str) -> Path:
-    """Finds a folder that is beside `src/` in a checkout, and inside the package that pip installs."""
+    """Returns the path of a folder such as `configs`: beside `src/` in a checkout, inside an installed package."""
     return inside if (inside := FOLDER / name).is_dir() else FOLDER.parent / name
 
 
 def as_installed(text: str) -> str:
-    """Writes commands by the package's name, as in `-m mintext.train` if pip has installed MinText."""
+    """Replaces each `-m src.` in `text` by the package's name: `-m mintext.` if pip has installed MinText."""
     return text.replace("-m src.", f"-m {__name__}.")
 
 
 def installing(extra: str) -> str:
-    """Gives the command that installs the packages of an optional part, such as `data`."""
+    """Returns the command, for a message, that installs the packages of the optional part `extra`, such as `data`."""
     if __name__ == "src":
         return f"bash setup.sh {extra}"
     return "a checkout's `bash setup.sh aot`" if extra == "aot" else f'pip install "{__name__}[{extra}]"'
@@ -39,7 +39,7 @@ MOVED = {
 
 
 class _OtherNames:
-    """Finds modules by alternative names: a former name, and `src.x` for module x of the installed package."""
+    """Imports modules by other names: a former one (`MOVED`), or `src.x` for module x of the installed package."""
 
     def find_spec(self: Any, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if not name.startswith(("src.", f"{__name__}.")):
@@ -61,7 +61,7 @@ class _OtherNames:
 
 
 class _MissingExtras:
-    """Explains the absence of a part of `src/extras/`, which all other finders have not found."""
+    """Raises MissingExtra for a module of `src/extras/`; it is the last finder, asked if no other found the module."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if f"{name}.".startswith(f"{__name__}.extras."):

@@ -6,7 +6,7 @@ from src.system.exit_codes import run_command
 
 
 def main(argv: Sequence[str]) -> object:
-    """Runs the command line `argv`, by src/extras/hf/convert.py."""
+    """Calls `main` of src/extras/hf/convert.py with the command line `argv`."""
     from src.extras.hf.convert import main
 
     return main(argv)

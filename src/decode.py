@@ -6,7 +6,7 @@ from src.system.exit_codes import run_command
 
 
 def main(argv: Sequence[str]) -> object:
-    """Runs the command line `argv`, by src/extras/generation/decode.py."""
+    """Calls `main` of src/extras/generation/decode.py with the command line `argv`."""
     from src.extras.generation.decode import main
 
     return main(argv)

@@ -1,4 +1,4 @@
-"""Measures losses, scores texts, computes logits, runs tasks: `python -m src.evaluate RUN_DIR`."""
+"""Measures losses, scores texts, computes logits or runs tasks: `python -m src.evaluate RUN_DIR`."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from src.system.exit_codes import run_command
 
 
 def main(argv: Sequence[str]) -> object:
-    """Runs the command line `argv`, by src/extras/evaluation/evaluate.py."""
+    """Calls `main` of src/extras/evaluation/evaluate.py with the command line `argv`."""
     from src.extras.evaluation.evaluate import main
 
     return main(argv)

@@ -1,4 +1,4 @@
-"""Searches the fastest mesh, remat policy and batch that fit given devices: `python -m src.plan CONFIG`."""
+"""Searches for the fastest mesh, remat policy and batch size that fit given devices: `python -m src.plan CONFIG`."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from src.system.exit_codes import run_command
 
 
 def main(argv: Sequence[str]) -> object:
-    """Runs the command line `argv`, by src/extras/plan/command.py; the exit code is 3 if nothing fits."""
+    """Calls `main` of src/extras/plan/command.py with `argv`; its result's exit code is 3 if nothing fits."""
     from src.extras.plan.command import main
 
     return main(argv)

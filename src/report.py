@@ -1,4 +1,4 @@
-"""Draws report.html of one run, or compares several: `python -m src.report RUN_DIR [RUN_DIR ...]`."""
+"""Writes report.html of one run, or a page that compares several: `python -m src.report RUN_DIR [RUN_DIR ...]`."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from src.system.exit_codes import run_command
 
 
 def main(argv: Sequence[str]) -> object:
-    """Runs the command line `argv`, by src/extras/pages/comparison.py."""
+    """Calls `main` of src/extras/pages/comparison.py with the command line `argv`."""
     from src.extras.pages.comparison import main
 
     return main(argv)

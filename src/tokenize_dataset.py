@@ -1,4 +1,4 @@
-"""Writes documents as token ids: `python -m src.tokenize_dataset CONFIG tokenized_path=FOLDER`."""
+"""Tokenizes documents and writes their ids: `python -m src.tokenize_dataset CONFIG tokenized_path=FOLDER`."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from src.system.exit_codes import run_command
 
 
 def main(argv: Sequence[str]) -> object:
-    """Runs the command line `argv`, by src/extras/datasets/tokenize_dataset.py."""
+    """Calls `main` of src/extras/datasets/tokenize_dataset.py with the command line `argv`."""
     from src.extras.datasets.tokenize_dataset import main
 
     return main(argv)

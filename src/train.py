@@ -21,7 +21,7 @@ from src.system.imports import optional
 
 
 def main(argv: Sequence[str] | ConfigDict) -> Result | None:
-    """Trains from the command line `argv`; None for --help. Raises UserError for mistakes and for a non-finite loss."""
+    """Trains from a command line or ConfigDict; None for --help. Raises UserError, also for a non-finite loss."""
     config = configured(argv)
     if config is None:
         return None

@@ -1,4 +1,4 @@
-"""Compiles the step for absent devices: `python -m src.train_compile CONFIG compile_topology=v5e-256`."""
+"""Compiles the train step for absent devices: `python -m src.train_compile CONFIG compile_topology=v5e-256`."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,14 @@ from src.system.exit_codes import run_command
 
 
 def main(argv: Sequence[str]) -> object:
-    """Runs the command line `argv`, by src/extras/aot/train_compile.py."""
+    """Calls `main` of src/extras/aot/train_compile.py with `argv`; returns its report, None for --help."""
     from src.extras.aot.train_compile import main
 
     return main(argv)
 
 
 def command(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`; returns the exit code, 3 if the step does not fit."""
+    """Compiles like `main`, but returns the exit code: 3 if the step does not fit, else 0."""
     from src.extras.aot.train_compile import command
 
     return command(argv)

@@ -6,7 +6,7 @@ from src.system.exit_codes import run_command
 
 
 def main(argv: Sequence[str]) -> object:
-    """Runs the command line `argv`, by src/extras/preferences/train_dpo.py."""
+    """Calls `main` of src/extras/preferences/train_dpo.py with the command line `argv`."""
     from src.extras.preferences.train_dpo import main
 
     return main(argv)

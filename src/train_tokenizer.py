@@ -6,7 +6,7 @@ from src.system.exit_codes import run_command
 
 
 def main(argv: Sequence[str]) -> object:
-    """Runs the command line `argv`, by src/extras/datasets/train_tokenizer.py."""
+    """Calls `main` of src/extras/datasets/train_tokenizer.py with the command line `argv`."""
     from src.extras.datasets.train_tokenizer import main
 
     return main(argv)

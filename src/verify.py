@@ -1,4 +1,4 @@
-"""Checks a config and the code that it runs, in small, before chips are rented: `python -m src.verify CONFIG`."""
+"""Checks a config and the code that it runs, at a small size before chips are rented: `python -m src.verify CONFIG`."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from src.system.exit_codes import run_command
 
 
 def main(argv: Sequence[str]) -> object:
-    """Runs the command line `argv`, by src/extras/verify/command.py; the exit code is 3 if a check failed."""
+    """Calls `main` of src/extras/verify/command.py with `argv`; its result's exit code is 3 if a check failed."""
     from src.extras.verify.command import main
 
     return main(argv)

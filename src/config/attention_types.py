@@ -4,17 +4,19 @@ from typing import NamedTuple
 
 
 class AttentionType(NamedTuple):
-    """Declares a value of `attention_type`. It ignores a key that no field mentions, such as another type's."""
+    """Declares a value of `attention_type`: its module, and the keys that it reads. It ignores other types' own."""
 
-    # A layer imports it when it is made. Blocks, caches and counts rely on its `__call__`, `costs`, `cache_arrays` and
-    # `__init__`, in which `out_scale` scales the output's initial values.
+    # Imported when a layer is made. The class needs `__call__`, `costs`, `cache_arrays`, and an `__init__` that
+    # multiplies the standard deviation of the output projection's initial values by `out_scale`.
     module: str  # module:class
     note: str  # its line in base.yml
-    needs: tuple[str, ...] = ()  # keys that only it reads, and that must be set
+    needs: tuple[str, ...] = ()  # keys that only it reads, and that must not be 0
     own: tuple[str, ...] = ()  # further keys that only it reads
-    heads: tuple[str, ...] = ("base_num_query_heads", "base_num_kv_heads")  # the first is a multiple of the second
-    head_dim: str = "head_dim"  # size of the heads that RoPE rotates; "": it has no scores and no positions
-    # Keys under "Model: attention" in base.yml, without the types' own; it refuses any other. None: it has all of them.
+    # Keys of the numbers of heads; the first number is a multiple of the others.
+    heads: tuple[str, ...] = ("base_num_query_heads", "base_num_kv_heads")
+    head_dim: str = "head_dim"  # key of the size that RoPE rotates; "": no RoPE, no attention scores
+    # The keys in `requirements.OF_SCORES` that it reads; for the others it accepts only the defaults. None: it reads
+    # all, or ignores all if `head_dim` is "".
     scores: tuple[str, ...] | None = None
 
 
@@ -43,5 +45,5 @@ ATTENTION_TYPES = {
 
 
 def keys_of_type(declared: AttentionType) -> set[str]:
-    """Names the keys that a type mentions as its own or as sizes of its heads."""
+    """Returns the keys in a type's declaration, except shared ones; "" is among them if it has no `head_dim`."""
     return {*declared.needs, *declared.own, *declared.heads, declared.head_dim}

@@ -20,13 +20,13 @@ HEADER = """\
 
 
 def base_yml() -> str:
-    """Writes out configs/base.yml: the keys of each group with their defaults and comments."""
+    """Returns the text of configs/base.yml: the keys of each group with their defaults and comments."""
     groups = {title: "\n".join(map(key_lines, keys)) for title, keys in keys_by_group().items()}
     return HEADER + "".join(f"\n# ---- {title}\n{lines}\n" for title, lines in groups.items())
 
 
 def keys_by_group() -> dict[str, list[Key]]:
-    """Groups the keys by their titles in base.yml, in its order."""
+    """Maps each group's title to its keys, in the order of base.yml."""
     groups: dict[str, list[Key]] = {}
     for key in KEYS.values():
         groups.setdefault(key.group, []).append(key)
@@ -61,9 +61,9 @@ def _spelled(default: Any) -> str:
 
 
 def help_text(word: str) -> str:
-    """Looks up base.yml's lines for a key, or for all keys that mention a word, first those with it in their names.
+    """Returns the lines in base.yml of the key `word`, or of all keys that mention it, in their names first.
 
-    For another trainer's key, says what to type here. Raises UserError for a word that no key has.
+    For another trainer's key, returns a sentence about what to type here. Raises UserError if no key mentions the word.
     """
     if word in KEYS:
         return f"{KEYS[word].group}\n{key_lines(KEYS[word])}"
@@ -78,7 +78,7 @@ def help_text(word: str) -> str:
 
 
 def overview(text: str, command: str, groups: tuple[str, ...]) -> str:
-    """Formats a command's usage, the lines of its own keys, and the names of all other keys."""
+    """Formats a command's usage, the lines of keys under titles that begin with `groups`, and all other keys' names."""
     in_full, names_only = [], []
     for title, keys in keys_by_group().items():
         if title.startswith(groups):

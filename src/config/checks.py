@@ -1,6 +1,6 @@
-"""Checks the keys of a configuration against each other.
+"""Checks the keys of a configuration, each one and against each other.
 
-Checks that depend on the devices or the data run once those are known.
+Checks that depend on the devices or the data are elsewhere, and run once those are known.
 """
 
 import importlib
@@ -16,17 +16,20 @@ from src.config.step_keys import REMAT_ARRAYS
 from src.config.yaml import dump
 from src.system.errors import UserError, did_you_mean, first_few
 
-# The setting that each type of data requires.
+# The setting that each dataset_type requires.
 _NEEDED = {"tfds": "dataset_name", "custom": "dataset_factory"}
 _NEEDED |= dict.fromkeys(("array_record", "parquet", "tokens", "hf"), "dataset_path")
 
 
 def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
-    """Checks every key of base.yml, all of the right types; returns problems as sentences that name the keys."""
+    """Checks a value for every key of base.yml; returns problems as sentences that name the keys.
+
+    Values have the right types. The keys in `failed`, whose problems are already reported, are not checked.
+    """
     invalid = {key: problem for key in config if key not in failed and (problem := check_value(key, config[key]))}
     unsound = {*failed, *invalid}
     sound = Config.of({key: value for key, value in config.items() if key not in unsound})
-    for key in unsound:  # a check that reads it is skipped: the key is already reported
+    for key in unsound:  # a check ends when it reads one, whose problem is reported already
         object.__delattr__(getattr(sound, KEYS[key].section), key)
     problems = list(invalid.values())
     checks: list[tuple[Callable, Any]] = [(check, sound.model) for check in model_checks.LAYER_CHECKS]
@@ -93,7 +96,7 @@ def _rules(config: Config) -> Iterator[str]:
 
 def _moments(config: Config) -> Iterator[str]:
     step = config.step
-    adapters_alone = step.lora_rank and not step.trainable_parameters  # which have float32 moments
+    adapters_alone = step.lora_rank and not step.trainable_parameters  # adapters have float32 moments
     second = "float32" if adapters_alone else step.weight_dtype
     moments = {"adam_b1": step.mu_dtype or ("float32" if step.lora_rank else second), "adam_b2": second}
     types = {step.opt_type, *(rule.get("opt_type") for rule in step.optimizer_rules)}
@@ -114,7 +117,7 @@ def _tiles(config: Config) -> Iterator[str]:
 
 def _sources(config: Config) -> Iterator[str]:
     for spec in dataset_spec.all_specs(config.data):
-        # The only source of a run may omit its path, and is then Python's own source; each of several needs one.
+        # The dataset of the top-level keys is Python's own source without a path; an entry of a list needs a path.
         needed = "dataset_path" if spec.name and spec.dataset_type == "text" else _NEEDED.get(spec.dataset_type)
         if needed and not getattr(spec, needed):
             yield f"dataset_type={spec.dataset_type} needs {spec.key(needed)}"
@@ -174,7 +177,7 @@ CHECKS = (
     *(model_checks.check_positions, _segments, _remat, _mesh, _rules, check_schedule, _moments, _tiles),
     *(_sources, _tokenizer, _evaluation, _processes, _accepted),
 )
-# Functions of optional_checks.py; each is skipped while all of its keys are at their defaults.
+# Functions of optional_checks.py; each runs if one of its keys is invalid or not at its default.
 OPTIONAL = {
     "mup": ("mup_base_emb_dim",),
     "profile": ("profiler", "pgle"),

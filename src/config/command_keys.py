@@ -3,7 +3,7 @@
 from src.config import keys
 from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, POSITIVE, SEED, SHARE_OR_UNSET, Range, group, key, path
 
-# The commands that take keys meant for runs: on a run or its data, but not commands that use a model.
+# The commands that start a run or prepare its data, and take keys for runs; commands that use a trained model do not.
 RUN_COMMANDS = (
     *("src.train", "src.train_compile", "src.train_dpo"),
     *("src.inspect_data", "src.tokenize_dataset", "src.train_tokenizer"),
@@ -40,7 +40,7 @@ class Quantization:
         "weights left in dtype, by name", example="[output, attention.*]",
         above="quantization_exclude: weights whose matmuls stay in dtype; * stands for anything")
     weight_quantization_calibration_method: str = key("absmax",
-        "code range: absmax, the largest magnitude, or with fp8 fixed,-B,B")
+        "range of codes: absmax, the largest magnitude, or with fp8 fixed,-B,B")
     act_quantization_calibration_method: str = key("absmax", "the same, for activations")
     bwd_quantization_calibration_method: str = key("absmax", "the same, for gradients")
 
@@ -146,7 +146,7 @@ CALIBRATION_METHODS = tuple(f"{of}_quantization_calibration_method" for of in ("
 
 
 def fixed_bound(method: str) -> float:
-    """Reads a calibration method: B for `fixed,-B,B`, 0 for `absmax`; raises ValueError for any other text."""
+    """Reads a calibration method: B, 1e-30 to 1e30, for `fixed,-B,B`, 0 for `absmax`; otherwise raises ValueError."""
     if method == "absmax":
         return 0.0
     word, low, high = method.split(",")

@@ -9,7 +9,7 @@ from typing import Any
 from src.config.schema import Data
 from src.system.errors import UserError
 
-# Limits the sum of a mixture's weights as whole numbers: its order of sources repeats after that number of rows.
+# Maximum sum of a mixture's weights as whole numbers: the order of its sources repeats after this number of rows.
 MAX_PERIOD = 100_000
 
 # The settings of a dataset, each with its config keys for training and for evaluation. An entry of `datasets` or
@@ -29,7 +29,7 @@ class DatasetSpec:
 
     name: str  # of an entry of `datasets` or `eval_datasets`; empty if top-level keys describe the dataset
     max_document_bytes: int
-    is_eval: bool = False  # the keys for evaluation name it
+    is_eval: bool = False  # it is an evaluation set, which keys such as eval_split describe
     # The fields below are in the order of SETTINGS.
     dataset_type: str = ""
     dataset_path: str = ""
@@ -61,7 +61,7 @@ def eval_specs(data: Data) -> list[DatasetSpec]:
 
 
 def all_specs(data: Data) -> list[DatasetSpec]:
-    """Lists all datasets that are named, for training and for evaluation."""
+    """Lists the datasets to train on, then those to evaluate on, unless these are held out of the training data."""
     return train_specs(data) + (eval_specs(data) if names_eval_data(data) else [])
 
 
@@ -76,7 +76,10 @@ def train_weights(data: Data) -> tuple[float, ...]:
 
 
 def whole_numbers(weights: Sequence[float]) -> list[int]:
-    """Scales weights to the least whole numbers; raises UserError if one is negative, all are 0, or the sum is big."""
+    """Scales weights to the smallest whole numbers in their ratio.
+
+    Raises UserError if one is negative, all are 0, or the sum of the whole numbers exceeds MAX_PERIOD.
+    """
     # Read from decimal digits: 0.1 is a tenth, not the nearest binary fraction.
     fractions = [Fraction(str(weight)) for weight in weights]
     if any(fraction < 0 for fraction in fractions) or not any(fractions):
@@ -94,14 +97,14 @@ def whole_numbers(weights: Sequence[float]) -> list[int]:
 
 
 def names_eval_data(data: Data) -> bool:
-    """Returns whether evaluation data are named or synthetic; otherwise part of the training data is held out."""
+    """Returns whether evaluation data are named or synthetic; if not, only held-out training data can serve."""
     named = data.eval_datasets or data.eval_dataset_path or (data.dataset_type == "tfds" and data.eval_dataset_name)
     return bool(named) or all(spec.dataset_type == "synthetic" for spec in train_specs(data))
 
 
 def _specs(data: Data, entries: Sequence[Mapping[str, Any]], is_eval: bool) -> list[DatasetSpec]:
     shared = {setting: getattr(data, keys[is_eval]) for setting, keys in SETTINGS.items()}
-    if shared["dataset_type"] == "tfds":  # its path is the folder of all datasets
+    if shared["dataset_type"] == "tfds":  # dataset_path is the folder of all TFDS datasets
         shared["dataset_path"] = shared["dataset_path"] or data.dataset_path
     named = [(entry["name"], {name: entry.get(name, shared[name]) for name in SETTINGS}) for entry in entries]
     return [DatasetSpec(name, data.max_document_bytes, is_eval, **each) for name, each in named or [("", shared)]]

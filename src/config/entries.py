@@ -1,4 +1,4 @@
-"""Reads lists of mappings and types their settings: the entries of datasets, eval_datasets and rules."""
+"""Reads the keys whose values are lists of mappings (`ENTRIES`), and converts each setting to its type."""
 
 import functools
 import re
@@ -25,7 +25,7 @@ _RANGES = {"learning_rate_scale": FROM_0, "weight_decay": FROM_0}
 
 
 def read_entries(key: str, value: Any) -> tuple[Mapping[str, Any], ...]:
-    """Types each setting in a parsed list of mappings; raises ValueError with all problems."""
+    """Converts the settings in the parsed value of `key`; raises ValueError with all problems, such as equal names."""
     entries = read_list(value, "entry", functools.partial(_read_entry, ENTRIES[key]))
     if key in RULES:
         return entries

@@ -1,4 +1,4 @@
-"""Loads the hints about other trainers' names, once a name or value is not understood."""
+"""Imports the hints about other trainers' names when they are first needed."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,5 +21,5 @@ _NOTHING_KNOWN = SimpleNamespace(
 
 
 def hints() -> Any:
-    """Imports `src/extras/migration_hints.py`, or a substitute without hints."""
+    """Returns the module `src/extras/migration_hints.py`, or a substitute without hints if it has been deleted."""
     return optional("migration_hints") or _NOTHING_KNOWN

@@ -11,7 +11,7 @@ DTYPES = ("bfloat16", "float32")
 
 
 class Range(NamedTuple):
-    """The range of a number, in words and as a test, and the largest number unless a key gives its own."""
+    """The range of a number, in words and as a test; a key may replace `max`, the largest number (None: no limit)."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -19,7 +19,7 @@ class Range(NamedTuple):
 
 
 # fmt: off
-# A smaller number, or its square, is 0 in float32.
+# Refuses numbers near 1e-38, below which float32 loses precision and then becomes 0.
 POSITIVE         = Range("a positive number, 1e-30 or more", lambda x: x >= 1e-30)
 ABOVE_0          = Range("a positive number", lambda x: x > 0)
 FROM_0           = Range("0 or more", lambda x: x >= 0)
@@ -45,16 +45,16 @@ class Key:
 
     default: Any
     comment: str  # the line that explains it
-    allowed: Range | tuple[str, ...] = ()  # the range of a number, or the choices for a text
+    allowed: Range | tuple[str, ...] = ()  # the range of a number, or the choices for a string
     max: float | None = None  # the largest number, beyond any machine's memory or time; larger ones may overflow
     per_layer: bool = False  # a pattern of `decoder_segments` may set it per layer
-    resume_invariant: bool | None = None  # a run cannot resume with another value; None: as for its group
-    example: str = ""  # for a list of texts, such as `[attention.*]`
+    resume_invariant: bool | None = None  # a run cannot resume with another value; None: as its group declares
+    example: str = ""  # an example of a list of non-empty strings, such as `[attention.*]`
     is_path: bool = False
     is_local: bool = False  # the path is on this machine's file system, not in a remote store
-    any_text: bool = False  # the text may have any character, even those that a name may not have
-    commands: tuple[str, ...] = ()  # the commands that read it, the main one first; empty: all that it concerns
-    ignored: str = "in files"  # where other commands may set it and only get a note: anywhere, in files, nowhere
+    any_text: bool = False  # the string may have NUL characters, which a name may not have
+    commands: tuple[str, ...] = ()  # the only commands that read it, the main one first; empty: no limit
+    ignored: str = "in files"  # where other commands accept it with a note: anywhere, in files, nowhere
     above: str = ""  # comment lines above it in base.yml
     entries: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the comment of each entry of a mapping
     name: str = ""
@@ -72,7 +72,7 @@ def frozen(value: Any) -> Any:
 def key(
     default: Any, comment: str, allowed: Range | tuple[str, ...] = (), max: float | None = None, **more: Any
 ) -> Any:
-    """Declares a key; the arguments are the fields of `Key`."""
+    """Declares a key; the arguments are fields of `Key`. If one command reads it, the comment begins with its name."""
     if max is None and isinstance(allowed, Range):
         max = allowed.max
     commands = more.get("commands", ())

@@ -36,16 +36,16 @@ def load(
 ) -> Config:
     """Resolves a command line: a config file or a run's folder (else base.yml), then `key=value` arguments.
 
-    Precedence, lowest first: base.yml, the model file that `model_name` names, the config file after the file that its
-    `base_config` names, the arguments. A mapping or list replaces the one below it; a dotted key
-    (`logical_axis_rules.mlp=[]`) sets one entry of a mapping. A run's folder has every key of the run.
+    Precedence, lowest first: base.yml, the model file that `model_name` names, the config file's chain of
+    `base_config` files, the config file, the arguments. A mapping or list replaces the one below it; a dotted key
+    (`logical_axis_rules.mlp=[]`) sets one entry of a mapping. A run's folder sets every key, also those of the model.
 
-    `argv` is the command line without the program, or a ConfigDict in place of a config file. `notes` receives a
-    line for each key that was accepted but changes nothing: another trainer's key, or one for another `command`.
+    `argv` is the command line without the program, or a ConfigDict in place of a config file. `notes` receives a line
+    for each key that is given twice, or accepted without effect, such as another trainer's or another `command`'s.
     With `uses_weights`, a run or model folder on the command line is the default of `load_parameters_path`.
     `read_folder` reads model folders.
 
-    Raises UserError with all problems in one message, and OSError if a file cannot be read.
+    Raises UserError with all problems in one message, and OSError if a path cannot be looked up.
     """
     if isinstance(argv, str | Mapping) or not all(isinstance(word, str) for word in argv):
         expected = 'a list of words, such as ["configs/base.yml", "steps=100"], or an ml_collections.ConfigDict'
@@ -207,7 +207,7 @@ def _model_name(settings: Sequence[Setting]) -> str:
 
 
 def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str]) -> tuple[dict[str, Any], set[str]]:
-    """Applies the settings to the defaults in order; returns the values, and the keys whose settings were invalid."""
+    """Applies the settings in order to the defaults; returns the values, and the keys with an invalid setting."""
     config = defaults()
     failed: set[str] = set()
     for setting in settings:
@@ -234,7 +234,7 @@ def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str])
 
 
 def _own(key: str, value: Any) -> Any:
-    """Types a key's value; reads it as another trainer's spelling only if it is not a valid value of MinText's."""
+    """Converts a value to its key's type; an invalid one is read as another trainer's spelling. Raises ValueError."""
     with contextlib.suppress(ValueError):
         typed = _typed(key, value)
         if "." in key or not check_value(key, typed):
@@ -261,7 +261,7 @@ def to_yaml(config: Mapping[str, Any]) -> str:
 
 
 def from_yaml(text: str) -> dict[str, Any]:
-    """Reads the keys that `to_yaml` wrote, maybe in another version; raises UserError if malformed or mistyped."""
+    """Reads the keys that this or another version's `to_yaml` wrote; raises UserError if malformed or mistyped."""
     config = {}
     for key, value in parse_keys(text, "the run's config.yml").items():
         try:
@@ -286,10 +286,11 @@ def _dotted(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """Compares a run's configuration with a new one: changes that a resumed run accepts, and those it refuses, by key.
+    """Compares a run's configuration with a new one; returns the changes that a resumed run accepts, then the others.
 
-    It refuses changes of the weights' shapes or meaning, the data or their order, unless `accept_changes` names them. A
-    key that the run's version did not have yet counts as its default.
+    Both map keys to lines `KEY: OLD -> NEW`. A change of a key declared `resume_invariant`, which affects the weights,
+    the data or their order, is accepted only if the new `accept_changes` names it. PER_LAUNCH_KEYS are not compared,
+    and a key that the run's version did not have yet counts as its default.
     """
     old = {**defaults(), **old}
     changed = [key for key in changed_keys(new, old) if key not in run_configs.PER_LAUNCH_KEYS]

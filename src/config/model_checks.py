@@ -30,7 +30,7 @@ def check_value(name: str, value: Any) -> str:
     if key.is_path and "://" not in value and Path(os.path.expanduser(value)).is_fifo() and value[:5] != "/dev/":
         return f"{name}={value} is a pipe: expected a file, or /dev/stdin"
     stores = ("gs", "s3") * (not key.is_local) + ("hf",) * (name in ("tokenizer_path", "load_parameters_path"))
-    # The others are data paths: fsspec reads them, and reports protocols that it does not know.
+    # Datasets may have any protocol: fsspec reads them, and reports protocols that it does not know.
     if key.is_path and "://" in value and value.partition("://")[0] not in stores and not name.endswith("dataset_path"):
         also = "".join(f", {store}://..." for store in stores)
         return f"{name}={value}: expected a path on this machine, or on a file system mounted on it{also}"
@@ -138,7 +138,7 @@ def _experts(layer: Model) -> Iterator[str]:
 
 
 def check_positions(config: Config) -> Iterator[str]:
-    """Checks the positions that are added to embeddings."""
+    """Checks learned and sinusoidal positions, which are added to embeddings; yields problems."""
     model, length = config.model, config.batch.max_target_length
     size = model.trainable_position_size
     if model.position_type == "learned" and -1 != size < length:

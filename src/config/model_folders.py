@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def is_hf_folder(path: str | os.PathLike[str]) -> bool:
-    """Returns whether there is a Hugging Face model folder, complete or not, at `path`."""
+    """Returns whether `path` is the folder of a Hugging Face model: it has a config.json or a .safetensors file."""
     folder = Path(path).expanduser()
     return folder.is_dir() and ((folder / "config.json").is_file() or any(folder.glob("*.safetensors")))
 

@@ -123,7 +123,7 @@ class PositionSettings:
     rope_interleave: bool = key(False, "rope: rotate pairs (2i, 2i + 1), not (i, i + half) (DeepSeek, Llama 4)")
     partial_rotary_factor: float = key(1.0,
         "rope: rotated share of a head, or if rope_type=proportional of its pairs (Gemma 4)", SHARE_ABOVE_0)
-    rope_type: str = key("default", "for longer contexts; default: off; dynamic and longrope go by max_target_length",
+    rope_type: str = key("default", "for longer contexts; default: off; dynamic and longrope use max_target_length",
         ("default", "linear", "llama3.1", "yarn", "dynamic", "longrope", "proportional"))
     rope_factor: float = key(1.0, "context extension: how many times longer", FROM_1)
     original_max_position_embeddings: int = key(8192,
@@ -172,7 +172,7 @@ class FeedForwardSettings:
 
 
 def _scaled(base: str, turn: int) -> Any:
-    """Makes the property of a size that doubles with every third doubling of the model's scale."""
+    """Makes the property of the size `base`, which doubles at every third doubling of the scale; `turn` 2 is first."""
 
     def size(model: "Model") -> int:
         doublings = model.global_parameter_scale.bit_length() - 1
@@ -183,7 +183,7 @@ def _scaled(base: str, turn: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSettings(NormSettings, BlockSettings, AttentionSettings, PositionSettings, FeedForwardSettings):
-    """The settings of a layer, beside its sizes."""
+    """The settings of a layer, except its sizes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,5 +208,5 @@ class Model(ModelSize, EmbeddingSettings, LayerKeys):
 
     @property
     def moe_mlp_dim(self) -> int:
-        """F of an expert."""
+        """Hidden width F of an expert; `mlp_dim` if `base_moe_mlp_dim` is 0."""
         return self._expert_dim or self.mlp_dim

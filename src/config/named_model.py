@@ -14,12 +14,12 @@ from src.system.errors import UserError, first_few
 
 
 def same_file(name: str, other: str) -> bool:
-    """Returns whether two model names refer to files of the same name."""
+    """Returns whether two model names end in the same file name, without folders and `.yml`."""
     return Path(name).name.removesuffix(".yml") == Path(other).name.removesuffix(".yml")
 
 
 def replaced_settings(name: str, model: Sequence[Setting], files: Sequence[Setting], typed: Set[str]) -> Iterator[str]:
-    """Explains which settings of the model named on the command line a file for another model would replace."""
+    """Yields a problem if `files`, for another model, replace settings of model `name`, except the keys `typed`."""
     of_model = {setting.key: setting.value for setting in model if setting.key in keys_of("model")}
     of_model.pop("vocab_size", None)  # it goes with the tokenizer
     replaced = []
@@ -45,8 +45,9 @@ def model_settings(
 ) -> list[Setting]:
     """Reads the settings of the model file that `name` names, or of the file, run or model folder at that path.
 
-    A tokenizer in the folder, or next to a file given by path, belongs to the model. Raises UserError if there is no
-    such model.
+    They include a tokenizer in the folder, or next to the file, and with `uses_weights` the folder as
+    `load_parameters_path`. Keys in the file that do not describe a model are added to `problems`. Raises UserError if
+    there is no such model.
     """
     try:
         run = run_configs.run_folder(name)
@@ -68,7 +69,7 @@ def model_settings(
 
 
 def _keys_of_run(folder: Path) -> dict[str, Any]:
-    """Reads the keys of a run's model and tokenizer, and its `model_name`; raises UserError if it is not read."""
+    """Reads the keys of a run's model and tokenizer, and its `model_name`; raises UserError if it can't be read."""
     keys = read_file(folder / run_configs.CONFIG)
     if keys.get("position_type") == "learned" and keys.get("trainable_position_size") == "-1":
         keys["trainable_position_size"] = keys["max_target_length"]  # another command may use another length

@@ -31,7 +31,7 @@ def no_config(path: Path) -> str:
 
 
 def _model_in(folder: Path) -> str:
-    """Returns the keys to type for a folder's model, of src.convert or Hugging Face; empty if it has no model."""
+    """Returns the keys to type for a folder that src.convert or Hugging Face wrote; empty if it has no model."""
     if (folder / "model.yml").is_file():
         return f"model_name={folder}/model.yml load_parameters_path={folder}/checkpoint"
     return f"model_name={folder} load_parameters_path={folder}" if is_hf_folder(folder) else ""

@@ -1,4 +1,4 @@
-"""Restores the defaults that a run began with, if they have changed since."""
+"""Restores the sharding rule of latents that a run began with, because its default has changed."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from src.system.errors import UserError
 
 
 def former_defaults(settings: Sequence[Setting]) -> list[Setting]:
-    """Returns the rule for latents that a run began with, if these settings resume a run with an older default."""
+    """Returns `logical_axis_rules.latent=[]`, a former default, if these settings resume a run with it; else []."""
     chosen = {"base_output_directory": defaults()["base_output_directory"], "run_name": ""}
     chosen |= {setting.key: str(setting.value) for setting in settings}
     if not chosen["run_name"]:

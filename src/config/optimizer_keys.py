@@ -55,7 +55,7 @@ def _cosine(keys: "OptimizerKeys", step: int, warmup: int, total: int) -> float:
 
 
 def _exponential(keys: "OptimizerKeys", step: int, warmup: int, total: int) -> float:
-    """A constant factor per step."""
+    """Decay by a constant factor per step."""
     return keys.learning_rate_final_fraction ** ((step - warmup) / max(total - warmup, 1))
 
 
@@ -110,12 +110,12 @@ class OptimizerKeys:
 
 
 def learning_rate(keys: OptimizerKeys, steps: int, step: int) -> float:
-    """Learning rate of update number `step`, counted from 0, in a run of `steps`.
+    """Computes the learning rate of update number `step`, counted from 0, in a run of `steps` updates.
 
     It rises linearly to `learning_rate` during `warmup_steps_fraction` of `learning_rate_schedule_steps`, follows the
     schedule to `learning_rate_final_fraction` of this, and is 0 afterwards.
     """
-    # optax's schedules compute in float32 on a device: they differ in the last bit, and the loop would wait for them.
+    # Not by optax: its schedules compute in float32 on a device, so the last bit would differ and the loop would wait.
     total = steps if keys.learning_rate_schedule_steps == -1 else keys.learning_rate_schedule_steps
     warmup = round(keys.warmup_steps_fraction * total)
     if step >= total:

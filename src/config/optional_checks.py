@@ -10,7 +10,7 @@ from src.config.schema import KEYS, Config
 
 
 def mup(config: Config) -> Iterator[str]:
-    """Checks that no setting is used that muP does not scale."""
+    """Checks that muP is not combined with a setting for which it has no scaling."""
     model, step = config.model, config.step
     types = {step.opt_type, *(rule.get("opt_type", step.opt_type) for rule in step.optimizer_rules)}
     needed = {
@@ -25,7 +25,7 @@ def mup(config: Config) -> Iterator[str]:
 
 
 def profile(config: Config) -> Iterator[str]:
-    """Checks that a run has enough steps to profile."""
+    """Checks that a run has enough steps to profile, and that `pgle` is not combined with keys that exclude it."""
     diagnostics, steps = config.diagnostics, config.run.steps
     skipped, profiled = diagnostics.skip_first_n_steps_for_profiler, diagnostics.profiler_steps
     if diagnostics.profiler and -1 != steps < skipped + profiled:
@@ -33,10 +33,10 @@ def profile(config: Config) -> Iterator[str]:
             f"profiler={diagnostics.profiler} would profile steps {skipped + 1} to {skipped + profiled}, "
             f"but steps={steps}: lower skip_first_n_steps_for_profiler or profiler_steps"
         )
-    pgle = config.aot.pgle  # read only here, because it is missing if it is invalid
+    pgle = config.aot.pgle  # missing if it is invalid, which ends this check: so read it after `profiler`
     if pgle == "collect" and -1 != steps < 4:
         yield f"pgle=collect profiles steps 2 to 4, but steps={steps}: raise steps"
-    if pgle == "auto" and (runs := int(os.environ.get("JAX_PGLE_PROFILING_RUNS", "3"))) < 1:  # JAX's name
+    if pgle == "auto" and (runs := int(os.environ.get("JAX_PGLE_PROFILING_RUNS", "3"))) < 1:  # JAX reads it
         yield f"pgle=auto does nothing with JAX_PGLE_PROFILING_RUNS={runs} in the environment: unset it"
     elif pgle == "auto" and -1 != steps <= runs:
         yield f"pgle=auto compiles step {runs + 1} with a profile of earlier steps, but steps={steps}: raise steps"
@@ -51,7 +51,7 @@ def profile(config: Config) -> Iterator[str]:
 
 
 def ramp(config: Config) -> Iterator[str]:
-    """Checks that the batch grows to its full size."""
+    """Checks that increments lead to the full batch size, and that no key needs a single program."""
     batch = config.batch
     if not batch.enable_rampup_batch_size:
         return
@@ -70,7 +70,7 @@ def ramp(config: Config) -> Iterator[str]:
 
 
 def finetuning(config: Config) -> Iterator[str]:
-    """Checks that conversations are read from files."""
+    """Checks that conversations are to be read from files."""
     data = config.data
     # Either path is enough to evaluate; training without the first one fails once the data are opened.
     has_path = data.dataset_path or data.eval_dataset_path or data.datasets
@@ -80,7 +80,7 @@ def finetuning(config: Config) -> Iterator[str]:
 
 
 def scoring(config: Config) -> Iterator[str]:
-    """Checks the files to score, and the tasks."""
+    """Checks the files to score, and that a task's .yaml file is trusted."""
     harness = config.harness
     for source, target in (("texts_path", "scores_path"), ("tokens_path", "logits_path")):
         read, written = (os.path.realpath(os.path.expanduser(config[key])) for key in (source, target))
@@ -97,7 +97,7 @@ def scoring(config: Config) -> Iterator[str]:
 
 
 def decoding(config: Config) -> Iterator[str]:
-    """Checks how texts are sampled, and from which prompts."""
+    """Checks how texts are sampled, where prompts come from, and that they leave room to generate."""
     decoding = config.decoding
     strategy = decoding.decode_sampling_strategy
     limits = {"decode_sampling_top_k": ("topk", "composite"), "decode_sampling_nucleus_p": ("nucleus", "composite")}
@@ -116,7 +116,7 @@ def decoding(config: Config) -> Iterator[str]:
 
 
 def loading(config: Config) -> Iterator[str]:
-    """Checks the choice of initial weights."""
+    """Checks where initial weights come from, and the keys of adapters."""
     checkpoint, step = config.checkpoint, config.step
     if checkpoint.load_parameters_path and checkpoint.load_full_state_path:
         yield "load_parameters_path and load_full_state_path exclude each other: only the weights, or the whole state"
@@ -136,14 +136,14 @@ def loading(config: Config) -> Iterator[str]:
 
 
 def quantization(config: Config) -> Iterator[str]:
-    """Checks the ranges of 8-bit matmuls."""
+    """Checks the calibration methods, and that quantization=fp8 is not combined with XLA's Triton matmuls."""
     for name in CALIBRATION_METHODS:
         try:
             bound = fixed_bound(config[name])
         except ValueError:
             yield f"{name}={config[name]}: expected absmax, or a range such as fixed,-224,224"
         else:
-            if bound and config.step.quantization != "fp8":  # int8 has no code for NaN
+            if bound and config.step.quantization != "fp8":  # in int8, a NaN would become a finite code
                 yield f"{name}={config[name]} needs quantization=fp8: other 8-bit matmuls find the range themselves"
     triton = "xla_gpu_enable_triton_gemm"
     is_on = re.search(rf"--{triton}(?!=(false|0))", config.aot.compile_xla_flags, re.IGNORECASE)

@@ -15,14 +15,14 @@ ABOVE_1 = Range("a number above 1", lambda x: x > 1)
 
 
 class Requires:
-    """Says that `keys` have an effect only if a key in `one_of` has its value, or one of its values."""
+    """Says that `keys` have an effect only if a key in `one_of` has its value, one of several, or one in a range."""
 
     def __init__(self, keys: str | Sequence[str], **one_of: Any) -> None:
         self.keys = keys.split() if isinstance(keys, str) else keys
         self.one_of = {key: of if isinstance(of, list | tuple) else [of] for key, of in one_of.items()}
 
     def satisfied(self, facts: Mapping[str, Any]) -> bool:
-        """Returns whether the keys have an effect on a layer, or in a configuration, with these flat keys."""
+        """Returns whether the keys have an effect, given the values `facts` of a configuration's or a layer's keys."""
         return any(
             values.holds(facts[key]) if isinstance(values, Range) else facts[key] in values
             for key, values in self.one_of.items()
@@ -36,7 +36,7 @@ class Requires:
 
 
 def _of_optimizers(key: str) -> Requires:
-    """Requires an optimizer that reads the key, as `opt_type` or in a rule."""
+    """Requires an optimizer that reads the key, in `opt_type` or in a rule."""
     names = reading(OPTIMIZERS, key)
     rules = Range(
         f"[{{opt_type: {' or '.join(names)}}}]", lambda rules: any(it.get("opt_type") in names for it in rules)
@@ -54,23 +54,23 @@ def _of_group(start: str, *without: str) -> tuple[str, ...]:
 
 
 _OF_TYPES = {key for declared in ATTENTION_TYPES.values() for key in keys_of_type(declared)}
-# Settings of attention, of which an attention type has all, or those that it lists.
+# Keys under "Model: attention" that are not an attention type's own: a type reads all, none, or its `scores`.
 OF_SCORES = tuple(key for key in _of_group("Model: attention", "attention_type") if key not in _OF_TYPES)
 _OF_ROPE = _of_group("Model: positions", "position_type")
 
 
 def _of_type(key: str) -> Requires:
-    """Requires an attention type that reads or refuses the key; the refusal is a problem of its own."""
+    """Requires an attention type that reads the key, or refuses it, which model_checks reports."""
     shared = key in (*OF_SCORES, *_OF_ROPE)
     kinds = [kind for kind, it in ATTENTION_TYPES.items() if key in keys_of_type(it) or (shared and it.head_dim)]
     return Requires(key, attention_type=kinds)
 
 
-_BY_LENGTH = ("llama3.1", "yarn", "dynamic", "longrope")  # rope_type that reads the length of earlier training
+_BY_LENGTH = ("llama3.1", "yarn", "dynamic", "longrope")  # rope_types that read original_max_position_embeddings
 _SCALED_ROPE = ("linear", *_BY_LENGTH, "proportional")
-_WITHOUT_FACTOR = ("dynamic", "longrope", "proportional")  # rope_type that has an effect even if rope_factor is 1
+_WITHOUT_FACTOR = ("dynamic", "longrope", "proportional")  # rope_types with an effect even if rope_factor is 1
 # fmt: off
-# Requirements of settings that may differ by layer: a layer's description omits settings without effect on it.
+# Requirements of keys that may differ by layer. A layer's spec has the defaults of keys without effect on it.
 LAYER_REQUIREMENTS = (
     *(_of_type(key) for key in KEYS if key in {*_OF_TYPES, *OF_SCORES, *_OF_ROPE}),
     Requires("attention_out_bias", attention_bias=True),
@@ -141,7 +141,7 @@ TYPED = "on the command line"  # the source of settings that are not in a file
 
 
 class Setting(NamedTuple):
-    """One `key: value` or `key=value` as typed, with its source."""
+    """One `key: value` or `key=value` as typed, with its source `where`, such as `in FILE`."""
 
     key: str
     value: Any
@@ -149,18 +149,18 @@ class Setting(NamedTuple):
 
 
 def to_settings(keys: Mapping[str, Any], where: str) -> list[Setting]:
-    """Makes settings from the keys in a file or a folder."""
+    """Makes a setting of each key in a file or a folder, described by `where`."""
     return [Setting(key, value, where) for key, value in keys.items()]
 
 
 def unused_keys(
     settings: Sequence[Setting], config: Mapping[str, Any], failed: set[str], command: str, notes: list[str]
 ) -> list[tuple[str, str]]:
-    """Finds a user's settings that have no effect because nothing reads them: their keys, each with a sentence.
+    """Finds a user's settings that differ from the default but have no effect; returns (key, sentence) for each.
 
     `settings` are in the order in which they apply, and `config` is the result. Skips keys in `failed`, and keys that a
-    source after their own made unused. The sentence about a key for another command than this one (empty: any) goes to
-    `notes` if that command and this one may share the key.
+    source after their own made unused. With a `command`, also finds keys that it does not read; their sentences go to
+    `notes` if `Key.ignored` allows them.
     """
     last = {setting.key.partition(".")[0]: (number, setting) for number, setting in enumerate(settings)}
     known = {key: value for key, value in config.items() if key not in failed}
@@ -190,7 +190,7 @@ def unused_keys(
 
 
 def _idle(key: str, config: Mapping[str, Any], changed: set[str]) -> Iterator[str]:
-    """Explains why no layer and no dataset reads a key, unless one of the keys `changed` is the reason."""
+    """Yields the reasons why a key has no effect on any layer or dataset, except reasons due to the keys `changed`."""
     whole, places = _places(key, config)
     if not places:
         if whole not in changed:
@@ -203,9 +203,9 @@ def _idle(key: str, config: Mapping[str, Any], changed: set[str]) -> Iterator[st
 
 
 def _places(key: str, config: Mapping[str, Any]) -> tuple[str, list[Mapping[str, Any]]]:
-    """Finds the layers or datasets that take a key's value from the configuration.
+    """Finds the layers, or for a key of data the datasets, that do not replace the key's value by their own.
 
-    Returns the key that lists them, and the settings of each.
+    Returns the key that lists layers or datasets, and the settings of each one found.
     """
     if KEYS[key].section != "data":
         layers = [facts for entry in config.get("decoder_segments", ()) for facts in entry["pattern"]] or [{}]

@@ -15,7 +15,7 @@ PER_LAUNCH_KEYS = ("coordinator_address", "num_processes", "process_id", "accept
 
 
 def run_folder(path: str) -> Path | None:
-    """Returns the folder at `path` if it is a run's, with a config.yml; raises UserError if a store does not answer."""
+    """Returns the folder at `path` if it has a config.yml, else None; raises UserError if it cannot be looked up."""
     if path.startswith("hf://"):  # a model of the hub
         return None
     try:
@@ -31,7 +31,10 @@ def run_folder(path: str) -> Path | None:
 
 
 def run_keys(folder: Path) -> dict[str, Any]:
-    """Reads every key of a run, to continue it; raises UserError if its config.yml cannot be read."""
+    """Reads the keys of a run, to continue it; raises UserError if its config.yml cannot be read.
+
+    PER_LAUNCH_KEYS are left out; base_output_directory and run_name name this folder, which may have been moved.
+    """
     folder = folder if folder.name else folder.resolve()
     keys = {key: value for key, value in read_file(folder / CONFIG).items() if key not in PER_LAUNCH_KEYS}
     return keys | {"base_output_directory": os.fspath(folder.parent), "run_name": folder.name}

@@ -85,7 +85,7 @@ class BatchKeys:
         "batch ramp-up: sequences until the full size, the same number at each smaller size", FROM_1,
         2**40, **_RUNS)
     max_target_length: int = key(2048, "T, tokens per sequence", FROM_1, 2**24, resume_invariant=True)
-    packing: bool = key(True, "pack documents into sequences, separated by segment; false: one a sequence, padded",
+    packing: bool = key(True, "pack documents into sequences, separated by segment; false: one per row, padded",
         resume_invariant=True)
     long_documents: str = key("split", "packing=false: split a long document over several sequences, or truncate it",
         ("split", "truncate"), resume_invariant=True)
@@ -107,13 +107,13 @@ class DataSources:
     dataset_factory: str = key("", "custom: module:function(config, split) -> documents (docs/data.md)")
     datasets: tuple = key((), "mixture: [{name: web, weight: 7, dataset_path: ...}, ...]; defaults are the above")
     eval_dataset_path: str = path("", "like dataset_path; empty: hold out part of the training data")
-    eval_dataset_name: str = key("", "tfds: like dataset_name", resume_invariant=False)
-    eval_split: str = key("validation", "tfds: like train_split", resume_invariant=False)
+    eval_dataset_name: str = key("", "like dataset_name, for evaluation", resume_invariant=False)
+    eval_split: str = key("validation", "like train_split, for evaluation", resume_invariant=False)
     eval_datasets: tuple = key((), "like datasets: [{name: books, eval_steps: 10, dataset_path: ...}, ...]",
         resume_invariant=False)
     max_document_bytes: int = key(65_536,
         "text: cut longer documents, so that none occupies a row for many batches", FROM_64)
-    eval_fraction: float = key(0.02, "share of documents to hold out if eval_dataset_path is empty", BELOW_1)
+    eval_fraction: float = key(0.02, "fraction of the documents to hold out if eval_dataset_path is empty", BELOW_1)
     tokenizer_type: str = key("byte",
         "byte (256 bytes, bos, eos), sentencepiece or huggingface", ("byte", "sentencepiece", "huggingface"))
     tokenizer_path: str = path("",
@@ -156,7 +156,7 @@ class Checkpoint:
     load_weights_rules: tuple = key((),
         "first match wins: [{match: REGEX, path: as above, name: its name there, as \\1}]",
         commands=RUN_COMMANDS)
-    load_ema: bool = key(False, "both keys above load the runs' averaged weights (ema_decay)")
+    load_ema: bool = key(False, "both keys above load the runs' EMA of the weights (ema_decay)")
     load_full_state_path: str = path("", "a run or checkpoint to take weights, optimizer, step and data position from")
 
 
@@ -167,7 +167,7 @@ class Mesh:
     ici_data_parallelism: int = key(1, "replicas of the weights; ici: within a TPU slice or a GPU host", AXIS_SIZE)
     ici_pipeline_parallelism: int = key(1, "pipeline stages, each with some of the layers (mesh axis stage)", AXIS_SIZE)
     ici_fsdp_parallelism: int = key(-1, "shards of the weights and of the batch", AXIS_SIZE)
-    ici_context_parallelism: int = key(1, "parts of each sequence", AXIS_SIZE)
+    ici_context_parallelism: int = key(1, "shards of each sequence", AXIS_SIZE)
     ici_expert_parallelism: int = key(1, "shards of the experts, and of the batch", AXIS_SIZE)
     ici_tensor_parallelism: int = key(1, "shards of heads, hidden dims and vocabulary", AXIS_SIZE)
     dcn_data_parallelism: int = key(-1, "like ici_data_parallelism; dcn: between slices or hosts", AXIS_SIZE)
@@ -259,7 +259,7 @@ class Config(Mapping[str, Any]):
 
 
 SECTIONS: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Config)}
-# A run cannot resume with another value of one of their keys, unless the key is declared resume_invariant=False.
+# A run cannot resume with another value of a key in these groups, unless the key is declared resume_invariant=False.
 RESUME_INVARIANT_GROUPS = (DataSources, Conversations, Trainable)
 
 

@@ -1,4 +1,4 @@
-"""Reads `decoder_segments`, types its settings, checks them, and lists the layers that they describe."""
+"""Reads `decoder_segments`, converts its settings to their types, checks them, and lists the described layers."""
 
 import copy
 import dataclasses
@@ -18,7 +18,7 @@ def check_model(model: Model) -> list[str]:
 
 
 def check_segments(model: Model) -> Iterator[str]:
-    """Checks that the segments add up to the model's layers, and checks each of these layers."""
+    """Checks that the segments add up to the model's layers, and checks each layer of a pattern; yields problems."""
     segments, layers = model.decoder_segments, model.num_decoder_layers
     fixed = sum(entry["repeats"] * len(entry["pattern"]) for entry in segments if entry["repeats"] != -1)
     open_ended = [len(entry["pattern"]) for entry in segments if entry["repeats"] == -1]
@@ -44,7 +44,7 @@ def check_segments(model: Model) -> Iterator[str]:
 
 
 def expanded(model: Model) -> list[tuple[Model, str]]:
-    """Lists the settings of each layer of the segments, first to last, and the name of the weights it shares, or ""."""
+    """Lists the layers of the segments in order: each one's settings, and the name of its shared weights ("": own)."""
     segments, count = model.decoder_segments, model.num_decoder_layers
     counted = sum(max(entry.get("repeats", 1), 0) * len(entry["pattern"]) for entry in segments)
     layers: list[tuple[Model, str]] = []
@@ -62,7 +62,7 @@ def expanded(model: Model) -> list[tuple[Model, str]]:
 
 
 def read_segment(entry: Any) -> dict[str, Any]:
-    """Completes and types an entry of a parsed `decoder_segments`; raises ValueError if it is invalid."""
+    """Adds defaults to an entry of a parsed `decoder_segments`, and converts it; raises ValueError if it is invalid."""
     if not isinstance(entry, dict) or set(entry) - {"repeats", "shared", "pattern"} or not entry.get("pattern"):
         raise ValueError(f"expected {{repeats: n, shared: true or false, pattern: [...]}}, got {dump(entry)}")
     repeats = convert(entry.get("repeats", Plain("1")), 1, "repeats")

@@ -8,7 +8,7 @@ from src.config.keys import BELOW_1, DTYPES, FROM_0, FROM_1, FROM_2, POSITIVE, S
 from src.config.optimizer_keys import OptimizerKeys
 
 _QKV = ("query_proj", "key_proj", "value_proj")
-_PRODUCTS = (*_QKV, "out_proj", "mlpwi", "mlpwo")  # all matmuls but attention's
+_PRODUCTS = (*_QKV, "out_proj", "mlpwi", "mlpwo")  # outputs of a block's matmuls with weights
 REMAT_ARRAYS = ("decoder_layer_input", *_QKV, "context", "out_proj", "mlpwi", "mlpwo")
 # Policy, except `none` and `custom` -> arrays that it saves for the backward pass: on the device, in host memory.
 REMAT_POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -26,7 +26,7 @@ What a block saves for the backward pass, which recomputes the rest. Arrays: dec
 input), query_proj, key_proj, value_proj, context (attention's output before its projection), out_proj
 (after it), mlpwi (feed-forward, each factor's matmul), mlpwo (its output). Every policy saves decoder_layer_input
 on the device unless custom offloads it. Arrays that no derivative needs are not saved. minimal recomputes attention;
-with context, only attention=dot_product is recomputed.
+minimal_with_context does so only for attention=dot_product.
   none                 every intermediate; nothing is recomputed
 """
     + "".join(
@@ -55,7 +55,7 @@ class Numerics:
 @group
 class Compilation:
     """Compilation and memory"""
-    scan_layers: str = key("auto", "true: one body for each repeated pattern; false: unrolled; auto: false on one CPU",
+    scan_layers: str = key("auto", "true: one body per pattern; false: unrolled; auto: unrolled if few, on one CPU",
         ("auto", "true", "false", "True", "False"))
     remat_policy: str = key("full", "one of the above", ("none", *REMAT_POLICIES, "custom"), above=REMAT_COMMENT)
     remat_custom: Mapping = key({}, "custom: {array: device or offload} for each array to save")
@@ -73,16 +73,16 @@ class Objective:
     gradient_accumulation_steps: int = key(1, "micro-batches per step, each of per_device_batch_size", FROM_1, 2**20)
     loss: str = key("", "module:function(model, batch, plan) -> loss to minimise; empty: next_token_loss",
         resume_invariant=True)
-    z_loss_multiplier: float = key(0.0, "weight of the squared log of the softmax normaliser (PaLM, section 5)", FROM_0)
+    z_loss_multiplier: float = key(0.0, "weight of the squared log-sum-exp of the logits (PaLM, section 5)", FROM_0)
     load_balance_loss_weight: float = key(0.0,
         "weight of the load-balance loss, 1 per layer if even (Switch Transformer, sec 2.2)", FROM_0)
-    router_z_loss_weight: float = key(0.0, "weight of the routers' squared logsumexp (ST-MoE, equation 5)", FROM_0)
+    router_z_loss_weight: float = key(0.0, "weight of the routers' squared log-sum-exp (ST-MoE, equation 5)", FROM_0)
     routed_bias_update_rate: float = key(0.001, "routed_bias: change of a bias per step, towards even loads", FROM_0)
     mtp_loss_scaling_factor: float = key(0.1,
         "mtp_num_layers: weight of the mean loss of the extra predictions", FROM_0)
     on_nonfinite: str = key("stop",
         "on a nonfinite loss or gradient: stop, or skip the update (ten in a row stop too)", ("stop", "skip"))
-    ema_decay: float = key(0.0, "also keep an average of the weights, which decays by this each step; 0: none",
+    ema_decay: float = key(0.0, "decay per step of an exponential moving average of the weights (EMA); 0: none",
         BELOW_1, resume_invariant=True)
     abort_on_nan_loss: bool = key(True, "on_nonfinite=stop: stop if the loss is NaN; false: skip its update")
     abort_on_inf_loss: bool = key(True, "on_nonfinite=stop: stop if the loss is infinite; false: skip its update")

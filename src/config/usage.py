@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Usage(NamedTuple):
-    """Says how a command is used."""
+    """Describes a command for --help."""
 
     text: str  # what it does, and its command lines
     groups: tuple[str, ...] = ()  # prefixes of the titles in base.yml that its own keys are under
@@ -27,7 +27,7 @@ python -m src.train CONFIG [key=value ...]        such as: python -m src.train c
 
 
 def help_for(argv: Iterable[str], usage: Usage = TRAIN) -> str | None:
-    """Answers `--help` or `--help WORD` in a command line of this usage; None without `--help`."""
+    """Returns the answer to `--help` or `--help WORD`; None without `--help`. Raises UserError for an unknown WORD."""
     words = list(argv)
     for position, argument in enumerate(words):
         if argument in ("--help", "-h"):

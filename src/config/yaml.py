@@ -1,4 +1,4 @@
-"""Reads configuration text: YAML whose plain words and numbers mean what they mean in Python.
+"""Reads and writes configuration text: YAML whose plain words and numbers mean what they mean in Python.
 
 YAML 1.1 takes `1e-3` for a string, `1:30` for ninety and `no` for false. Here a plain scalar stays text (`Plain`) until
 the key's default determines its type.
@@ -28,7 +28,7 @@ TYPE_NAMES = {
     **{bool: "true or false", int: "an integer", float: "a number", str: "a string"},
     **{Mapping: "a mapping, such as {name: value}", object: "a list, such as [a, b]"},
 }
-MAX_NODES, MAX_DEPTH = 100_000, 50  # texts, lists and mappings of one YAML text
+MAX_NODES, MAX_DEPTH = 100_000, 50  # strings, lists and mappings of one YAML document
 MAX_NAME, MAX_PATH = 255, 4095  # bytes of a local path: of each name, and in all
 
 
@@ -64,7 +64,7 @@ def _fault(problem: str, at: yaml.Node) -> yaml.MarkedYAMLError:
 
 
 class _Loader(yaml.BaseLoader):
-    """BaseLoader for texts, lists and mappings only; other tags and repeated keys are errors."""
+    """BaseLoader for strings, lists and mappings only; other tags and repeated keys are errors."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
@@ -89,7 +89,7 @@ class _Loader(yaml.BaseLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes each string that would not be read back as one."""
+    """SafeDumper that quotes each string that would otherwise not be read back as the same string."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         several_lines = len(f"{text}.".splitlines()) > 1  # YAML has more line ends than \n
@@ -102,7 +102,7 @@ for _text_type in (str, Plain):
 
 
 def parse(text: str, where: str) -> Any:
-    """Parses YAML into dicts, lists and strings, unquoted ones as `Plain`; raises UserError with `where` and line."""
+    """Parses YAML into dicts, lists and strings, unquoted ones as `Plain`; raises UserError naming `where` and line."""
     try:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -132,7 +132,7 @@ def _check_size(value: Any, where: str, depth: int = 1) -> int:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Reads the keys of a YAML file, in its order; raises UserError if it can't be read or `parse_keys` fails."""
+    """Reads the keys of a YAML file, in its order; raises UserError if it can't be read, or as `parse_keys` does."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -141,7 +141,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def parse_keys(text: str, where: str) -> dict[str, Any]:
-    """Parses the keys of a YAML text, in its order; raises UserError if it is malformed or not a mapping."""
+    """Parses the keys of a YAML document, in its order; raises UserError if it is malformed or not a mapping."""
     value = parse(text, where)
     if value == "":
         return {}
@@ -169,8 +169,8 @@ def literal(value: Any) -> Any:
 def convert(value: Any, default: Any, name: str = "") -> Any:
     """Converts a parsed `value` to the type of `default`.
 
-    An integer may be written `1e3`, a number as an integer. Nothing (`None`, `null`, empty) is an empty string, list
-    or mapping, but never a number. Raises ValueError if `value` is of another type; the message names both types, after
+    An integer may be written `1e3`, a float as an integer. Nothing (`None`, `null`, empty) is an empty string, list or
+    mapping, but never a number. Raises ValueError if `value` is of another type; the message names both types, after
     `name`.
     """
     empty = isinstance(value, Plain) and value in NOTHING
@@ -204,9 +204,10 @@ def type_name(value: Any) -> str:
 
 
 def parse_argument(text: str, default: Any, where: str) -> Any:
-    """Parses the text after `key=` for a key with this default; None for an unknown key.
+    """Parses the text after `key=`; `default` is the key's, or None for an unknown key.
 
-    The text is YAML, but a string key takes it as it is, without outer quotes. Raises UserError for malformed YAML.
+    The text is YAML, but a string key takes it as it is, without outer quotes. Raises UserError for malformed YAML,
+    which for an unknown key is a string.
     """
     if isinstance(default, str):
         quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'" and text[0] not in text[1:-1]
@@ -240,4 +241,4 @@ def _plain_types(value: Any) -> Any:
         return {key: _plain_types(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain_types(entry) for entry in value]
-    return value.tolist() if hasattr(value, "tolist") else value  # NumPy's or JAX's
+    return value.tolist() if hasattr(value, "tolist") else value  # an array or scalar of NumPy or JAX

@@ -20,7 +20,7 @@ RAMP_KEYS = (
 
 
 def size_keys(ramped: bool) -> tuple[str, ...]:
-    """Lists the keys that count rows per device and micro-batch, for the full batch and for a ramp to it."""
+    """Lists the keys that count rows per device and micro-batch, for the full batch and if `ramped` for the ramp."""
     return ("per_device_batch_size", *(RAMP_KEYS[1:3] if ramped else ()))
 
 
@@ -45,9 +45,9 @@ class BatchSchedule:
 
     @classmethod
     def of(cls, keys: BatchKeys, rows_of: Callable[[float, str], int], shards: int = 1) -> Self:
-        """Reads a run's schedule. `rows_of` converts rows per device to rows of a batch; its errors name the given key.
+        """Builds a run's schedule. `rows_of(rows per device, key)` returns a batch's rows; its errors name the key.
 
-        As in MaxText, each of the ramp's n sizes lasts for the steps that take global_rampup_samples / n rows.
+        As in MaxText, each of the ramp's n sizes lasts for the fewest steps that take global_rampup_samples / n rows.
         """
         rows = rows_of(keys.per_device_batch_size, "per_device_batch_size")
         if not keys.enable_rampup_batch_size:
@@ -93,7 +93,7 @@ class BatchSchedule:
         return numbers, numbers % self.rows
 
     def on_host(self, first: int, size: int, streams: Rows) -> tuple[np.ndarray, list[RowAssignment]]:
-        """Selects the rows of that batch for a host with these streams: int [rows], and how each one is filled."""
+        """Selects the rows of `batch(first, size)` that a host's packing streams fill: indices, int [rows], and how."""
         places = np.full(self.rows, -1)
         places[streams] = np.arange(len(streams))
         numbers, filled_by = self.batch(first, size)
@@ -111,7 +111,7 @@ class BatchSchedule:
         return {"batch ramp": sizes} if self.ramp else {}
 
     def describe(self, steps: int) -> str:
-        """Describes in words the ramp of a run of `steps` steps, counting steps from 1 as printed lines do."""
+        """Describes the ramp, which must not be empty, for a run of `steps`; counts steps from 1, as printed lines."""
         ends = np.cumsum([count for _, count in self.ramp]).tolist()
         sizes = [f"{counted(rows, 'row')} to step {end:,}" for (rows, _), end in zip(self.ramp, ends, strict=True)]
         full = f"{self.rows:,} from step {ends[-1] + 1:,} on, after {self.rows_before(ends[-1]):,} rows"

@@ -1,4 +1,4 @@
-"""Turns a source into an endless stream of tokenized documents, and chooses how they are laid out in rows."""
+"""Turns a source into an endless stream of tokenized documents, and chooses the layout of documents in rows."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class DocumentStream:
             self._order = GroupShuffle(sizes, seed, name or 0)
 
     def documents(self, ordinal: int) -> list[Document]:
-        """Reads and tokenizes item `ordinal` of the stream."""
+        """Reads and tokenizes item `ordinal` of the stream; raises UserError as the source and `encode` do."""
         return encode(self._inputs, self._source[self._order(ordinal)])
 
 
@@ -46,7 +46,7 @@ def layout_of(inputs: InputSpec) -> RowLayout:
 
 
 def rows_per_epoch(inputs: InputSpec, source: Source | RowSource) -> float | None:
-    """Counts the rows of an epoch: infinity for endless data, None if it would take tokenizing all of the data."""
+    """Counts the rows of an epoch: infinity for endless data, None if all documents would have to be tokenized."""
     if is_stream(source):
         return math.inf
     if isinstance(source, RowSource):
@@ -55,13 +55,13 @@ def rows_per_epoch(inputs: InputSpec, source: Source | RowSource) -> float | Non
 
 
 def encode(inputs: InputSpec, item: Item) -> list[Document]:
-    """Tokenizes an item into one document, or for some conversations into one for each turn of the assistant."""
+    """Tokenizes an item into a document, or one for each of the assistant's turns; raises UserError for ids above V."""
     if isinstance(item, Conversation):
         from src.extras.conversations import encode_conversation
 
         assert inputs.tokenizer
         return encode_conversation(inputs.tokenizer, item, inputs.data.sft_train_on_completion_only)
-    if isinstance(item, str):  # an empty text would teach the model only to end at once
+    if isinstance(item, str):  # an empty text has no ids: [bos, eos] would teach only to end
         if item and inputs.count_bytes:
             return [inputs.count_bytes(item)]
         assert inputs.tokenizer

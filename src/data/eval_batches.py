@@ -1,4 +1,4 @@
-"""Makes the batches of an evaluation set: for each evaluation the same ones, the next ones, or one epoch."""
+"""Makes the batches of an evaluation set: the same ones in each evaluation, the next ones, or one epoch."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,8 +60,11 @@ class EvalBatches:
         return (batch.arrays for batch in loader.batches(before, count=count))
 
     def steps(self) -> int:
-        """Counts the batches of an evaluation. The first call, also by `iter`, waits until all other hosts call it."""
-        if self._steps is None:  # batches for the host with the most rows
+        """Counts the batches of an evaluation.
+
+        If the hosts have to count rows, the first call, also by `iter`, waits until all other hosts make it.
+        """
+        if self._steps is None:  # the longest packing stream of any host decides
             assert not isinstance(self._source, RowSource)
             stream, layout, max_rows = DocumentStream(self._inputs, self._source), layout_of(self._inputs), 0
             for row in self._rows:
@@ -72,9 +75,9 @@ class EvalBatches:
         return self._steps
 
     def position(self) -> dict[str, Any]:
-        """Records how far a rolling set has been read, over all hosts, as lists; the next evaluation resumes there.
+        """Returns how far a rolling set has been read, over all hosts, as JSON; the next evaluation resumes there.
 
-        Every process calls it, after taking an evaluation's last batch.
+        All processes must call it, after they have taken an evaluation's last batch.
         """
         positions = np.full((self._global_batch, 2), np.iinfo(np.int32).min, np.int32)  # less than any real position
         positions[list(self._rows)] = [self._packer.position(row) for row in range(len(self._rows))]
@@ -82,7 +85,7 @@ class EvalBatches:
         return {"rows_taken": self._rows_taken, "lanes": max_over_hosts(positions).tolist()}
 
     def epochs(self) -> float:
-        """Counts the epochs in the batches taken so far; every process calls it, as `position`."""
+        """Counts the epochs in the batches taken so far. All processes must call it, as for `position`."""
         if (rows := rows_per_epoch(self._inputs, self._source)) is not None:
             return self._rows_taken / rows
         from src.data.stream_positions import documents_consumed
@@ -110,7 +113,7 @@ class EvalBatches:
 
 
 def rows_needed(items: Iterable[Sequence[int]], length: int, layout: RowLayout) -> int:
-    """Counts the rows of `length` targets that a stream fills with items whose documents have these sizes in ids."""
+    """Counts the rows of `length` targets that a stream fills; `items`: for each item, its documents' sizes in ids."""
     sizes_of = dict(enumerate(tuple(size - 1 for size in item if size > 1) for item in items)).get
     position, rows = (0, 0), 0
     while True:

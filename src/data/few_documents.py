@@ -1,15 +1,15 @@
-"""Spreads the rows of a batch over few documents, so that they do not all begin at the same places."""
+"""Spreads the rows of a batch over few documents, so that rows of the same document begin at different offsets."""
 
 from src.data.packing import Items
 from src.data.types import Document, InputSpec
 
 
 def spread(read: Items, count: int, streams: int, inputs: InputSpec) -> Items:
-    """Starts streams at different offsets within documents, if there are fewer documents, `count`, than streams.
+    """Changes `read` for `count` documents, fewer than `streams`: streams in one document start at different offsets.
 
-    The ordinals that streams read together belong to several epochs: each epoch starts a document at its own offset, at
-    even distances, and reads the part before the offset last. Documents that fit into a row are not split, and without
-    packing offsets are whole rows.
+    The ordinals that the streams read at a time belong to several epochs. Each of these epochs begins a document at
+    another offset, which are evenly spaced, and reads the part before it last, as a separate document. Documents that
+    fit into a row are not split, and without packing the offsets are multiples of a row.
     """
     length = inputs.batch.max_target_length
     unit = 1 if inputs.batch.packing else length

@@ -13,13 +13,14 @@ TOKENIZER_KEYS = ("tokenizer_path", "tokenizer_type", "dataset_type")  # they ch
 
 
 def data_fingerprint(inputs: InputSpec, data: TrainData, rows: int, eval_sets: Sequence[EvalSet] = ()) -> Fingerprint:
-    """Collects everything that determines the batches of training, of `rows` rows each, and of evaluations.
+    """Collects what determines the batches of training, of `rows` rows each, and of evaluations.
 
-    Equal fingerprints mean equal batches. It also has digests of the user's code, including a loss and metrics.
+    Equal fingerprints do not prove equal batches, because large files are only sampled. The fingerprint also has
+    digests of the user's code, including a loss and metrics.
     """
     facts: Fingerprint = {}
     read = [("source", *each) for each in zip(data.names, data.sources, strict=True)]
-    if names_eval_data(inputs.data):  # otherwise they are a part of the training data
+    if names_eval_data(inputs.data):  # otherwise they are held out of the training data
         read += [(f"{EVALUATION} source", each.name, each.source) for each in eval_sets]
     for kind, name, source in read:
         prefix = f"{kind} {name} " if name else f"{kind} "
@@ -32,7 +33,7 @@ def data_fingerprint(inputs: InputSpec, data: TrainData, rows: int, eval_sets: S
     if inputs.data.use_sft:
         assert inputs.tokenizer
         templates = inputs.tokenizer.chat_template, inputs.tokenizer.tool_template
-        template = "".join(each or "" for each in templates[: inputs.rules])  # rules 1 showed templates no tools
+        template = "".join(each or "" for each in templates[: inputs.rules])  # data rules 1 gave templates no tools
         facts["chat template"] = hashlib.sha256(template.encode()).hexdigest()[:16]
         facts["sft_train_on_completion_only"] = inputs.data.sft_train_on_completion_only
         if inputs.batch.packing:
@@ -57,10 +58,10 @@ def data_fingerprint(inputs: InputSpec, data: TrainData, rows: int, eval_sets: S
 
 
 def check_unchanged(deciding: Sequence[Source | RowSource], others: Sequence[Source | RowSource]) -> list[str]:
-    """Reports sources whose files were written since the last call, one line for each.
+    """Returns a line for each set of files that was written since the run opened it, or that can't be checked.
 
-    Raises UserError if the contents of a `deciding` source changed: one that the run learns from, or that can end the
-    run.
+    A write that changes nothing is reported once. Raises UserError if the files of a `deciding` source, one that the
+    run learns from or that can end it, have changed in size or contents, or can't be read for a lasting reason.
     """
     lines = []
     for source in (*deciding, *others):

@@ -17,7 +17,7 @@ class GroupShuffle:
         self._sizes, self._seed, self._source = group_sizes, seed, source
         self._count = int(group_sizes.sum())
         self._starts = np.cumsum(group_sizes) - group_sizes
-        # Rows of a batch may be an epoch apart for a while, so the orders of two epochs are needed at a time.
+        # Rows of a batch may be in two successive epochs for a while, so the orders of both are cached.
         self._groups = functools.lru_cache(maxsize=2)(self._shuffled_groups)
 
     def __call__(self, ordinal: int) -> int:

@@ -1,4 +1,4 @@
-"""Makes global arrays from hosts' rows; B counts a batch's rows over all hosts."""
+"""Makes global arrays from hosts' rows; B is the number of a batch's rows over all hosts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ def host_rows(sharding: jax.sharding.Sharding, global_shape: Sequence[int]) -> n
 
 
 def to_global(arrays: Any, shardings: Any, rows: Rows, global_batch: int) -> Any:
-    """Assembles global arrays [B, ...] on the devices of all hosts from this host's rows, [rows, ...], in any pytree.
+    """Assembles a pytree of global arrays [B, ...] on the devices of all hosts from this host's rows, [rows, ...].
 
     `rows` are the numbers of these rows in the global batch, ascending: at least `host_rows` of every sharding.
     """

@@ -30,9 +30,9 @@ class HostBatch(NamedTuple):
 
     arrays: RowArrays
     rows: np.ndarray  # int [rows], ascending: their numbers in the global batch
-    stream_positions: np.ndarray  # int32 [streams, S, 2]: where this host's packing streams resume after it
+    stream_positions: np.ndarray  # int32 [streams, S, 2]: where this host's packing streams resume
     cuts: np.ndarray  # int32 [rows, 2]: `packing.Truncation` of each row
-    saved: dict[str, Any]  # where each `StreamSource`, by name, resumes after it
+    saved: dict[str, Any]  # state from which each `StreamSource`, by name, resumes
 
 
 def train_batches(
@@ -47,7 +47,8 @@ def train_batches(
     """Yields endless batches, made ahead of time in threads. Errors there are raised here; closing ends the threads.
 
     `streams` are the packing streams whose rows this host makes: without a ramp, these are the rows' numbers in the
-    global batch (see `host_rows`). `schedule` has the batch sizes from `first_step` on; None: `global_batch` always.
+    global batch (see `host_rows`). `schedule` has the batch sizes; None: always `global_batch`. `first_step` is the
+    number of steps made before.
     Raises UserError if a source has less text than one row.
     """
     packers = []
@@ -70,7 +71,7 @@ def train_batches(
 
 
 class HostBatchLoader:
-    """Makes this host's rows of batches, filled by `streams`, from sources with one packer and one weight each.
+    """Makes this host's rows of batches, which its packing `streams` fill; each source has a packer and a weight.
 
     The streams are split among `data_threads` threads. Rows take different times to make, so a thread waits for the
     others only when it is several batches ahead of them.
@@ -85,7 +86,7 @@ class HostBatchLoader:
         schedule: BatchSchedule,
     ) -> None:
         self._inputs, self._packers, self._streams, self._schedule = inputs, packers, streams, schedule
-        self._assign: Callable[[int], tuple[int, int]] = lambda row: (0, row)  # a row's source, and its number there
+        self._assign: Callable[[int], tuple[int, int]] = lambda row: (0, row)  # a row's source, and number in it
         if len(packers) > 1:
             from src.data.mixture import Mixture
 
@@ -156,7 +157,7 @@ class HostBatchLoader:
 def count_targets(inputs: InputSpec, source: Source | RowSource, enough: int) -> int:
     """Counts the targets of a source, stopping at `enough`, which usually takes only a few reads."""
     if isinstance(source, RowSource) or is_stream(source):
-        return enough  # a row is never empty
+        return enough  # without reading: a row is never empty
     targets = 0
     for i in range(len(source)):
         if targets >= enough:

@@ -1,4 +1,4 @@
-"""Computes which source each row of a run takes, from integers only, without any stored state."""
+"""Computes the source of each row of a run, from integers only, without any stored state."""
 
 import heapq
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Mixture:
         self._source, self._before = _schedule(self._shares)
 
     def at(self, row: int) -> tuple[int, int]:
-        """Finds the source of a row of the run, and counts the earlier rows from the same source."""
+        """Returns the source of a row of the run, and the number of earlier rows from the same source."""
         turns, place = divmod(row, self._period)
         source = int(self._source[place])
         return source, turns * self._shares[source] + int(self._before[place])
@@ -35,7 +35,7 @@ class Mixture:
         return turns * self._shares[source] + int(np.count_nonzero(self._source[:place] == source))
 
     def assign(self, row: int, global_batch: int, seed: int) -> tuple[int, int]:
-        """Shuffles the schedule within each full batch: gives `row` the result of `at` for a random row of its batch.
+        """Returns the result of `at` for a row of the same full batch: this shuffles the schedule within each batch.
 
         If the schedule's period and the batch have a common divisor, row j of every batch would otherwise have the same
         few sources. A smaller batch of a ramp takes some of the `global_batch` rows of a full batch.

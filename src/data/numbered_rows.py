@@ -10,7 +10,10 @@ from src.system.errors import UserError
 
 
 def row_reader(inputs: InputSpec, source: Source | RowSource, name: str = "") -> Callable[[int], list[Document]]:
-    """Makes a function that reads a row by its number in the endless stream of a source named `name` in a mixture."""
+    """Makes a function that reads a row by its number in the endless stream of a source.
+
+    `name` is the source's name in a mixture. The function raises UserError if an item has several documents.
+    """
     if isinstance(source, RowSource):
         if source.row_count is None:
             return source.row
@@ -31,12 +34,12 @@ def row_reader(inputs: InputSpec, source: Source | RowSource, name: str = "") ->
 
 
 class NumberedRows(SourcePacker):
-    """Fills rows by `read`, which is given their numbers, from `rows_before` on; rows from `end` on are padding."""
+    """Fills row n of the source by `read(rows_before + n)`, or with padding if n is at least `end`."""
 
     def __init__(self, read: Callable[[int], list[Document]], rows_before: int, end: float) -> None:
         self._read, self._rows_before, self._end = read, rows_before, end
 
     def fill(self, batch: RowArrays, row: int, ordinal: int, place: int) -> Truncation:
-        """Fills the row; as `SourcePacker.fill`."""
+        """Fills row `row` with row `ordinal` of the source, as `SourcePacker.fill` describes."""
         documents = self._read(self._rows_before + ordinal) if ordinal < self._end else []
         return fill_row(batch, row, ((document, 0, len(document.ids) - 1) for document in documents))

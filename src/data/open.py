@@ -1,4 +1,4 @@
-"""Opens the data that the config names with the reader of their format, and holds a part out for evaluation."""
+"""Opens the data that the config names with the reader for their format, and holds a part out for evaluation."""
 
 import importlib
 from typing import Any
@@ -26,7 +26,7 @@ READERS = {  # dataset_type -> the module whose `open_source(spec, inputs)` open
 
 
 def open_sources(inputs: InputSpec, evaluation: Evaluation) -> tuple[TrainData, list[EvalSet]]:
-    """Opens the training data, and evaluation data if the run evaluates: only then are training data held out.
+    """Opens the training data, and if the run evaluates also evaluation data, maybe held out of the training data.
 
     Raises UserError if data can't be read, or no part of them can be held out.
     """
@@ -55,7 +55,7 @@ def open_eval_sets(inputs: InputSpec, evaluation: Evaluation) -> list[EvalSet]:
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> AnySource:
-    """Opens one set of data. Raises UserError if it can't be read, or its reader is not installed."""
+    """Opens a dataset. Raises UserError if it can't be read, or its reader or a package for it is missing."""
     try:
         source = _open(spec, inputs)
     except MissingExtra:
@@ -117,7 +117,7 @@ class Subset(_Subset, Source):
 
 
 class RowSubset(_Subset, RowSource):
-    """Selects consecutive rows of another source of rows."""
+    """Selects consecutive rows of another source of rows, which is not endless."""
 
     def __init__(self, source: Any, items: np.ndarray | range, name: str) -> None:
         super().__init__(source, items, name)

@@ -2,8 +2,8 @@
 
 Packing stream j fills row j of every batch (in a ramp, stream n mod B fills row n of the run). Streams are independent:
 hosts share nothing, and any number of hosts gives the same batches. A document of n ids has n - 1 inputs, `ids[:-1]`,
-with the targets `ids[1:]`; sizes, offsets and the length of a row all count targets. Each target of a stream's
-documents comes exactly once, wherever rows are cut. A layout plans the rows: texts are concatenated and cut at T
+with the targets `ids[1:]`; sizes, offsets and the length of a row all count targets. Each target of a stream's items
+comes exactly once an epoch, wherever rows are cut. A layout plans the rows: texts are concatenated and cut at T
 (`best_fit` in src/extras/conversation_packing.py is for conversations).
 
 T: tokens per row.  B: rows of a batch, over all hosts.
@@ -48,7 +48,7 @@ RowLayout = Callable[[Sizes, Position, int], tuple[list[Segment], Position]]
 
 
 class Truncation(NamedTuple):
-    """Flags the ends at which a row's documents are cut."""
+    """Whether a row's documents are cut at its start or end."""
 
     start: bool  # the first document began in an earlier row
     end: bool  # the last document continues in a later row
@@ -61,7 +61,7 @@ def empty_batch(rows: int, length: int, counts_bytes: bool = False) -> RowArrays
 
 
 def fill_row(batch: RowArrays, row: int, parts: Iterable[tuple[Document, int, int]]) -> Truncation:
-    """Writes parts of documents, (document, first target, targets), into a row of padding; cuts any excess."""
+    """Writes `parts`, (document, first target, number of targets), into a row of padding; cuts what exceeds the row."""
     filled, start, end = 0, False, False
     for segment_id, (document, first, length) in enumerate(parts, 1):
         length = min(length, batch["tokens"].shape[1] - filled)
@@ -83,8 +83,11 @@ def fill_row(batch: RowArrays, row: int, parts: Iterable[tuple[Document, int, in
 def concatenate(
     sizes_of: Sizes, position: Position, length: int, max_segments: float = inf
 ) -> tuple[list[Segment], Position]:
-    """Concatenates documents. The rest of a document that exceeds a row begins the next row."""
-    item, offset = position[0], max(position[1], 0)  # below 0: a position of `best_fit`, whose placed items repeat
+    """Plans a row, as a `RowLayout`: the next documents, at most `max_segments`, until the row is full.
+
+    The rest of a document that is cut begins the next row.
+    """
+    item, offset = position[0], max(position[1], 0)  # below 0 in positions of `best_fit`: items placed early repeat
     segments: list[Segment] = []
     free = length
     while free and len(segments) < max_segments and (sizes := sizes_of(item)) is not None:
@@ -103,7 +106,7 @@ one_per_row: RowLayout = functools.partial(concatenate, max_segments=1)
 
 
 def remaining(sizes: Sequence[int], offset: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (document, first target, targets) for each document of an item with targets left after `offset`."""
+    """Yields (document, first target, number of targets) for an item's documents with targets left after `offset`."""
     # There may be no such document: after an accepted change of data, a document can be shorter than `offset`.
     for document, size in enumerate(sizes):
         if offset < size:
@@ -128,7 +131,7 @@ class PackingStream:
         self.position: Position = (int(position[0]), int(position[1]))
 
     def fill(self, batch: RowArrays, row: int) -> Truncation:
-        """Writes the stream's next row into row `row` of `batch`, which is still padding."""
+        """Writes the stream's next row into row `row` of `batch`, still padding; raises UserError if no text comes."""
         self._empty_items = 0
         segments, self.position = self._layout(self._sizes, self.position, batch["tokens"].shape[1])
         cuts = fill_row(
@@ -141,7 +144,7 @@ class PackingStream:
         return cuts
 
     def _sizes(self, item: int) -> Sequence[int] | None:
-        """Sizes an item's nonempty documents, in targets; reads the item if it has not been read yet."""
+        """Returns the sizes of an item's nonempty documents in targets, None past `end`; reads the item if needed."""
         if item not in self._unfinished:
             ordinal = self._first + item * self._stride
             if ordinal >= self._end:
@@ -167,11 +170,11 @@ class SourcePacker:
         raise NotImplementedError
 
     def position(self, place: int) -> tuple[int, int]:
-        """Gives the position of the packing stream at index `place`; zeros if the source does not need one."""
+        """Returns the position of the packing stream at index `place`; zeros if the source does not need one."""
         return 0, 0
 
     def saved(self) -> dict[str, Any] | None:
-        """Gives the state at which a `StreamSource` resumes after the rows so far, as JSON; None for other sources."""
+        """Returns the state from which a `StreamSource` resumes after the rows so far, as JSON; otherwise None."""
         return None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Gathers and compares values of a job's processes; all of them make the same calls."""
+"""Gathers and compares values of a job's processes, which must all make the same calls."""
 
 import json
 from collections.abc import Mapping
@@ -27,7 +27,10 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def check_same(facts: Mapping[str, str | int], what: str, needed: str) -> None:
-    """Raises UserError on every process, showing both sides, if `facts` about `what` differ between processes."""
+    """Raises UserError in every process, with the differences, if `facts` about `what` differ between processes.
+
+    The message asks to give all hosts `needed`.
+    """
     everyones = gather_json(facts)
     if differing := [process for process, each in enumerate(everyones) if each != everyones[0]]:
         first, other = everyones[0], everyones[differing[0]]

@@ -24,7 +24,7 @@ def rules_of(fingerprint: Mapping[str, Any]) -> int:
 
 
 def describe_rules(version: int) -> list[str]:
-    """Returns [line], which describes the changes after the rules `version` that a run keeps; [] if there are none."""
+    """Returns a line about the changes after the rules `version` that a run keeps, in a list; [] if there are none."""
     changes = "; ".join(_CHANGES[later] for later in range(version + 1, PRESENT_RULES + 1))
     line = f"the run keeps its data rules, version {version}; with the present ones (accept_changes=[data_rules])"
     return [f"{line} {changes}"] if changes else []

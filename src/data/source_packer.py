@@ -15,9 +15,9 @@ from src.data.types import InputSpec, RowArrays, Rows, RowSource, Source, is_str
 
 
 class SourceStart(NamedTuple):
-    """Holds the point at which a source's rows begin."""
+    """Holds the point in a source at which its rows begin or resume."""
 
-    rows: int = 0  # for `NumberedRows`: the source's rows, over all hosts, taken before the run's count of rows
+    rows: int = 0  # for `NumberedRows`: the source's entry in `DataPosition.rows_before`
     positions: np.ndarray | None = None  # int32 [streams, 2], of this host's packing streams; None: the start
     saved: Mapping[str, Any] | None = None  # the result of `SourcePacker.saved`; None: the start
 

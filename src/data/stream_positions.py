@@ -6,7 +6,7 @@ from src.data.packing import PLACED_BITS
 
 
 def documents_consumed(positions: np.ndarray) -> np.ndarray:
-    """Counts the items that each stream has finished, int64 [B], given positions int32 [B, 2]."""
+    """Counts the items that each stream has finished, int64 [B], given `positions`, int32 [B, 2]."""
     placed = -np.minimum(positions[:, 1].astype(np.int64), 0) & (1 << PLACED_BITS) - 1
     return positions[:, 0].astype(np.int64) + np.bitwise_count(placed)
 

@@ -17,10 +17,10 @@ BATCH_ARRAYS: dict[str, type] = {
     "positions": np.int32,  # from 0 in each segment
     "loss_mask": np.float32,  # 1 for targets that count in the loss; 0 for padding
 }
-END, NOT_TEXT = -1, -2  # instead of a count in `text_bytes`: for bos and eos; for other ids without text, and padding
-RowArrays = dict[str, np.ndarray]  # a host's rows of these arrays
+END, NOT_TEXT = -1, -2  # in `text_bytes`, no number of bytes: bos and eos; other ids without text, and padding
+RowArrays = dict[str, np.ndarray]  # a host's rows of the arrays of a batch, by name
 Rows = Sequence[int] | np.ndarray  # numbers of a host's rows in a global batch, or of its packing streams; ascending
-Fingerprint = dict[str, str | int]  # properties that identify data, by name: equal if and only if the data are equal
+Fingerprint = dict[str, str | int]  # properties of data, by name, equal if the data are equal
 Message = Mapping[str, Any]  # {"role": ..., "content": ..., and any other field that a chat template reads}
 Shown = Mapping[str, Any] | None  # further inputs of a chat template, such as `tools`
 
@@ -30,7 +30,7 @@ class Document(NamedTuple):
 
     ids: np.ndarray
     loss_mask: np.ndarray | None = None  # bool [n]: ids that count in the loss; None: all
-    text_bytes: np.ndarray | None = None  # int32 [n]: bytes of UTF-8 text per id; END; NOT_TEXT
+    text_bytes: np.ndarray | None = None  # int32 [n]: bytes of UTF-8 text per id, END or NOT_TEXT
 
 
 class Conversation(NamedTuple):
@@ -55,17 +55,17 @@ class Source(Protocol):
     listings: Sequence[Any] = ()  # the files of the source (`readers.files.Listing`)
 
     def __len__(self) -> int:
-        """Counts the documents. Neither this nor opening takes longer for a hundred million documents than for one."""
+        """Returns the number of documents, in constant time."""
 
     def __getitem__(self, i: int) -> Item:
         """Reads document `i`; raises UserError, naming its location, if it can't be read."""
 
     def document_keys(self) -> np.ndarray | None:
-        """Hashes each document, uint64 [documents], with one hash for all pieces of one; None: too many to list."""
+        """Hashes each document, uint64 [documents], all pieces of a text alike; None: the source has no such hashes."""
         return None
 
     def group_sizes(self) -> np.ndarray | None:
-        """Sizes the consecutive groups of documents that are stored and read together: int64; None: no groups."""
+        """Returns the sizes of consecutive groups of documents stored together: int64 [groups]; None: no groups."""
         return None
 
     def fingerprint(self) -> Fingerprint:
@@ -95,7 +95,7 @@ def is_stream(source: Source | RowSource) -> TypeGuard[Any]:
 
 
 class TrainData(NamedTuple):
-    """Holds a run's training sources, their names in the config ("" for a single source), and their shares."""
+    """Holds a run's training sources, their names in the config ("" for a single source), and weights."""
 
     names: tuple[str, ...]
     sources: tuple[Source | RowSource, ...]
@@ -103,11 +103,11 @@ class TrainData(NamedTuple):
 
 
 class DataPosition(NamedTuple):
-    """Holds the point in the training data from which a run continues."""
+    """Holds the point in the training data at which a run begins or resumes."""
 
     streams: np.ndarray | None = None  # int32 [B, S, 2]: where each packing stream resumes in each source; None: start
     rows_taken: int = 0  # earlier rows of the run, over all hosts, since the batch or the data last changed
-    rows_before: Mapping[str, int] = {}  # for each source of rows, by name: the rows taken before `rows_taken`
+    rows_before: Mapping[str, int] = {}  # each source's rows, by its name, before `rows_taken` began to count
     saved: Mapping[str, Any] = {}  # this process's state of each `StreamSource`, by name
 
 
@@ -150,7 +150,7 @@ class Tokenizer(Protocol):
         return self.encode(text)[1:-1]
 
     def byte_ends(self, text: str) -> np.ndarray:
-        """Finds the byte of the UTF-8 text at which each of `encode_text`'s ids ends."""
+        """Returns the byte of the UTF-8 text at which each of `encode_text`'s ids ends: int [ids]."""
 
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool, shown: Shown = None) -> str:
         """Renders a conversation by the chat template, including special tokens, as text for `encode_text`.

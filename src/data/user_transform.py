@@ -19,7 +19,7 @@ class UserTransform:
     """Applies `batch_transform` to a host's rows; `fields` are the fields that it adds to a batch."""
 
     def __init__(self, batch: BatchKeys, vocab_size: int) -> None:
-        """Loads the function, and finds its fields; raises UserError as `apply_transform` does."""
+        """Loads the function, and finds its fields; raises UserError as `load_function` and `apply_transform` do."""
         self._function = load_function(batch.batch_transform, "batch_transform")
         self._vocab_size = vocab_size
         self.fields = _added_fields(self._function, batch.max_target_length, vocab_size)
@@ -34,7 +34,7 @@ def _added_fields(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Finds the fields that the function adds, by applying it to two rows of padding of this length.
 
-    A step is compiled for these fields, maybe on a machine without the data.
+    A step is compiled for these fields, maybe on a machine without the data. Raises UserError for unsuitable fields.
     """
     rows = empty_batch(2, length)
     added = {name: x for name, x in _returned(function, rows).items() if name not in rows}
@@ -61,7 +61,7 @@ def apply_transform(
 
     The function may change the arrays in place. It returns the same names, shapes and dtypes, and the `fields` that it
     adds. Raises UserError if the function raises, returns other arrays, or returns values that the model can't take:
-    ids outside the vocabulary, positions below 0, or NaN.
+    ids outside the vocabulary, negative positions or segment ids, or weights in `loss_mask` beyond MAX_WEIGHT or NaN.
     """
     rows = len(batch["tokens"])
     expected = {name: f"{array.dtype} {list(array.shape)}" for name, array in batch.items()}

@@ -1,4 +1,4 @@
-"""Reads the document in a value: a text, a list of ids, or a field of a JSON object."""
+"""Reads documents: a text or a list of ids, maybe in a field of a JSON object."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ EXPECTED = "expected a text, or a list of ids"
 
 
 def from_line(line: bytes, column: str, file: str, start: int) -> Content | None:
-    """Reads the document in a line of a .jsonl file, which begins at byte `start`; raises UserError without one."""
+    """Reads the document in the line at byte `start` of `file`; None if null. Raises UserError without a document."""
     try:
         return from_json(line, column)
     except ValueError as error:
@@ -24,7 +24,7 @@ def from_line(line: bytes, column: str, file: str, start: int) -> Content | None
 
 
 def from_json(data: bytes, column: str) -> Content | None:
-    """Reads the document in a field of a JSON object, None if it is null; raises ValueError without a document."""
+    """Reads the document in the field `column` of a JSON object, None if null; raises ValueError without one."""
     fields = parse_json(data)
     if not isinstance(fields, dict):
         raise ValueError(f"expected a JSON object, found {data[:80]!r}")
@@ -32,7 +32,7 @@ def from_json(data: bytes, column: str) -> Content | None:
 
 
 def from_fields(fields: Mapping[str, Any], column: str, read: Callable[[Any], Content]) -> Content | None:
-    """Applies `read` to a field, None if it is null; raises ValueError if `read` does, or the field is missing."""
+    """Applies `read` to a field; None if it is null. Raises ValueError if `read` does, or if the field is missing."""
     if column not in fields:
         fields_listed = first_few(sorted(map(str, fields)), near=column) or "none"
         raise ValueError(f"it has no field {column}. Its fields: {fields_listed}")
@@ -43,7 +43,7 @@ def from_fields(fields: Mapping[str, Any], column: str, read: Callable[[Any], Co
 
 
 def as_document(value: Any, vocab_size: int = 1 << 31) -> Content:
-    """Converts a text, or a list or an array of ids, to a text or int32 [n]; raises ValueError for anything else."""
+    """Returns a text in valid Unicode, or a list or array of ids as int32 [n]; raises ValueError for anything else."""
     if isinstance(value, str):
         return well_formed(value)
     if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):

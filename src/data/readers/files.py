@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """Lists files in a folder."""
+    """Holds the names and sizes of the files that a config's path names, in one folder."""
 
     folder: str  # as the user wrote it, with its protocol if it is remote
     sizes: dict[str, int]  # in bytes, by the files' names relative to the folder, sorted
@@ -44,16 +44,16 @@ class Listing:
 
     @functools.cached_property
     def paths(self) -> list[str]:
-        """Lists the files' full paths, as the functions of this module take them."""
+        """The files' full paths, as the functions of this module take them."""
         return [os.path.join(self.folder, name) for name in self.sizes]
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
-        """Collects counts, a digest of the names and sizes, and `contents`, a digest of the bytes.
+        """The number and total size of the files, a digest of names and sizes, and `contents`, a digest of the bytes.
 
         Above 16 MiB in total, contents are sampled in 256 blocks of 64 KiB, so that the time is bounded for any size (a
         store gets hundreds of requests). Up to a hundred files are also listed individually, as `file NAME`: SIZE.
-        Raises UserError if a file can't be read.
+        Raises as `attempted` does if a file can't be read.
         """
         files = sorted(self.sizes.items())
         listed = "\n".join(f"{size} {name}" for name, size in files)
@@ -66,9 +66,9 @@ class Listing:
         } | {f"file {name}": size for name, size in files if len(files) <= _MAX_NAMED}
 
     def only(self, is_read: Callable[[str], object]) -> "Listing":
-        """Selects the files of a whole folder whose names `is_read` accepts, and prints the files passed over.
+        """Passes over the files of a whole folder whose names `is_read` rejects, and prints them; keeps other paths.
 
-        Names that begin with `_`, such as _SUCCESS, are passed over too, unless they are source code.
+        From data rules 2 on, names that begin with `_`, such as _SUCCESS, are passed over too, except source code.
         """
         if not self.is_whole:
             return self
@@ -79,13 +79,16 @@ class Listing:
 
     @functools.cached_property
     def _versions(self) -> dict[str, tuple[Any, ...]]:
-        """Records the size and other metadata of files, evenly spread over the list, to detect writes."""
+        """The size and other metadata of files, evenly spread over the list, to detect writes."""
         most = _WATCHED_IN_STORES if is_remote(self.folder) else _WATCHED
         watched = self.paths[:: len(self.paths) // most + 1]
         return dict(zip(watched, in_threads(_version, watched), strict=True))
 
     def written_since(self) -> tuple[str, bool]:
-        """Reports the files written since `fingerprint` was taken, "" for none, and whether their contents changed."""
+        """Returns a message about watched files written since `fingerprint` was taken, "" for none, and if they differ.
+
+        They differ if sizes or the digest `contents` changed. A write that changes neither is reported once.
+        """
         before, now = self._versions, dataclasses.replace(self)
         if not (written := changed_keys(before, now._versions)):
             return "", False
@@ -96,7 +99,7 @@ class Listing:
         return f"{first_few(written)} {how} while the run reads it", differs
 
     def _contents_digest(self) -> str:
-        """Digests the files' bytes in order, or blocks at even distances."""
+        """Digests all bytes of the files in order, or evenly spaced blocks of them."""
         sizes = list(self.sizes.values())
         ends = list(itertools.accumulate(sizes))
         total = sum(sizes)
@@ -113,7 +116,7 @@ class Listing:
 
 
 def in_threads(function: Callable[..., Result], *arguments: Iterable[Any]) -> list[Result]:
-    """Maps a function in threads, because reading files, maybe from a store, is mostly waiting."""
+    """Maps a function over arguments in threads, because reading files, maybe from a store, is mostly waiting."""
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(function, *arguments))
 
@@ -124,7 +127,10 @@ def is_remote(path: str) -> bool:
 
 
 def walk(folder: str, without: Collection[str] = (), rules: int = PRESENT_RULES) -> list[str]:
-    """Lists a local folder's files at any depth, except hidden files and folders and folders named in `without`."""
+    """Lists a local folder's files at any depth, by their names relative to it.
+
+    Skips hidden files and folders, and folders named in `without`. From data rules 2 on, follows links to folders.
+    """
     names, seen = [], set()
     for parent, folders, files in os.walk(folder, followlinks=rules > 1):
         if (place := os.path.realpath(parent)) in seen:  # under another name, or through a link to a parent folder
@@ -162,7 +168,7 @@ def read(file: str, begin: int, end: int) -> bytes:
 
 
 def chunks(file: str, end: int) -> Iterator[bytes]:
-    """Yields the bytes [0, end) of a file, 16 MiB at a time."""
+    """Yields the bytes [0, end) of a file, 16 MiB at a time; raises as `read` does."""
     return (read(file, begin, min(begin + _CHUNK_BYTES, end)) for begin in range(0, end, _CHUNK_BYTES))
 
 
@@ -173,5 +179,5 @@ def line_name(file: str, start: int) -> str:
 
 
 def is_jsonl(file: str) -> bool:
-    """Tells whether each line of the file is a document."""
+    """Tells by a file's name whether each of its lines is a JSON object with a document."""
     return file.endswith(".jsonl")

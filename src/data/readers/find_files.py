@@ -22,10 +22,11 @@ _SHARD = re.compile(r"(?P<before>.*?)(?<!\d)(?P<number>\d{3,6})-of-(?P<total>\d{
 def list_files(path: str, key: str, rules: int = PRESENT_RULES) -> Listing:
     """Lists the files of a config's path: a file, a folder (its files at any depth, except hidden ones) or a glob.
 
-    Links to folders are followed; a folder path and `**` read each folder once, even if several names lead to it.
+    From data rules 2 on, links to folders are followed; a folder path and `**` read a folder with several names once.
 
     Raises UserError if the path does not exist, no installed package can read it, or a folder or a glob lacks a file of
-    a numbered set (x-00000-of-00010 and so on). `key` is the path's config key, for messages.
+    a numbered set (x-00000-of-00010 and so on); TransientError if a store fails. `key` is the path's config key, for
+    messages.
     """
     if not path:
         raise UserError(f"{key} is empty: expected a file, a folder or a glob")
@@ -50,7 +51,7 @@ def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def size(file: str) -> int:
-    """Measures a local file in bytes; raises as `attempted` does, and UserError for a pipe or a device."""
+    """Returns a local file's size in bytes; raises as `attempted` does, and UserError for a pipe or a device."""
     found = attempted(file, lambda: os.stat(file))
     if not stat.S_ISREG(found.st_mode):
         raise UserError(f"{file} is not a regular file: leave it out with a glob that does not match it")

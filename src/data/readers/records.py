@@ -27,7 +27,7 @@ class Index:
 
 
 class Nulls:
-    """Replaces null documents of a source by empty ones, and prints their count at the first, tenth, ..."""
+    """Replaces null documents of a source by empty ones, and prints their count when it is 1, 10, 100, ..."""
 
     def __init__(self, setting: str) -> None:
         self._setting, self._counts = setting, itertools.count(1)

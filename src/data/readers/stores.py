@@ -8,24 +8,27 @@ from typing import Any, Generic, TypeVar
 from src.system.errors import UserError
 from src.system.storage_errors import attempted
 
-_REQUESTS, _DEPTH = 128, 6  # reads ahead: at once, and for each packing stream
+_REQUESTS, _DEPTH = 128, 6  # at most this many reads at a time, and ahead in each packing stream
 
 Result = TypeVar("Result")
 
 
 def read(file: str, begin: int, end: int) -> bytes:
-    """Reads the bytes [begin, end) of a file in one request; raises as `attempted` does."""
+    """Reads the bytes [begin, end) of a file in one request; raises as `_on_store` does."""
     return _on_store(file, file, lambda fs, place: fs.cat_file(place, begin, end)) if begin < end else b""
 
 
 def version(file: str) -> tuple[Any, ...]:
-    """Reads a file's size and metadata, which change when it is written; raises as `attempted` does."""
+    """Reads a file's size, and metadata that change when it is written; raises as `_on_store` does."""
     info = _on_store(file, file, lambda fs, place: fs.invalidate_cache() or fs.info(place))
     return info.get("size"), str(info)
 
 
 def find(path: str, setting: str, fixed_part: str) -> tuple[str, str | None, dict[str, int]]:
-    """Finds the files of a path, given its part without wildcards; returns the same as `find_files._find_local`."""
+    """Finds the files of a path, given its part without wildcards; returns a `find_files._Found`.
+
+    Raises as `_on_store` does; `setting` names the path in messages.
+    """
 
     def look(fs: Any, place: str) -> tuple[str, str | None, dict[str, dict]]:
         fs.invalidate_cache()  # cached listings may be older than the files
@@ -49,9 +52,9 @@ def find(path: str, setting: str, fixed_part: str) -> tuple[str, str | None, dic
 
 
 class ReadAhead(Generic[Result]):
-    """Calls `read(ordinal)`, and prefetches the stream's next ordinals in threads: `stride` apart, below `end`.
+    """Calls `read(ordinal)`, and prefetches the stream's following ordinals in threads: `stride` apart, below `end`.
 
-    Each stream may call from its own thread. An error is raised when its ordinal is requested.
+    Each stream may call from its own thread. An error in `read` is raised when its ordinal is requested.
     """
 
     def __init__(self, read: Callable[[int], Result], stride: int, end: float) -> None:
@@ -80,7 +83,10 @@ class ReadAhead(Generic[Result]):
 
 
 def _on_store(path: str, what: str, use: Callable[[Any, str], Result]) -> Result:
-    """Calls `use` with a path's file system and its name for the path; raises as `attempted` does."""
+    """Calls `use` with a path's file system and its name for the path.
+
+    Raises as `attempted` does, and UserError if the package for the protocol is missing.
+    """
     from fsspec.core import url_to_fs
 
     try:

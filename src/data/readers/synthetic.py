@@ -8,7 +8,7 @@ from src.data.types import Document, Fingerprint, InputSpec, RowSource
 
 
 class SyntheticSource(RowSource):
-    """Makes rows of `length` + 1 random ids in [0, vocab_size): row n is a pure function of (seed, n)."""
+    """Makes endless rows of `length` + 1 random ids in [0, vocab_size); `seed` and n determine row n."""
 
     row_count = None
 
@@ -26,6 +26,6 @@ class SyntheticSource(RowSource):
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> SyntheticSource:
-    """Opens rows of a seed. Evaluation seeds are negative, training seeds at least 0, so the two share no rows."""
+    """Opens the rows of a seed, at least 0 for training and negative for evaluation, so that their rows differ."""
     seed = inputs.data.data_shuffle_seed
     return SyntheticSource(inputs.vocab_size, inputs.batch.max_target_length, -1 - seed if spec.is_eval else seed)

@@ -29,8 +29,8 @@ class DocumentFiles:
 
     `path` is a file, a folder (its files at any depth, except hidden ones) or a glob, local or remote; if empty, the
     source code of the running Python's standard library is read. Messages name its config key, `key`. Each .jsonl file
-    is read once to find its lines, so a remote one is fetched completely. Raises UserError, with the text `expected`,
-    if the files have no documents.
+    is read once to find its lines, so a remote one is fetched completely. Raises UserError, ending with `expected`, if
+    the files have no documents.
     """
 
     def __init__(self, path: str, key: str, expected: str = _SOME_FILES, rules: int = PRESENT_RULES) -> None:
@@ -72,8 +72,8 @@ class TextSource(Source):
     Opening checks the beginning and the end of every file, then the rest in a random order for five seconds; other
     flaws become errors when they are read. For remote files, where each read is a request, only the beginning of the
     first file is checked. Documents longer than `max_document_bytes` are cut into pieces, which are then treated as
-    separate documents. Version 1 of `rules` reads a byte order mark as text. Raises UserError if there are no
-    documents, or a file is not text.
+    separate documents. With `rules` 1, opening checks nothing, and a byte order mark is read as text. Raises UserError
+    if there are no documents, or a file is not text.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class TextSource(Source):
         return {**self.files.fingerprint(), **cuts, **column}
 
     def read_text(self, file: str, piece: int, size: int, max_bytes: int) -> str:
-        """Reads piece `piece` of a text file of `size` bytes, if it is cut at `max_bytes`."""
+        """Reads piece `piece` of a file of `size` bytes, cut at `max_bytes`; raises UserError if it is not text."""
         data = read_piece(piece, size, max_bytes, functools.partial(files.read, file))
         is_beginning = piece == 0 and self._rules > 1
         if not self._is_library:
@@ -136,7 +136,7 @@ class TextSource(Source):
         return self.parse_line(files.read(file, start, stop), file, start)
 
     def parse_line(self, line: bytes, file: str, start: int) -> bytes | np.ndarray:
-        """Reads the document in a line that begins at byte `start`: a text in UTF-8, or ids."""
+        """Reads the document in a line at byte `start`: a text in UTF-8, or ids; raises as `from_line` does."""
         from src.data.readers.fields import from_line
 
         document = self._nulls(from_line(line, self._column, file, start))
@@ -144,7 +144,7 @@ class TextSource(Source):
 
 
 def standard_library() -> files.Listing:
-    """Lists the standard library's .py files, except files that are not UTF-8 (tests of source encodings)."""
+    """Lists the standard library's .py files, except files that are not UTF-8; raises UserError if there are none."""
     folder = sysconfig.get_path("stdlib")
     sizes = {}
     for name in sorted(files.walk(folder, ("site-packages", "dist-packages", "__pycache__"))):

@@ -43,7 +43,7 @@ _ROWS = 10  # checked to recognise a table
 
 
 def list_text_files(path: str, key: str, rules: int = PRESENT_RULES) -> files.Listing:
-    """Lists the text files of a path; raises UserError for data of another type."""
+    """Lists the text files of a path; raises UserError for data of another type, and as `list_files` does."""
     listing, setting = find_files.list_files(path, key, rules), f"{key}={path}"
     for name in listing.sizes:
         folder, file = os.path.split(name)
@@ -57,7 +57,7 @@ def list_text_files(path: str, key: str, rules: int = PRESENT_RULES) -> files.Li
 
 
 def _only_text(listing: files.Listing) -> files.Listing:
-    """Drops files of a folder that are not text by their names; raises UserError if other files are not text."""
+    """Passes over files of a folder whose names are not of texts; raises UserError if any other file is not text."""
     listing = listing.only(lambda name: True)  # drops only the markers that no reader reads
     about_data, beside = (set(filter(names.fullmatch, listing.sizes)) for names in (files.ABOUT_DATA, _BESIDE_TEXT))
     is_mixed = listing.is_whole and listing.sizes.keys() > about_data | beside
@@ -72,7 +72,7 @@ def _only_text(listing: files.Listing) -> files.Listing:
 
 
 def other_format(file: str, data: bytes) -> str:
-    """Names a file's other format, from its name and its first bytes `data`, with a remedy; "" for text."""
+    """Explains by a file's name and first bytes `data` that it has another format, and what to do; "" for text."""
     if kind := _OTHER_TYPES.search(os.path.basename(file)):
         return f"is data of type {kind[1]}, not text"
     if magic := next(filter(data.startswith, _MAGIC), None):

@@ -20,14 +20,14 @@ class Accumulation:
 
     layout: MeshLayout
     micro_batches: int  # the number of sequences per batch shard is a multiple of it
-    replica_axes: tuple[str, ...]
+    replica_axes: tuple[str, ...]  # mesh axes along which devices hold the same weights
     pipelined: bool  # micro-batches run inside a pipeline's loop
     weights: Any  # sharding of each trainable weight
-    updates: Any  # sharding of each gradient's sum: its weight's, or with replica axes added to a dim
+    updates: Any  # sharding of each gradient's sum: as of its weight, or with replica axes added to a dim
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
-        """The replica axes over which gradients are reduced here once (manual reduction), not by the compiler."""
+        """The replica axes over which gradients are reduced once, in a `shard_map`, instead of by the compiler."""
         # Without a loop the compiler reduces each gradient only once; in a loop it would do so in every iteration.
         return self.replica_axes if self.micro_batches > 1 or self.pipelined else ()
 
@@ -38,7 +38,7 @@ def accumulate(
 ) -> tuple[Any, Any]:
     """Sums the results of `gradient(inputs, rows)` over micro-batches: gradients, and other sums.
 
-    With more than one micro-batch, sums are in float32.
+    Sums are in float32 if there are several micro-batches or any `manual_axes`.
 
     A reduction over `manual_axes`, along which `inputs` are replicated, waits for the last micro-batch: between slices
     this is the step's only large transfer. Over other axes each micro-batch's gradients are reduced immediately, to the

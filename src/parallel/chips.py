@@ -88,17 +88,17 @@ GPU_HOSTS = {
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Published peak matmul rate of one JAX device, in floating-point operations per second.
+    """Peak matmul rate of one JAX device, published or declared, in operations per second.
 
-    A multiplication and its addition count as two. `dtype` is bfloat16, float32, or tensorfloat32, which XLA uses for
-    float32 on an NVIDIA GPU unless `matmul_precision` is highest. None if no source states the rate (a CPU, an unlisted
-    device, float32 on a TPU): no MFU is better than a guessed one.
+    A multiplication and its addition count as two. `dtype` is bfloat16, int8, fp8, mxfp8, float32, or tensorfloat32,
+    which XLA uses for float32 on an NVIDIA GPU unless `matmul_precision` is highest. None if no source states the rate
+    (a CPU, an unlisted device, float32 on a TPU): no MFU is better than a guessed one.
     """
     return _PEAK_FLOPS.get(device_kind, {}).get(dtype)
 
 
 def declare_peaks(device_kind: str, rates: Mapping[str, float], where: str) -> None:
-    """Adds a device's peak rates to those above, for this process; raises UserError if its published rates differ."""
+    """Adds peak rates, operations per second by dtype, in this process; raises UserError if a published one differs."""
     published = _PEAK_FLOPS.setdefault(device_kind, dict(rates))
     for dtype, rate in rates.items():
         if published.setdefault(dtype, rate) != rate:
@@ -106,7 +106,7 @@ def declare_peaks(device_kind: str, rates: Mapping[str, float], where: str) -> N
 
 
 def memory_of(device_kind: str) -> int | None:
-    """Bytes of memory of one JAX device that a `compile_topology` has; None for others."""
+    """Bytes of memory of one JAX device; None unless it is a TPU above, which excludes v3, or in GPU_HOSTS."""
     chips = (TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, TPU_7X, *GPU_HOSTS.values())
     return next((chip.memory for chip in chips if chip.kind == device_kind), None)
 
@@ -118,11 +118,11 @@ def compute_capability(device: Any) -> float:
 
 
 def kinds_with(dtype: str) -> list[str]:
-    """Lists the devices whose matmul rate in this dtype is published."""
+    """Lists the kinds of devices whose matmul rate in this dtype is published or declared."""
     return [kind for kind, rates in _PEAK_FLOPS.items() if dtype in rates]
 
 
 def run_peak(device_kind: str, dtype: str, matmul_precision: str) -> float | None:
     """`peak_flops` for a run that computes in `dtype` under the key `matmul_precision`."""
-    is_rounded = dtype == "float32" and matmul_precision != "highest"  # only on NVIDIA GPUs
+    is_rounded = dtype == "float32" and matmul_precision != "highest"  # other devices have no tensorfloat32 rate
     return (is_rounded and peak_flops(device_kind, "tensorfloat32")) or peak_flops(device_kind, dtype)

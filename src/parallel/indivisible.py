@@ -1,4 +1,4 @@
-"""Explains sizes that do not divide over a mesh."""
+"""Makes the errors for sizes that do not divide over a mesh."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from src.system.errors import Unsupported
 
 
 def indivisible_weights(problems: Mapping[str, str], mesh_axes: Sequence[str]) -> Unsupported:
-    """Names all indivisible dims: `problems` has a logical axis for each, and `mesh_axes` shard them."""
+    """Names all indivisible dims: `problems` maps a description of each to its logical axis; `mesh_axes` shard them."""
     keys = list(dict.fromkeys(size_key(kind, name) for name in mesh_axes for kind in ("ici", "dcn")))
     rules = dict.fromkeys(f"logical_axis_rules.{axis}=[]" for axis in problems.values())
     return Unsupported(
@@ -27,7 +27,7 @@ def indivisible_batch(key: str, per_device: float, devices: int, shards: int, by
 
 
 def indivisible_length(length: int, tiles: int, shards: int, by: str, keys: str) -> Unsupported:
-    """Says which lengths divide into the loss's tiles on each of the `shards` shards of the mesh axes `by`."""
+    """Says which lengths divide into `tiles` on each of the `shards` shards of the mesh axes `by`, set by `keys`."""
     return Unsupported(
         f"max_target_length={length} is not divisible by num_vocab_tiling={tiles} times the number of devices that "
         f"share a sequence between blocks ({by}): use a multiple of {tiles * shards}, or another {keys}"

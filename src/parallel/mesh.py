@@ -48,7 +48,7 @@ class MeshLayout:
         return tuple(name for name in rule if self.mesh.shape[name] > 1 and name not in mapped)
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
-        """Partition of an array whose dims have these logical axes; None is not sharded."""
+        """Partition of an array with dims of these logical axes (None: unsharded); raises UserError if two conflict."""
         used = [mesh_axis for axis in axes if axis is not None for mesh_axis in self.rules[axis]]
         if clash := sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1}):
             raise UserError(
@@ -58,7 +58,7 @@ class MeshLayout:
         return PartitionSpec(*(self.axes(axis) or None for axis in axes))
 
     def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
-        """Sharding of an array whose dims have these logical axes; no axes: replicated."""
+        """Sharding of an array with dims of these logical axes; no axes: replicated. Raises as `spec` does."""
         return NamedSharding(self._traced_mesh, self.spec(axes))
 
     @property
@@ -69,7 +69,7 @@ class MeshLayout:
 
     @property
     def device(self) -> Any:
-        """The first device, which tells the platform and the generation of all of them."""
+        """The first device, which has the same platform and generation as all others."""
         return self.mesh.devices.flat[0]
 
     @property
@@ -83,7 +83,7 @@ class MeshLayout:
         return axes_within_slices(self.mesh)
 
     def constrain(self, x: Array, *axes: str | None) -> Array:
-        """Constrains the sharding of `x` in jit by its dims' logical axes; raises as `check`."""
+        """Constrains the sharding of `x` in jit by its dims' logical axes; raises as `check` and `spec` do."""
         self.check(x.shape, axes)
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
 
@@ -100,7 +100,7 @@ class MeshLayout:
                 yield axis, f"{axis} = {size}{key} is not divisible by {self.sharded_by(axis)}"
 
     def split_rows(self, x: Array, parts: int, *axes: str | None) -> Array:
-        """Splits [B, ...] to [parts, B / parts, ...], keeping sequences on their devices; `axes`: of further dims."""
+        """Splits [B, ...] to [parts, B / parts, ...], keeping sequences on their devices; `axes`: of dims after B."""
         x = jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)
         return self.constrain(x, None, "batch", *(axes or [None] * (x.ndim - 2)))
 
@@ -128,7 +128,7 @@ class MeshLayout:
 
 
 def make_layout(section: MeshSection, devices: Sequence[jax.Device]) -> MeshLayout:
-    """Makes the mesh of `ici_*_parallelism` within a slice or host and `dcn_*_parallelism` between them."""
+    """Makes the mesh of `ici_*_parallelism` within and `dcn_*_parallelism` between slices; raises as `mesh_sizes`."""
     names, groups = section.mesh_axes, count_slices(devices)
     ici, dcn = (mesh_sizes(kind, section, len(devices) // groups, groups) for kind in ("ici", "dcn"))
     if groups == 1:
@@ -175,7 +175,7 @@ def weight_shardings(layout: MeshLayout, shapes: Mapping[str, Any], axes: Mappin
 
 
 def global_batch_size(layout: MeshLayout, per_device: float, micro_batches: int, key: str) -> int:
-    """Computes the global batch size; raises Unsupported, naming `key`, if it is not a multiple of the batch shards."""
+    """Computes the rows of a global batch; raises Unsupported, naming `key`, if batch shards would not be equal."""
     devices, shards = layout.mesh.size, layout.shards("batch")
     rows = round(per_device * devices)
     if abs(per_device * devices - rows) > 1e-6 or rows % shards or rows == 0:

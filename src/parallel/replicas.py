@@ -13,7 +13,7 @@ from src.parallel.mesh import MeshLayout, axes_of_dim
 
 
 def add_mesh_axes(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[str]) -> NamedSharding:
-    """Adds the mesh axes `axes` to a dim of an array of this shape; `sharding` is unchanged if no dim is divisible."""
+    """Adds `axes` to the sharding of one dim of an array of this shape; returns `sharding` if no dim is divisible."""
     parts = list(map(axes_of_dim, sharding.spec))
     # Prefer an unsharded dim, usually the layer dim.
     for dim in sorted(range(len(shape)), key=lambda dim: bool(parts[dim])):

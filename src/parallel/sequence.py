@@ -1,4 +1,4 @@
-"""Sequences that are sharded (context parallelism): the order of their tokens, and gathering them."""
+"""Sharded sequences (context parallelism): the order of their tokens, and gathering them."""
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ from src.system.errors import Unsupported
 
 
 def zigzag_order(length: int, layout: MeshLayout) -> np.ndarray:
-    """Zigzag order for sequences of `length` tokens: the index in the text of the token at each position.
+    """Zigzag order for sequences of `length` tokens: the original index of the token at each position, int [length].
 
-    A token attends to all earlier ones, so if n devices had consecutive parts, the last would work longest. Sequences
-    are cut into 2n parts instead, and device i has parts i and 2n - 1 - i. Every array along T is in this order, except
-    in generation. Raises Unsupported if the length is not divisible by 2n.
+    A token attends to all earlier ones, so if n devices had consecutive parts, the last would have the most work.
+    Sequences are cut into 2n parts instead, and device i has parts i and 2n - 1 - i. Every array along T is in this
+    order, except in generation. Raises Unsupported if n > 1 and the length is not divisible by 2n.
     """
     n = layout.shards("length")
     if length % zigzag_parts(n):
@@ -31,18 +31,18 @@ def zigzag_order(length: int, layout: MeshLayout) -> np.ndarray:
 
 
 def sharing_keys(layout: MeshLayout, axis: str) -> str:
-    """Lists with "or" the keys whose product is the number of shards of a dim of this logical axis."""
+    """Joins by "or" the keys whose values multiply to the number of shards, above 1, of a dim of this logical axis."""
     keys = [size_key(kind, name) for name in layout.axes(axis) for kind in ("ici", "dcn")]
     return f"{', '.join(keys[:-1])} or {keys[-1]}"
 
 
 def zigzag_parts(n: int) -> int:
-    """Number of parts into which a sequence is cut for n shards."""
+    """Number of parts into which the zigzag order cuts a sequence for n shards."""
     return 2 * n if n > 1 else 1
 
 
 def to_zigzag(x_BT: Array, layout: MeshLayout) -> Array:
-    """Reorders [B, T, ...] from the text's order into zigzag order, and shards it over devices."""
+    """Reorders [B, T, ...] from the original into the zigzag order, and shards it over devices."""
     if layout.shards("length") == 1:
         return x_BT
     ordered_BT = x_BT[:, zigzag_order(x_BT.shape[1], layout)]
@@ -50,7 +50,7 @@ def to_zigzag(x_BT: Array, layout: MeshLayout) -> Array:
 
 
 def from_zigzag(x_BT: Array, n: int) -> Array:
-    """Reorders [B, T, ...] from the zigzag order of n devices into the text's; T must not be sharded."""
+    """Reorders [B, T, ...] from the zigzag order of n devices into the original; T must not be sharded."""
     if n == 1:
         return x_BT
     # Slicing whole parts copies faster than looking up every position.
@@ -59,11 +59,11 @@ def from_zigzag(x_BT: Array, n: int) -> Array:
 
 
 def replicate_rows(x_BT: Array, layout: MeshLayout, *axes: str | None) -> Array:
-    """All-gathers [B, T, ...] in zigzag order, and restores the text's order: [B, n T, ...] for n shards.
+    """All-gathers [B, T, ...] in zigzag order, and restores the original: [B, n T, ...] for n shards.
 
-    Each of the n devices gets a copy of the complete sequences; the copies are concatenated along T. A device's results
-    from its copy are therefore separate arrays, and the gradient is summed and sharded again here. `axes` describe the
-    dims after T.
+    Each of the n devices gets a copy of the complete sequences, and the copies are concatenated along T. So each device
+    can use its copy differently; the gradient is summed over copies and sharded again here. `axes` are the logical axes
+    of the dims after T.
     """
     sharing, n = layout.axes("length"), layout.shards("length")
     if n == 1:

@@ -14,7 +14,7 @@ GPU_MEMORY_FRACTION = 0.9  # of a GPU's total memory; CUDA, NCCL and cuDNN use t
 
 
 def count_slices(devices: Sequence[jax.Device]) -> int:
-    """Counts the groups of devices joined by a fast interconnect: TPU slices, or else hosts."""
+    """Counts the groups of devices that a fast interconnect joins: TPU slices, or else hosts."""
     return len({slice_of(device) for device in devices})
 
 
@@ -38,7 +38,10 @@ def joined_by_process(device: jax.Device) -> bool:
 
 
 def mesh_sizes(kind: str, section: Mesh, devices: int, groups: int) -> list[int]:
-    """Axis sizes of one kind, ici or dcn, with -1 filled in: `devices` in each of `groups` slices or hosts."""
+    """Axis sizes of one kind, ici or dcn, with -1 filled in, for `groups` slices or hosts of `devices` each.
+
+    Raises UserError if they do not multiply to the number of devices, or for dcn of groups.
+    """
     sizes = {key: getattr(section, key) for key in (size_key(kind, name) for name in section.mesh_axes)}
     total = devices if kind == "ici" else groups
     known_size = math.prod(size for size in sizes.values() if size != -1)

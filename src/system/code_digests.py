@@ -1,4 +1,4 @@
-"""Computes digests of users' code, which they name as module:function, so that a run notices changes in it."""
+"""Computes digests of users' functions, named module:function, so that a run notices changes in their code."""
 
 import ast
 import contextlib
@@ -19,7 +19,7 @@ def code_digests(name: str, key: str) -> dict[str, str]:
     """Computes a digest of each module of a user's code: the module in `name`, the value of `key`, and all its imports.
 
     Imports count at the top of a module, in functions, and through other modules. Installed packages, Python's library
-    and MinText are left out. Raises UserError as `load_function`.
+    and MinText are left out. Raises as `load_function` does.
     """
     load_function(name, key)
     modules, found = [name.partition(":")[0]], dict[str, str]()
@@ -47,7 +47,7 @@ def _imports(code: ast.AST, package: str) -> Iterator[str]:
 
 
 def _user_file(module: str) -> tuple[str | None, Any]:
-    """Finds the file and the loader of a module that is neither installed nor a part of Python or MinText."""
+    """Finds the file and loader of a module; (None, None) if it is installed, or a part of Python or MinText."""
     library = re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}|.*(site|dist)-packages")
     folders = [each for each in map(str, sys.path) if not library.match(each) and module.partition(".")[0] != "src"]
     parents = module.split(".")[:-1]

@@ -22,7 +22,7 @@ class TransientError(Exception):
 
 
 class MissingExtra(UserError, ModuleNotFoundError):
-    """Reports that a folder of `src/extras/` is needed but has been deleted."""
+    """Reports that a file or folder of `src/extras/` is needed but has been deleted."""
 
     def __init__(self, module: str) -> None:
         names = module.split(".")[:3]
@@ -50,12 +50,12 @@ def printable(text: str) -> str:
 
 
 def show(text: str, file: TextIO | None = None) -> None:
-    """Prints text for the user to `file` or stdout, without control characters."""
+    """Prints text for the user to `file` or stdout, without control characters and with `as_installed` commands."""
     print(printable(as_installed(text)), file=file, flush=True)
 
 
 def say(lines: Iterable[str]) -> None:
-    """Prints lines from only one process of the job."""
+    """Prints lines, but only in process 0 of a job."""
     import jax
 
     # `process_index` makes JAX search for devices, which printing a line should not do.
@@ -65,7 +65,7 @@ def say(lines: Iterable[str]) -> None:
 
 
 def clipped(text: str, limit: int = 2000) -> str:
-    """Cuts out the middle of `text` if it is longer than `limit` characters."""
+    """Replaces the middle of `text` by ` ... ` if it is longer than `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit * 3 // 4]} ... {text[-limit // 4 :]}"
 
 
@@ -91,7 +91,7 @@ def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
 
 
 def from_here(path: str | os.PathLike[str]) -> str:
-    """Shortens a path, such as one in a suggested command: relative to the working directory if it is below that."""
+    """Returns a path relative to the working directory if it is in it, for suggested commands; others unchanged."""
     path = os.fspath(path)
     if "://" in path:
         return path

@@ -25,12 +25,12 @@ job: "Job | None" = None  # the connection to the other processes, once this one
 def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = False) -> None:
     """Runs `main(argv)` as a command; if it fails, ends the process with an exit code.
 
-    A `UserError` prints one line and exits with 2, a `TransientError` with 75, Ctrl-C with 130, and a closed output, as
-    with `| head`, silently with 141. A full disk exits with 2, a disk or store that may work again with 75, and any
+    A `UserError` prints its message and exits with 2, a `TransientError` with 75, Ctrl-C with 130, and a closed output,
+    as with `| head`, silently with 141. A full disk exits with 2, a disk or store that may work again with 75, and any
     other error with 1: these three also write the traceback to a file, in the run's folder if there is one
-    (`checkpoint.run_folder.in_run_folder`). If `main` returns an int, or an object with an `exit_code`, that is the
-    exit code. A process that ends in any of these ways tells the other processes of its job, which end too. `may_exit`:
-    `main` may raise SystemExit, as argparse does.
+    (`checkpoint.run_folder.in_run_folder`). A process that ends by an error tells the other processes of its job, which
+    end too. If `main` returns an int, or an object with an `exit_code`, that is the exit code. `may_exit`: `main` may
+    raise SystemExit, as argparse does.
     """
     _open_streams()
     if not faulthandler.is_enabled():  # print the line of a fatal signal, such as for a truncated memory-mapped file
@@ -58,7 +58,7 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
 
 
 def _open_streams() -> None:
-    """Opens closed standard streams, whose descriptors other files would get; makes stdout print any text."""
+    """Opens /dev/null for closed standard streams, lest files get their descriptors; lets stdout print any text."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
@@ -69,8 +69,8 @@ def _open_streams() -> None:
 def end(code: int, message: str, *, at_once: bool = False) -> NoReturn:
     """Prints the message, ends the process, and tells the other processes of its job to end.
 
-    With `at_once`, and always in a job of several processes, it skips the exit handlers, which would wait for the other
-    processes; it may then be called from any thread.
+    With `at_once`, in a job of several processes, and while threads of Orbax hang, it skips the exit handlers, which
+    would wait for the other processes or threads. With `at_once` or in a job, any thread may call it.
     """
     if job:
         job.tell(code, message)

@@ -19,7 +19,7 @@ def optional(module: str) -> ModuleType | None:
 
 
 def named(place: Any) -> Any:
-    """Imports the object `module:name`, such as an entry of a table of optional parts; returns other entries as is."""
+    """Imports the object that a string `module:name` in a table names; returns other objects as they are."""
     if not isinstance(place, str):
         return place
     module, _, name = place.partition(":")

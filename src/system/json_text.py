@@ -1,4 +1,4 @@
-"""Parses JSON of unknown origin, without a traceback for any text."""
+"""Parses JSON of unknown origin; errors in it become ValueError or UserError."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Reads a file that contains a JSON object; raises UserError if it does not."""
+    """Reads a file that contains a JSON object; raises UserError if it does not, or OSError if it does not exist."""
     try:
         value = parse_json(file.read_bytes())
     except (IsADirectoryError, PermissionError) as error:

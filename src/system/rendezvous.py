@@ -26,7 +26,7 @@ from src.system.json_text import parse_json
 Facts = Mapping[str, str]
 
 SAY_EVERY = 30.0  # seconds between two lines about missing processes
-NEWS_SECONDS = 3.0  # wait for news of another process's end, which may have caused an error here
+NEWS_SECONDS = 3.0  # how long to wait for news of another process's end, which may have caused an error here
 AGREE_SECONDS = 10.0  # how long a failed process waits for the others to report the same failure
 HELLO_SECONDS = 5.0  # how long a new connection has to identify itself
 LEAVE_SECONDS = 2.0  # how long process 0 waits for the others to end after telling them of its own end
@@ -41,7 +41,7 @@ HOW_LONG = "jax_distributed_initialization_timeout is how long processes wait"
 
 @dataclass
 class Meeting:
-    """How the processes of a job find each other before they begin."""
+    """Connects the processes of a job before they begin."""
 
     address: str  # host:port of process 0
     count: int
@@ -49,7 +49,7 @@ class Meeting:
     timeout: int  # seconds that process 0 waits for the others, and they for it
     silence: int  # seconds after which a machine that does not answer counts as lost
     disagree: str  # the message before a list of facts that differ
-    say: Callable[[str], object]  # prints a line about missing processes every `SAY_EVERY` seconds
+    say: Callable[[str], object]  # prints a line; called every `SAY_EVERY` seconds while a process is missing
 
     def join(self, process: int) -> dict[int, "Peer"]:
         """Connects `process` with the others and waits for all of them; returns its connections by process.
@@ -69,7 +69,7 @@ class Meeting:
         return now > self._begin + self.timeout
 
     def _receive(self) -> dict[int, "Peer"]:
-        """Waits, as process 0, for the others to connect to the port, and then frees it."""
+        """Waits, as process 0, for the others to connect, and then releases the port; returns their connections."""
         address, count = self.address, self.count
         peers: dict[int, Peer] = {}
         facts_of: dict[int, Facts] = {0: self.facts}
@@ -98,7 +98,7 @@ class Meeting:
     def _admit(
         self, peer: "Peer", hello: Mapping[str, Any], peers: dict[int, "Peer"], facts_of: dict[int, Facts]
     ) -> None:
-        """Adds the connection of a process of this job to `peers`, and its facts to `facts_of`; closes any other."""
+        """Adds a process of this job to `peers` and `facts_of`, and closes other connections; raises as `join` does."""
         kinds = {"process": int, "count": int, "facts": dict}
         strange = hello.get("greeting") != GREETING or any(type(hello.get(name)) is not kinds[name] for name in kinds)
         if strange or not all(isinstance(value, str) for value in hello["facts"].values()):
@@ -147,7 +147,7 @@ class Meeting:
 
 
 def _listen(address: str, count: int) -> socket.socket:
-    """Listens at the port, on all of this machine's addresses or on JAX_COORDINATOR_BIND_ADDRESS."""
+    """Listens at the port, on all of this machine's addresses, or on JAX_COORDINATOR_BIND_ADDRESS; raises as `join`."""
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     host, _, port = (bind or address).rpartition(":")
     host = host.strip("[]") if bind else ""
@@ -206,7 +206,7 @@ class Job:
         self._tell_all({"code": code, "message": f"process {self.process} of this job ended: {message or code}"})
 
     def all_failed(self, place: str) -> bool:
-        """Tells whether all processes have failed at the same place, waiting at most `AGREE_SECONDS` for them."""
+        """Reports that this process failed at `place`; returns whether all others do within `AGREE_SECONDS`."""
         with self._failures:
             if self.process:
                 self._send({"failed": place})

@@ -98,7 +98,7 @@ def tensorstore_errors() -> Generator[None]:
 
 
 def tensorstore_result(future: Any) -> Any:
-    """Waits for a TensorStore future and returns its result; raises StoreError."""
+    """Waits for a TensorStore future and returns its result; raises StoreError if it failed."""
     with tensorstore_errors():
         return future.result()
 
@@ -127,7 +127,7 @@ def attempted(what: str, use: Callable[[], T], otherwise: str = "can't be read")
     """Calls `use`, which reads from a disk or a store, again if it fails transiently.
 
     Raises TransientError if a transient failure persists, and UserError for any other error, whose types vary between
-    stores and libraries. Messages begin with `what`; the UserError's continues with `otherwise`.
+    stores and libraries, except ImportError. Messages begin with `what`; the UserError's continues with `otherwise`.
     """
     try:
         return retried(use)

@@ -14,7 +14,7 @@ from src.system.storage_errors import Failure, failure_of
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:
-    """Imports the function `name`, module:function, the value of `key`; raises UserError if that fails."""
+    """Imports the function `name`, module:function, the value of `key`; raises UserError or TransientError."""
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
         raise UserError(f"{key}={name}: expected module:function, such as my_data:documents")

@@ -1,4 +1,4 @@
-"""Names the processes that hold this machine's devices when JAX cannot have them."""
+"""Names the processes that hold this machine's devices if JAX cannot use them."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ _IN_USE = re.compile(r"already in use|resource busy|busy or unavailable|DEVICE_U
 
 
 def in_use_error(error: RuntimeError) -> TransientError | None:
-    """Names pids and commands if JAX raised `error` because other processes hold the devices; else returns None."""
+    """Makes an error with pids and commands if JAX's `error` says that other processes hold devices; else None."""
     if not _IN_USE.search(message := str(error)):
         return None
     named = device_holders({int(pid) for pid in re.findall(r"\bpid (\d+)", message)})
@@ -29,7 +29,7 @@ def in_use_error(error: RuntimeError) -> TransientError | None:
 
 
 def device_holders(pids: set[int]) -> dict[int, str]:
-    """Finds the command and devices of each other process that has a chip open, and of `pids`."""
+    """Describes, by pid, the command and devices of each other process that has a chip open, and of `pids`."""
     held: dict[int, set[str]] = defaultdict(set, {pid: set() for pid in pids})
     for folder in PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user

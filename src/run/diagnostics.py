@@ -26,7 +26,7 @@ _GRACE_SECONDS = 10  # before hang_action=exit ends the process: to write and up
 
 
 def stack_traces(keys: Diagnostics) -> contextlib.AbstractContextManager[None]:
-    """Writes all threads' stacks at an interval, on SIGUSR1 and on a crash, if `collect_stack_trace` is set."""
+    """In its body, writes all threads' stacks at an interval, on SIGUSR1 and on a crash, if `collect_stack_trace`."""
     if not keys.collect_stack_trace:
         return contextlib.nullcontext()
     from src.extras.stack_traces import written
@@ -58,14 +58,17 @@ def advice_on_memory(per_device_batch_size: float, remat_policy: str) -> Generat
 
 
 class Profile:
-    """Profiles `profiler_steps` steps of process 0, after `skip_first_n_steps_for_profiler` steps of this start."""
+    """Profiles `profiler_steps` steps in process 0, after `skip_first_n_steps_for_profiler` steps of this start.
+
+    If the run ends earlier, no profile is written.
+    """
 
     def __init__(self, keys: Diagnostics, first_step: int, steps: int, folder: Path) -> None:
         self._folder = folder / "tensorboard"
         self._begin = first_step + keys.skip_first_n_steps_for_profiler
         self._end = self._begin + keys.profiler_steps
         self._wanted, self._running = bool(keys.profiler) and self._end <= steps, False
-        # A new run of so few steps is refused (src/config/checks.py), but a resumed run may be near its end.
+        # A new run with fewer steps is refused (optional_checks.profile), but a resumed run may be near its end.
         if keys.profiler and not self._wanted:
             say([f"no profile is written: it would cover steps {self._begin + 1} to {self._end}, but steps={steps}"])
 
@@ -94,14 +97,15 @@ class Profile:
 
 
 class Watchdog:
-    """Checks in a thread that each step ends within `hang_after_steps` median times or `hang_after_seconds`.
+    """Reports a hang, in a thread, if a step exceeds both `hang_after_steps` median times and `hang_after_seconds`.
 
-    Every process of a job watches its own loop and writes its own file. Evaluations and saves (`pause`) and the first
-    steps of a start are not watched. C code that holds Python's lock blocks this thread too, so it is not noticed.
+    Every process of a job watches its own loop and writes its own file; with `hang_action=exit` it then ends.
+    Evaluations and saves (`pause`) and the first steps of a start are not watched. C code that holds Python's lock
+    blocks this thread too, so it is not noticed.
     """
 
     def __init__(self, keys: Diagnostics, folder: RunFolder, rows: Rows, sources: Sequence[str]) -> None:
-        """`rows`: the indices of this host's rows in a batch. `sources`: the names of the S sources."""
+        """`rows`: this host's packing streams, or rows of a full batch. `sources`: the names of the S sources."""
         self._keys, self._folder, self._rows, self._sources = keys, folder, rows, sources
         self._times: deque[float] = deque(maxlen=100)
         # When the last step ended, the watched wait began, and the reported wait began; 0: not at present.
@@ -117,7 +121,7 @@ class Watchdog:
         self._closed.set()
 
     def step(self, dispatched: int, rows_taken: int, stream_positions: np.ndarray) -> None:
-        """Records that the step before `dispatched` ended; the data continue at `stream_positions`, [rows, S, 2]."""
+        """Records that the step before `dispatched` ended; the data resume at `stream_positions`, [rows, S, 2]."""
         now = time.monotonic()
         if self._last:
             self._times.append(now - self._last)

@@ -20,9 +20,9 @@ PER_PROCESS_KEYS = ("process_id", "coordinator_address", "jax_cache_dir", "datas
 
 
 def start_distributed(cluster: tuple[str, int, int], mesh: Mesh, settings: Mapping[str, str]) -> None:
-    """Joins a job of several processes; `cluster`: address, number and index, as `jax.distributed.initialize` takes.
+    """Joins a job of several processes. `cluster`: address, number of processes and index, as JAX takes them.
 
-    Raises UserError if they differ in `settings` (`job_settings`), TransientError if not all of them connect.
+    Raises as `Meeting.join`: UserError if they differ in `settings` (`job_settings`), TransientError if one is missing.
     """
     timeout, silence = mesh.jax_distributed_initialization_timeout, mesh.jax_distributed_heartbeat_timeout_seconds
     address, count, process_id = cluster

@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Describes, by name, what a run's numbers depend on besides its config: versions, commit, machine, devices.
+    """Returns, by name, what a run's numbers depend on besides its config: versions, commit, machine, devices.
 
     Starts JAX's backend, so call it after `jax.distributed.initialize`.
     """

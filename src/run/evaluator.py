@@ -1,4 +1,4 @@
-"""Evaluates a model on held-out data."""
+"""Evaluates a model on evaluation data."""
 
 import dataclasses
 import math
@@ -43,7 +43,7 @@ class Evaluator:
         self.batches = EvalBatches(inputs, data, self.rows, self._global_batch, rolls, position)
 
     def sums(self, *models: Weights) -> list[list[dict[str, Any]]]:
-        """Runs `eval_step` on each batch with each model's weights; returns a list of its sums for each model."""
+        """Runs `eval_step` on each batch with each model's weights; returns for each model its sums, one per batch."""
         batches = map(self._prepare, self.batches)
         arrays = (to_global(batch, self._sharding, self.rows, self._global_batch) for batch in batches)
         of_batches = [[self._eval_step(weights, batch) for weights in models] for batch in arrays]
@@ -52,7 +52,7 @@ class Evaluator:
     def run(self, state: TrainState) -> dict[str, float]:
         """Computes the metrics of `means`, named for this set by `eval_key`.
 
-        With `ema_decay`, also `eval_ema_loss`: the loss of the averaged weights on the same batches.
+        With `ema_decay`, also `eval_ema_loss`: the loss of the EMA of the weights on the same batches.
         """
         if state.ema:
             sums, sums_of_average = self.sums(state.weights, _averaged(state))
@@ -63,7 +63,7 @@ class Evaluator:
 
 
 def _averaged(state: TrainState) -> Weights:
-    """Replaces the trained weights by their average, in their dtypes."""
+    """Replaces the trained weights by their EMA, in the weights' dtypes."""
     average = jax.tree.map(lambda mean, w: mean.astype(w.dtype), state.ema, state.weights.trainable)
     return dataclasses.replace(state.weights, trainable=average)
 
@@ -71,9 +71,9 @@ def _averaged(state: TrainState) -> Weights:
 def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Computes `eval_loss`, in nats per token, `eval_perplexity`, its exponential, and the metrics of `eval_metrics`.
 
-    If all tokens are text whose bytes are counted, also `eval_bits_per_byte`: the total nats over the total bytes, in
-    bits. Metrics with a count of 0 are left out, with a line for the user. `sums` has one entry per batch. Raises
-    UserError if no token of the batches counts in the loss.
+    If bytes are counted and all tokens are text, also `eval_bits_per_byte`: the loss of tokens of text, without ends of
+    documents, in bits per byte of UTF-8. Metrics with a count of 0 are left out, with a line for the user. `sums` has
+    one entry per batch. Raises UserError if no token of the batches counts in the loss.
     """
     loss = mean_loss(sums)
     metrics = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}

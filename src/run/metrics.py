@@ -62,7 +62,7 @@ def _is_number(value: Any) -> bool:
 
 
 class MetricsLog:
-    """Writes metrics.jsonl and TensorBoard scalars, each step once even if the run is interrupted.
+    """Writes metrics.jsonl and TensorBoard scalars, each step once even if the run is interrupted and resumed.
 
     A metric with a value per layer is a list in metrics.jsonl and three scalars in TensorBoard. A number that is not
     finite becomes null in metrics.jsonl, because JSON has no NaN, and is left out of TensorBoard.
@@ -71,7 +71,7 @@ class MetricsLog:
     def __init__(
         self, path: Path, tensorboard_dir: Path, resume_step: int | None, evaluates_again: bool = False
     ) -> None:
-        """Opens both on a local disk and deletes the lines after `resume_step`; None: a new run, with empty files.
+        """Opens both on a local disk, and deletes the lines after `resume_step`; None: a new run, with empty files.
 
         `evaluates_again` also deletes the evaluation of that step, which will be written again.
         """
@@ -102,7 +102,7 @@ class MetricsLog:
         self._tensorboard.write_event(Event(wall_time=time.time(), step=first_step, session_log=start))
 
     def write(self, entry: Entry) -> None:
-        """Adds a line: `step` and metrics of a step, an evaluation, or internals; orders keys as declared above."""
+        """Adds a line: `step` and metrics of a step, an evaluation or internals; first TRAIN_KEYS and EVAL_KEYS."""
         places = {key: place for place, key in enumerate(TRAIN_KEYS + EVAL_KEYS)}
         ordered = sorted(entry, key=lambda key: places.get(key, len(places)))
         finite = {key: _or_null(entry[key]) for key in ordered}
@@ -116,7 +116,7 @@ class MetricsLog:
         self._tensorboard.write_event(self._event(wall_time=time.time(), step=entry["step"], summary=summary))
 
     def _open_again(self, step: int) -> None:
-        """Continues in the new file if the path's file was replaced; writes the whole file again if it was deleted."""
+        """Continues in the new file if metrics.jsonl was replaced; writes all lines again if it was deleted."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._file as before:
             self._file = self._path.open("a+", encoding="utf-8")
@@ -128,7 +128,7 @@ class MetricsLog:
         show(f"step {step}: {self._path} was {done}")
 
     def flush(self) -> None:
-        """Forces every line to disk. Call it before saving a checkpoint, so that no step up to it can be missing."""
+        """Forces all lines to disk. Call it before saving a checkpoint, so that no step up to it can be missing."""
         os.fsync(self._file.fileno())
         self._tensorboard.flush()
 
@@ -297,7 +297,7 @@ def _step_column(entry: Mapping[str, int | float], steps: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Formats 2:05 (minutes and seconds), 3:02:05, or 4d 03:02 (days, hours and minutes)."""
+    """Formats seconds as 2:05 (minutes and seconds), 3:02:05, or 4d 03:02 (days, hours and minutes)."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     if hours >= 24:

@@ -1,4 +1,4 @@
-"""Estimates how many 16-bit weights are too large for updates of a run's learning rate to change them."""
+"""Estimates how many 16-bit weights are too large to be changed by updates as large as the learning rate."""
 
 import jax
 import numpy as np
@@ -10,8 +10,8 @@ from src.step.state import TrainState
 class NarrowWeights:
     """Checks a sample of the weights trained in 16 bits, at the start and after the step `until`.
 
-    `messages` are for the user: none unless an update of the learning rate's size leaves a tenth of the sample
-    unchanged.
+    `messages` are for the user: none unless an update of the learning rate's size leaves more than a tenth of the
+    weights unchanged.
     """
 
     def __init__(self, plan: StepPlan, state: TrainState, until: int) -> None:
@@ -33,7 +33,7 @@ class NarrowWeights:
         return [f"step {step}: {moved:.1%} of the weights (in a sample) have changed so far"]
 
     def _sample(self, state: TrainState) -> list[np.ndarray]:
-        """Samples 16 to 31 evenly spaced indices along each dim of each weight."""
+        """Samples at most 31 evenly spaced indices along each dim of each weight."""
 
         def places(w: jax.Array) -> jax.Array:
             return w[tuple(slice(None, None, max(size // 16, 1)) for size in w.shape)]

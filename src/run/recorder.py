@@ -17,7 +17,7 @@ from src.step.state import TrainState
 from src.step.train_step import Metrics
 from src.system.errors import UserError
 
-MAX_SKIPPED = 10  # consecutive updates: after so different batches, the cause must be the weights
+MAX_SKIPPED = 10  # consecutive updates: if all of these batches fail, the weights are the cause
 
 
 class Result(NamedTuple):
@@ -56,7 +56,7 @@ class Recorder:
         self.last: Entry = {}  # the metrics of the step recorded last
         self.last_finite = 0  # the last step with a finite loss and gradient: the weights before it are good
         self.skipped = 0  # steps recorded since then
-        self._empty = 0  # the steps of this start while no token has counted in the loss; below 0 once one has
+        self._empty = 0  # steps of this start without a token that counts in the loss; below 0 once one has counted
         self.recorded = 0  # the last step whose lines are all written
         self._keys, self._steps, self._log, self._printer = keys, steps, log, printer
         self._flops, self._devices = flops, mesh.size
@@ -99,9 +99,10 @@ class Recorder:
     def add(self, step: int, metrics: Metrics, tokens: int) -> None:
         """Queues the metrics of update `step` (from 1), which may still be computing, and records the previous one.
 
-        `tokens`: the batch's size, rows x T. Raises NonFiniteError if the previous update's loss or gradient is not
-        finite, and `on_nonfinite` is stop, or MAX_SKIPPED consecutive updates were skipped, or the run's last ones; or
-        if the update made the weights unusable. Raises UserError if no token of the first steps counts in the loss.
+        `tokens`: the batch's size, rows x T. Raises NonFiniteError for the previous update if it is not finite and has
+        to stop the run (`on_nonfinite`), if it is the last of MAX_SKIPPED or of the run and is skipped, or if it made
+        the weights unusable. Raises UserError if no token of the first steps counts in the loss, or if a metric of the
+        user's loss has the name of another.
         """
         self.flush()
         self._pending = (step, metrics, tokens, self._data_wait)

@@ -19,7 +19,10 @@ HUB_KEYS = ("model_name", "load_parameters_path", "tokenizer_path")  # they may 
 
 
 def read_folder(folder: str, tokenizer_only: bool) -> dict[str, Any] | None:
-    """Reads the keys of the model and tokenizer in a Hugging Face folder, or only the tokenizer's; None: no model."""
+    """Reads the keys of the model and tokenizer in a Hugging Face folder; None if it is not one.
+
+    With `tokenizer_only`, reads only the tokenizer's keys; {} if there is no tokenizer.
+    """
     if not folder.startswith(HUB):
         from src.config.model_folders import has_tokenizer, is_hf_folder
 
@@ -45,7 +48,7 @@ def _pinned(config: Config) -> Config:
 def load(
     argv: Sequence[str] | ConfigDict, notes: list[str] | None = None, *, uses_weights: bool = False, command: str = ""
 ) -> Config:
-    """Loads a command line's configuration like `src.config.load.load`; raises UserError, or OSError for a bad disk."""
+    """Loads a configuration as `src.config.load.load`; raises UserError, or OSError if a disk fails transiently."""
     unread = hints().environment_notes(os.environ) if any(name.startswith("M_") for name in os.environ) else []
     if notes is not None:
         notes += unread
@@ -61,7 +64,7 @@ def load(
 
 
 def of_command(argv: Sequence[str] | ConfigDict, usage: Usage = TRAIN) -> Config | None:
-    """Loads the configuration of a command that needs no JAX, and prints its notes; None if only --help was given."""
+    """Loads the configuration of a command without JAX, and prints its notes; None for --help. Raises as `load`."""
     if (text := help_for(argv, usage)) is not None:
         show(text)
         return None

@@ -87,7 +87,8 @@ class Run:
         """Locks the run's folder; restores its state and its position in the data, or initializes them.
 
         `facts` are added to the data's fingerprint, which must match the checkpoint's. Raises UserError as
-        `starting_state`, if the folder can't be written, or if another process trains in it.
+        `compare_configs` and `starting_state` do, if processes read different data or code, if the folder can't be
+        written or another process trains in it, or if `steps` is already reached, or for a resumed run exceeded.
         """
         config, folder = self.config, self.folder
         self.inputs, self.data, self.eval_sets = inputs, data, eval_sets
@@ -110,7 +111,7 @@ class Run:
             begun = "the run" if start.resumed else "the checkpoint of load_full_state_path"
             raise UserError(f"steps={steps} is already reached: {begun} is at step {self.done}. Raise steps.")
         if start.resumed:
-            with contextlib.suppress(UserError):  # a malformed environment.json is written again
+            with contextlib.suppress(UserError):  # malformed: this start writes environment.json again
                 old, new = read_environment(folder.path), environment()
                 other = [f"{name} {old[name]} -> {new[name]}" for name in new if old.get(name, new[name]) != new[name]]
                 if other:
@@ -130,11 +131,11 @@ class Run:
         self._exits.callback(self._batches.close)  # not before the report: it waits for rows that are being prepared
 
     def is_over(self) -> bool:
-        """Tells whether nothing is left to do, as in a restart loop or after a kill at the end."""
+        """Tells whether neither a step nor an evaluation is left, as in a restart loop or after a kill at the end."""
         return bool(self.finished) and not self.start.evaluation_due
 
     def announce(self, **replaced: str) -> None:
-        """Prints the lines of `run_header`, replacing the values of those in `replaced`, and the messages so far."""
+        """Prints the lines of `run_header`, with the values in `replaced` for those names, and the messages so far."""
         self._header = []
         if self._is_writer:
             header = run_header(
@@ -210,7 +211,7 @@ class Run:
             self._saver.finish()  # while signals are still caught
 
     def _open_log(self) -> Recorder:
-        """Writes config.yml and environment.json; returns the recorder of steps, which prints them in process 0.
+        """Writes config.yml and environment.json; returns the recorder of steps, which logs and prints in process 0.
 
         Metrics of an earlier start that left no checkpoint are set aside.
         """
@@ -232,7 +233,10 @@ class Run:
     # ---- Steps
 
     def steps(self) -> Iterator[int]:
-        """Yields the number of updates made before each step; a step is recorded while the next one runs."""
+        """Yields the number of updates made before each step, after an evaluation that the last start did not make.
+
+        A step is recorded while the next one runs.
+        """
         if self.start.evaluation_due and self.evaluators:
             self.evaluate()
         self.recorder.start_clock()
@@ -246,7 +250,7 @@ class Run:
                 self._watchdog.resume()
 
     def next_batch(self) -> HostBatch:
-        """Waits for the next batch of this host."""
+        """Waits for this host's rows of the next batch; marks the start of the step."""
         with self.recorder.waits_for_data(), self._preemption.waits_for_data():
             batch = next(self._batches)
         if self.schedule.changes_at(self.done):
@@ -260,7 +264,7 @@ class Run:
         return to_global(self.prepare(batch.arrays), self._place, batch.rows, self.schedule.size(self.done))
 
     def record(self, state: TrainState, metrics: Metrics, batch: HostBatch) -> None:
-        """Takes a step's results, which may still be computing; raises as `Recorder.add`, for the step before."""
+        """Takes a step's results, which may still be computing; raises as `Recorder.add` does for the previous step."""
         size = self.schedule.size(self.done)
         if self.config.data.use_sft:
             cuts = to_global(batch.cuts, self.plan.layout.sharding(("batch", None)), batch.rows, size)
@@ -292,7 +296,7 @@ class Run:
         return self._evaluation_due and not self.stopped_by
 
     def save(self) -> None:
-        """Saves the state; raises UserError as `Saver.save`."""
+        """Saves the state; raises UserError as `Saver.save` does."""
         self._pause()
         self._saver.save()
 
@@ -326,8 +330,8 @@ class Run:
     def conclude(self, config: Config | None = None) -> Result:
         """Prints how the run ended and writes the report; if it finished, also a sample, and commands for its model.
 
-        Pass `config` to use another one for the sample and the commands. The result of a run that was over before has
-        the metrics of its report, in the process that writes it.
+        Pass `config` to use another one for the sample and the commands. The result of a run that made no step in this
+        start has the metrics of its report, in the process that writes the report.
         """
         config, folder, tokenizer = config or self.config, self.folder, self.inputs.tokenizer
         if not self._has_begun:
@@ -347,7 +351,7 @@ class Run:
         if wants_commands and (commands := optional("next_commands")):
             say(commands.next_commands(folder.path, tokenizer, *wanted))
         metrics, eval_metrics = self.recorder.last if self._has_begun else {}, self.eval_metrics
-        if self._report and not metrics:  # an earlier start made all steps
+        if self._report and not metrics:  # an earlier launch ran all steps
             metrics, last_eval = dict(self._report.history.last_train), self._report.history.last_eval
             eval_metrics = {key: last_eval[key] for key in last_eval if key != "step"}
         return Result(self.state, metrics, eval_metrics, self.stopped_by)

@@ -75,7 +75,7 @@ def configured(
 
 
 def configure_jax(step: Step) -> None:
-    """Sets the JAX options that must precede its search for devices and any compilation."""
+    """Sets JAX's options and environment variables that it reads before it finds devices or compiles."""
     platforms = jax.config.jax_platforms or ""
     accelerators = [*metadata.entry_points(group="jax_plugins"), *filter(None, [find_spec("libtpu")])]
     if platforms == "cpu" or not (platforms or accelerators):
@@ -108,10 +108,10 @@ def _keep_freed_memory() -> None:
 
 
 def find_cluster(timeout: int) -> ClusterEnv | None:
-    """Asks JAX for the cluster that this process is in; None if it detects none: this process is the whole job.
+    """Asks JAX for the cluster that this process is in; None if JAX detects none, so that it is the whole job.
 
     JAX detects TPU pods, SLURM, Open MPI and, if the package `kubernetes` is installed, Kubernetes. `timeout`: seconds
-    to wait for the cluster to name its coordinator.
+    to wait for the cluster to name its coordinator. Raises UserError if only JAX_COORDINATOR_ADDRESS is known.
     """
     # A private function: the public one, which joins the cluster, fails alike without a cluster and with a broken one.
     try:

@@ -56,7 +56,7 @@ class Saver:
         self._meta |= meta
 
     def save(self) -> None:
-        """Saves the state once, except while updates are skipped because they are not finite.
+        """Saves the state once; not while updates are skipped as not finite, or if checkpoints are disabled.
 
         Raises UserError instead if the data has changed, because the last steps may have learned from the changed data.
         """
@@ -87,9 +87,9 @@ class Saver:
         say(self._checkpointer.finish())
 
     def evaluated(self, loss: float | None, position: Mapping[str, Any] | None) -> None:
-        """Takes the loss of this state and the next position of rolling sets; stores them with the state's checkpoint.
+        """Takes this state's loss and the next position of rolling sets, and stores them with the state's checkpoint.
 
-        A run that is killed before that repeats the evaluation when it is resumed.
+        A run that is killed before they are stored repeats the evaluation when it is resumed.
         """
         if position is not None:
             self._meta["eval_position"] = position
@@ -109,7 +109,8 @@ class Saver:
     def after(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
         """Handles an error that ended the steps, with the arguments of `__exit__`: saves the state if it is good.
 
-        After a NonFiniteError, renames the checkpoints whose weights have not produced a finite loss.
+        For a NonFiniteError, renames the checkpoints whose weights have not produced a finite loss, and raises
+        UserError with a note about the remaining ones.
         """
         if isinstance(error, NonFiniteError):
             names = self._checkpointer.quarantine_nonfinite(self._recorder.last_finite)

@@ -44,7 +44,7 @@ def run_header(
     first_step: int,
     software: Mapping[str, str],
 ) -> list[tuple[str, str]]:
-    """Describes every setting that this run uses, including those chosen automatically, as names and values."""
+    """Describes the run as names and values: folder, devices, main settings and automatic choices, and changed keys."""
     plan, tokenizer = traced.plan, inputs.tokenizer
     flops = flops_per_token(plan.spec, config.batch.max_target_length)
     weights = plan.split(plan.shapes)
@@ -107,12 +107,12 @@ def run_header(
 
 
 def dates(folder: RunFolder, first_step: int) -> dict[str, str]:
-    """Returns the times of the run's first and last start, for the report."""
+    """Returns for the report when the run was `started`, and if this is another start, `started again`."""
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     try:
         before = read_environment(folder.path) if first_step else {}
         return {"started": str(before["started"]), "started again": now}
-    except (UserError, KeyError):  # environment.json is written again
+    except (UserError, KeyError):  # missing or malformed: this start writes environment.json again
         return {"started": now}
 
 
@@ -120,7 +120,7 @@ def dates(folder: RunFolder, first_step: int) -> dict[str, str]:
 
 
 def describe_tokenizer(kind: str, tokenizer: Tokenizer | None) -> str:
-    """Describes a tokenizer: its kind and size, and why its ids may differ from transformers'."""
+    """Describes a tokenizer: its kind and size, and why transformers may give other ids."""
     if not tokenizer:
         return "none"
     return f"{kind}, {'; '.join(filter(None, [f'{tokenizer.vocab_size:,} ids', tokenizer.caveat]))}"
@@ -164,7 +164,7 @@ def amount(source: Source | RowSource) -> str:
 
 
 def few_documents(inputs: InputSpec, data: TrainData, rows: int, steps: int) -> list[str]:
-    """Lists the sources that have fewer documents than rows, or documents so long that a row reads few in the run."""
+    """Returns a line for each source with fewer documents than rows, or so long ones that a row reads few of them."""
     lines, tokens, spreads = [], steps * inputs.batch.max_target_length, inputs.rules > 1 and not inputs.data.use_sft
     for name, source, weight in zip(data.names, data.sources, data.weights, strict=True):
         if isinstance(source, RowSource) or rows_per_epoch(inputs, source) is not None:  # each row is one item
@@ -187,7 +187,7 @@ def few_documents(inputs: InputSpec, data: TrainData, rows: int, steps: int) -> 
 
 
 def ending(config: Config, step: int, eval_loss: float | None) -> str:
-    """Explains why a run is finished at this step, given its evaluation there, if any; empty if it is not finished."""
+    """Explains why a run is finished at this step, given the loss of its evaluation, if any; "" if it is not."""
     if eval_loss is not None and eval_loss <= config.evaluation.target_eval_loss:
         target = f"target_eval_loss={config.evaluation.target_eval_loss:g}"
         return f"eval_loss {eval_loss:.4f} after step {step} reached {target}. To continue, lower it or set it to 0"

@@ -71,7 +71,7 @@ def all_synthetic(data: Data) -> bool:
 
 
 def train_weights(data: Data) -> tuple[float, ...]:
-    """Gives the relative number of rows from each dataset of `train_specs`."""
+    """Returns the weight of each dataset of `train_specs`: its relative number of rows."""
     return tuple(entry.get("weight", 1.0) for entry in data.datasets) or (1.0,)
 
 

@@ -58,7 +58,7 @@ class Key:
     above: str = ""  # comment lines above it in base.yml
     entries: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the comment of each entry of a mapping
     name: str = ""
-    section: str = ""  # the attribute of `Config`
+    section: str = ""  # the attribute of `Config` that has it
     group: str = ""  # the title in base.yml
 
 

@@ -131,7 +131,7 @@ def _collected(problems: list[str]) -> Generator[None]:
 
 
 def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Setting]:
-    if "=" in arguments:  # typed with spaces around it
+    if "=" in arguments:  # such as `steps = 20`
         problems.append(f"{' '.join(arguments)}: type key=value without spaces around =, as in steps=20")
         return
     for argument in joined(arguments):
@@ -167,7 +167,7 @@ def _default(key: str) -> Any:
 
 def _chain(path: Path, problems: list[str], keys: dict[str, Any] | None = None) -> list[Setting]:
     """Reads a config file and the chain of its `base_config` files, the lowest first, without base.yml."""
-    settings: list[Setting] = []  # `keys` replace the first file's, for a ConfigDict
+    settings: list[Setting] = []  # of a ConfigDict, `keys` are read instead of the first file
     visited: list[Path] = []
     if path.parts[:1] == ("configs",) and not path.exists() and CONFIGS.parent.joinpath(path).is_file():
         path = CONFIGS.parent / path  # found from any folder, even if only the package is installed
@@ -256,7 +256,7 @@ def _typed(key: str, value: Any) -> Any:
 
 
 def to_yaml(config: Mapping[str, Any]) -> str:
-    """Writes the whole configuration as YAML, which `load` reads back as an equal one."""
+    """Writes the whole configuration as YAML, which `from_yaml` reads back as equal values."""
     return "".join(f"{key}: {dump(config[key])}\n" for key in KEYS)
 
 

@@ -11,5 +11,5 @@ def is_hf_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Returns whether a Hugging Face model folder has a tokenizer."""
+    """Returns whether a Hugging Face model folder has a tokenizer.json or tokenizer.model."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))

@@ -21,7 +21,7 @@ def same_file(name: str, other: str) -> bool:
 def replaced_settings(name: str, model: Sequence[Setting], files: Sequence[Setting], typed: Set[str]) -> Iterator[str]:
     """Yields a problem if `files`, for another model, replace settings of model `name`, except the keys `typed`."""
     of_model = {setting.key: setting.value for setting in model if setting.key in keys_of("model")}
-    of_model.pop("vocab_size", None)  # it goes with the tokenizer
+    of_model.pop("vocab_size", None)  # it belongs to the tokenizer
     replaced = []
     for key, each in {each.key: each for each in files}.items():
         if key in of_model and key not in typed:

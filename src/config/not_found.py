@@ -52,7 +52,7 @@ def no_model(name: str, path: Path) -> str:
 
 
 def runs_in(folder: Path) -> Iterator[str]:
-    """Yields the runs in a local folder, newest first."""
+    """Yields the paths of the runs in a local folder, newest first."""
     configs = sorted(folder.glob(f"*/{CONFIG}"), key=lambda file: file.stat().st_mtime, reverse=True)
     return (str(file.parent) for file in configs)
 

@@ -16,7 +16,7 @@ def mup(config: Config) -> Iterator[str]:
     needed = {
         "opt_type=adamw, in optimizer_rules too": types == {"adamw"},
         "logits_via_embedding=false": not model.logits_via_embedding,
-        "scale_embedding=false": not model.scale_embedding,  # it would grow with the width
+        "scale_embedding=false": not model.scale_embedding,  # the factor grows with the width
         "lora_rank=0": not step.lora_rank,
     }
     for keys, holds in needed.items() if step.mup_base_emb_dim else ():

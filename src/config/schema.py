@@ -107,8 +107,8 @@ class DataSources:
     dataset_factory: str = key("", "custom: module:function(config, split) -> documents (docs/data.md)")
     datasets: tuple = key((), "mixture: [{name: web, weight: 7, dataset_path: ...}, ...]; defaults are the above")
     eval_dataset_path: str = path("", "like dataset_path; empty: hold out part of the training data")
-    eval_dataset_name: str = key("", "like dataset_name, for evaluation", resume_invariant=False)
-    eval_split: str = key("validation", "like train_split, for evaluation", resume_invariant=False)
+    eval_dataset_name: str = key("", "tfds, hf: like dataset_name", resume_invariant=False)
+    eval_split: str = key("validation", "tfds, hf, custom: like train_split", resume_invariant=False)
     eval_datasets: tuple = key((), "like datasets: [{name: books, eval_steps: 10, dataset_path: ...}, ...]",
         resume_invariant=False)
     max_document_bytes: int = key(65_536,

@@ -55,7 +55,7 @@ class Numerics:
 @group
 class Compilation:
     """Compilation and memory"""
-    scan_layers: str = key("auto", "true: one body per pattern; false: unrolled; auto: unrolled if few, on one CPU",
+    scan_layers: str = key("auto", "true: one body per pattern; false: unrolled; auto: false for few layers on one CPU",
         ("auto", "true", "false", "True", "False"))
     remat_policy: str = key("full", "one of the above", ("none", *REMAT_POLICIES, "custom"), above=REMAT_COMMENT)
     remat_custom: Mapping = key({}, "custom: {array: device or offload} for each array to save")

@@ -22,8 +22,9 @@ class EvalBatches:
     With `steps` = N an evaluation takes N batches of an endless stream, which repeats the data if they are shorter. It
     takes the first N each time, or if it `rolls` (`eval_mode`) the next N after the last evaluation, starting after
     `position`. With -1 it takes one epoch: each document once, padding at the end of the last rows, and the same number
-    of batches on every host. To know that number, each host counts its rows at the first evaluation, which reads and
-    tokenizes its documents an extra time. Raises UserError if the source has no text, or is endless with -1.
+    of batches on every host. If the source does not know that number, each host counts its rows at the first
+    evaluation, and so reads and tokenizes its documents an extra time. Raises UserError if the source has no text, is
+    endless with -1, or is a stream that should roll.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class EvalBatches:
         self._start(position)
 
     def __iter__(self) -> Iterator[RowArrays]:
-        """Yields the batches, which a thread prepares ahead of time."""
+        """Yields the batches, which threads prepare ahead of time."""
         if not self._rolls:
             self._start(None)
         count, before = self.steps(), self._rows_taken

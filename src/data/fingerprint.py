@@ -37,7 +37,7 @@ def data_fingerprint(inputs: InputSpec, data: TrainData, rows: int, eval_sets: S
         facts["chat template"] = hashlib.sha256(template.encode()).hexdigest()[:16]
         facts["sft_train_on_completion_only"] = inputs.data.sft_train_on_completion_only
         if inputs.batch.packing:
-            facts["packing of conversations"] = "whole"  # earlier versions cut them
+            facts["packing of conversations"] = "whole"  # earlier versions cut conversations
     if not inputs.batch.packing and inputs.batch.long_documents == "truncate":
         facts["long_documents"] = inputs.batch.long_documents
     if inputs.batch.batch_transform:

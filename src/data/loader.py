@@ -1,6 +1,6 @@
 """Makes this host's rows of training batches, ahead of time.
 
-A row depends only on the data, the seed, the global batch size, T and its number, never on which host makes it.
+A row depends only on the data, the seed, the global batch size, T and its number, not on the host, except in streams.
 
 B: rows of a batch, over all hosts.  T: tokens per row.  S: sources.
 """

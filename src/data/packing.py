@@ -29,13 +29,13 @@ Items = Callable[[int], Sequence[Document]]
 Sizes = Callable[[int], Sequence[int] | None]
 
 # The point at which a stream resumes: (finished items, targets taken from the next item). `best_fit` encodes the second
-# number differently: negative numbers have PLACED_BITS bits for the later items that are finished.
+# number differently: a negative one has PLACED_BITS bits that mark later items as finished.
 Position = tuple[int, int]
 PLACED_BITS = 19
 
 
 class Segment(NamedTuple):
-    """A segment of a row: targets `first` to `first + length` of document number `document` of item number `item`."""
+    """A segment of a row: targets [first, first + length) of document number `document` of item number `item`."""
 
     item: int
     document: int

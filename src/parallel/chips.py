@@ -23,8 +23,8 @@ class Chip(NamedTuple):
     capability: str = ""  # compute capability of an NVIDIA GPU
 
 
-# Operations per second of one JAX device in 10^12, by the name JAX gives it (`jax.Device.device_kind`), for dense
-# matrices: the rates that vendors state for 2:4 sparse ones are twice as high. Sources:
+# Peak rates of one JAX device in 10^12 operations per second, by `jax.Device.device_kind`, for dense matrices; the
+# rates that vendors state for 2:4 sparse ones are twice as high. Sources:
 # - TPUs: the pages of each generation at docs.cloud.google.com/tpu/docs (v3, v4, v5e, v5p, v6e, tpu7x) state bfloat16
 #   rates per chip. JAX shows a v3 or TPU7x chip as two devices, so each has half. A TPU multiplies float32 in several
 #   bfloat16 passes; no rate is published for that.
@@ -58,13 +58,13 @@ _PEAK_FLOPS = {
     for kind, rates in re.findall(r"(.+): +(.+)", _PEAK_TERAFLOPS)
 }
 
-# Properties of further GPUs for XLA's compiler, by kind, as src/extras/aot/devices.py has them for the ones above.
+# Properties of further GPUs for XLA's compiler, by kind, which src/extras/aot/chip_file.py adds to those in devices.py.
 GPU_PROPERTIES: dict[str, str] = {}
 
 _MIB = 2**20
 
 # TPUs. Memory bandwidth and links are from the generation's page at docs.cloud.google.com/tpu/docs (tpu7x compares v5p,
-# v6e and TPU7x), which adds up a link's two directions: here it is one. v4's links and its host's network card (200
+# v6e and TPU7x), which adds up a link's two directions; here it is one. v4's links and its host's network card (200
 # Gbit/s for four chips) are not on its page: "TPU v4: An Optically Reconfigurable Supercomputer" (Jouppi and others,
 # 2023) states six links of 50 GB/s, "How to Scale Your Model" (jax-ml.github.io/scaling-book/tpus) the card. v5e's
 # network is from its page, 6.4 Tbit/s for a pod of 256. Memory is the capacity that libtpu's compiler reports when a

@@ -18,7 +18,7 @@ def indivisible_weights(problems: Mapping[str, str], mesh_axes: Sequence[str]) -
 
 
 def indivisible_batch(key: str, per_device: float, devices: int, shards: int, by: str) -> Unsupported:
-    """Names the batch size `key`, which is not a multiple of the `shards` shards of the mesh axes `by`."""
+    """Names the batch size `key`, whose rows are not whole or not divisible by the `shards` shards of the axes `by`."""
     into = f"does not divide into {shards} shards ({by})" if shards > 1 else "is not whole"
     return Unsupported(
         f"{key}={per_device:g} on {devices} device{'s' * (devices > 1)} is {per_device * devices:g} rows a "

@@ -45,7 +45,7 @@ def advice_on_memory(per_device_batch_size: float, remat_policy: str) -> Generat
         if not message.startswith("RESOURCE_EXHAUSTED") or "vmem" in message.lower():
             raise
         where = f"cpu-{jax.device_count()}" if jax.default_backend() == "cpu" else "these devices, such as v5p-8"
-        note = getattr(error, "latest_checkpoint", "")  # set by checkpoint.run_folder.in_run_folder
+        note = getattr(error, "latest_checkpoint", "")  # set by `Saver` or checkpoint.run_folder.in_run_folder
         raise UserError(
             f"memory is full, on {jax.device_count()} x {jax.devices()[0].device_kind}. JAX says: {message}\n"
             f"What helps: a smaller per_device_batch_size (here {per_device_batch_size:g}; "

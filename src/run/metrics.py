@@ -43,7 +43,7 @@ def perplexity(loss: float) -> float:
 
 
 def read_entry(line: bytes) -> Entry | None:
-    """Parses a line of metrics.jsonl; returns None if it is not the metrics of a step."""
+    """Parses a line of metrics.jsonl; returns None if it does not have the metrics of a step."""
     try:
         entry = parse_json(line)
     except ValueError:
@@ -226,7 +226,7 @@ class StepPrinter:
         periodic = step % self._log_period == 0 or step == self._first_step
         if step == self._steps or (periodic and not self._quiet):
             seconds_left = None
-            if step > self._first_step:  # the pace since the first step, which compiles; includes evaluations, saves
+            if step > self._first_step:  # the pace after the first step, which compiles, with evaluations and saves
                 first, now, end = map(self._rows_before, (self._first_step, step, self._steps))
                 seconds_left = (self._clock() - self._first_time) / (now - first) * (end - now)
             self._console.print(train_line(entry, self._steps, seconds_left))

@@ -124,7 +124,7 @@ class Preemption:
         return False
 
     def _answer(self) -> None:
-        """Explains the first Ctrl-C and passes it on to JAX in a job of several; the second one ends the process."""
+        """Explains a first Ctrl-C and passes it on to JAX in a job of several; after a signal, it ends the process."""
         asked = False
         while number := os.read(self._reader, 1)[0]:
             if number == signal.SIGINT and asked:

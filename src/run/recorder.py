@@ -161,10 +161,11 @@ class Recorder:
 
     def _check(self, step: int, metrics: Entry) -> None:
         advice, keys, loss = "", self._keys, metrics["loss"]
+        # It has no key True if the loss is finite, and only the gradient is not.
         aborts = {math.isnan(loss): keys.abort_on_nan_loss, math.isinf(loss): keys.abort_on_inf_loss}
         if not metrics["usable"]:
             problem = f"step {step}: the update made weights so large that no layer can be computed with them."
-        elif self.skipped and keys.on_nonfinite == "stop" and aborts.get(True, True):  # or only the gradient's norm
+        elif self.skipped and keys.on_nonfinite == "stop" and aborts.get(True, True):
             numbers = f"loss {loss:g} and gradient norm {metrics['grad_norm']:g}"
             problem = f"step {step}: {numbers} are not both finite. The update was not made."
             advice = ", or skip such updates with on_nonfinite=skip"

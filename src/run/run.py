@@ -339,7 +339,7 @@ class Run:
             say([*self.start.messages, f"finished: {self.finished}."])
         elif self.stopped_by:
             say([stopped(folder, self.stopped_by, self.done)])
-        elif self.done < config.run.steps or not self.recorder.last:  # target_eval_loss, or steps reached before
+        elif self.done < config.run.steps or not self.recorder.last:  # by target_eval_loss, or in an earlier start
             say([f"finished: {self.finished}."])
         if config.decoding.sample_length and tokenizer and not self.stopped_by:
             self._write_sample(config)

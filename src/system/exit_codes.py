@@ -1,4 +1,4 @@
-"""Runs commands and ends them: prints the last line, chooses the exit code, and stores the traceback."""
+"""Runs commands and ends them: prints the error, chooses the exit code, and writes the traceback to a file."""
 
 import contextlib
 import faulthandler
@@ -33,7 +33,7 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
     raise SystemExit, as argparse does.
     """
     _open_streams()
-    if not faulthandler.is_enabled():  # print the line of a fatal signal, such as for a truncated memory-mapped file
+    if not faulthandler.is_enabled():  # print where a fatal signal occurs, such as in a truncated memory-mapped file
         faulthandler.enable(2, all_threads=False)
     try:
         result = main(sys.argv[1:])

@@ -109,7 +109,7 @@ class Listing:
             blocks = []
             for number in range(_SAMPLED_BLOCKS):
                 at = number * (total - _BLOCK_BYTES) // (_SAMPLED_BLOCKS - 1)
-                file = bisect.bisect_right(ends, at)  # a block ends with its file
+                file = bisect.bisect_right(ends, at)  # a block ends at the latest with its file
                 begin = at - (ends[file] - sizes[file])
                 blocks.append((self.paths[file], begin, min(begin + _BLOCK_BYTES, sizes[file])))
         return hashlib.sha256(b"".join(in_threads(read, *zip(*blocks, strict=True)))).hexdigest()[:16]

@@ -70,7 +70,7 @@ _BY_LENGTH = ("llama3.1", "yarn", "dynamic", "longrope")  # rope_types that read
 _SCALED_ROPE = ("linear", *_BY_LENGTH, "proportional")
 _WITHOUT_FACTOR = ("dynamic", "longrope", "proportional")  # rope_types with an effect even if rope_factor is 1
 # fmt: off
-# Requirements of keys that may differ by layer. A layer's spec has the defaults of keys without effect on it.
+# Requirements of keys that may differ by layer. A layer's spec omits keys without effect on it.
 LAYER_REQUIREMENTS = (
     *(_of_type(key) for key in KEYS if key in {*_OF_TYPES, *OF_SCORES, *_OF_ROPE}),
     Requires("attention_out_bias", attention_bias=True),

@@ -122,7 +122,7 @@ def parse(text: str, where: str) -> Any:
 
 
 def _check_size(value: Any, where: str, depth: int = 1) -> int:
-    """Counts the values within a value, also each alias of one; raises UserError for too many values or levels."""
+    """Counts the values within a value, with each repetition by an alias; raises UserError for too many, or levels."""
     count = 1
     for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         count += _check_size(each, where, depth + 1)

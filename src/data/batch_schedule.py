@@ -93,7 +93,7 @@ class BatchSchedule:
         return numbers, numbers % self.rows
 
     def on_host(self, first: int, size: int, streams: Rows) -> tuple[np.ndarray, list[RowAssignment]]:
-        """Selects the rows of `batch(first, size)` that a host's packing streams fill: indices, int [rows], and how."""
+        """Selects the rows of `batch(first, size)` that `streams` fill: indices, int [rows], and assignments."""
         places = np.full(self.rows, -1)
         places[streams] = np.arange(len(streams))
         numbers, filled_by = self.batch(first, size)
@@ -111,7 +111,7 @@ class BatchSchedule:
         return {"batch ramp": sizes} if self.ramp else {}
 
     def describe(self, steps: int) -> str:
-        """Describes the ramp, which must not be empty, for a run of `steps`; counts steps from 1, as printed lines."""
+        """Describes the ramp, which must not be empty, in a run of `steps`, counted from 1 as in printed lines."""
         ends = np.cumsum([count for _, count in self.ramp]).tolist()
         sizes = [f"{counted(rows, 'row')} to step {end:,}" for (rows, _), end in zip(self.ramp, ends, strict=True)]
         full = f"{self.rows:,} from step {ends[-1] + 1:,} on, after {self.rows_before(ends[-1]):,} rows"

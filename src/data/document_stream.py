@@ -55,7 +55,7 @@ def rows_per_epoch(inputs: InputSpec, source: Source | RowSource) -> float | Non
 
 
 def encode(inputs: InputSpec, item: Item) -> list[Document]:
-    """Tokenizes an item into a document, or one for each of the assistant's turns; raises UserError for ids above V."""
+    """Tokenizes an item into a document, or one for each of the assistant's turns; raises UserError for ids >= V."""
     if isinstance(item, Conversation):
         from src.extras.conversations import encode_conversation
 

@@ -17,7 +17,7 @@ BATCH_ARRAYS: dict[str, type] = {
     "positions": np.int32,  # from 0 in each segment
     "loss_mask": np.float32,  # 1 for targets that count in the loss; 0 for padding
 }
-END, NOT_TEXT = -1, -2  # in `text_bytes`, no number of bytes: bos and eos; other ids without text, and padding
+END, NOT_TEXT = -1, -2  # `text_bytes` of bos and eos; of other ids without text, and of padding
 RowArrays = dict[str, np.ndarray]  # a host's rows of the arrays of a batch, by name
 Rows = Sequence[int] | np.ndarray  # numbers of a host's rows in a global batch, or of its packing streams; ascending
 Fingerprint = dict[str, str | int]  # properties of data, by name, equal if the data are equal
@@ -61,7 +61,7 @@ class Source(Protocol):
         """Reads document `i`; raises UserError, naming its location, if it can't be read."""
 
     def document_keys(self) -> np.ndarray | None:
-        """Hashes each document, uint64 [documents], all pieces of a text alike; None: the source has no such hashes."""
+        """Hashes each document, uint64 [documents], equal for all pieces of a text; None: not supported."""
         return None
 
     def group_sizes(self) -> np.ndarray | None:
@@ -107,7 +107,7 @@ class DataPosition(NamedTuple):
 
     streams: np.ndarray | None = None  # int32 [B, S, 2]: where each packing stream resumes in each source; None: start
     rows_taken: int = 0  # earlier rows of the run, over all hosts, since the batch or the data last changed
-    rows_before: Mapping[str, int] = {}  # each source's rows, by its name, before `rows_taken` began to count
+    rows_before: Mapping[str, int] = {}  # earlier rows of each source, by name, that `rows_taken` omits
     saved: Mapping[str, Any] = {}  # this process's state of each `StreamSource`, by name
 
 

@@ -23,7 +23,7 @@ class Accumulation:
     replica_axes: tuple[str, ...]  # mesh axes along which devices hold the same weights
     pipelined: bool  # micro-batches run inside a pipeline's loop
     weights: Any  # sharding of each trainable weight
-    updates: Any  # sharding of each gradient's sum: as of its weight, or with replica axes added to a dim
+    updates: Any  # sharding of each gradient's sum: the weight's, maybe with replica axes added to a dim
 
     @property
     def manual_axes(self) -> tuple[str, ...]:

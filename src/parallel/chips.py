@@ -106,7 +106,7 @@ def declare_peaks(device_kind: str, rates: Mapping[str, float], where: str) -> N
 
 
 def memory_of(device_kind: str) -> int | None:
-    """Bytes of memory of one JAX device; None unless it is a TPU above, which excludes v3, or in GPU_HOSTS."""
+    """Bytes of memory of one JAX device, if it is among the TPUs above or in GPU_HOSTS; None for others."""
     chips = (TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, TPU_7X, *GPU_HOSTS.values())
     return next((chip.memory for chip in chips if chip.kind == device_kind), None)
 
@@ -124,5 +124,5 @@ def kinds_with(dtype: str) -> list[str]:
 
 def run_peak(device_kind: str, dtype: str, matmul_precision: str) -> float | None:
     """`peak_flops` for a run that computes in `dtype` under the key `matmul_precision`."""
-    is_rounded = dtype == "float32" and matmul_precision != "highest"  # other devices have no tensorfloat32 rate
+    is_rounded = dtype == "float32" and matmul_precision != "highest"  # only NVIDIA GPUs have a tensorfloat32 rate
     return (is_rounded and peak_flops(device_kind, "tensorfloat32")) or peak_flops(device_kind, dtype)

@@ -48,7 +48,7 @@ class MeshLayout:
         return tuple(name for name in rule if self.mesh.shape[name] > 1 and name not in mapped)
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
-        """Partition of an array with dims of these logical axes (None: unsharded); raises UserError if two conflict."""
+        """Partition of an array with dims of these logical axes (None: unsharded); raises UserError if two overlap."""
         used = [mesh_axis for axis in axes if axis is not None for mesh_axis in self.rules[axis]]
         if clash := sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1}):
             raise UserError(
@@ -175,7 +175,7 @@ def weight_shardings(layout: MeshLayout, shapes: Mapping[str, Any], axes: Mappin
 
 
 def global_batch_size(layout: MeshLayout, per_device: float, micro_batches: int, key: str) -> int:
-    """Computes the rows of a global batch; raises Unsupported, naming `key`, if batch shards would not be equal."""
+    """Computes the rows of a global batch; raises Unsupported, naming `key`, if shards do not divide a micro-batch."""
     devices, shards = layout.mesh.size, layout.shards("batch")
     rows = round(per_device * devices)
     if abs(per_device * devices - rows) > 1e-6 or rows % shards or rows == 0:

@@ -40,7 +40,7 @@ def joined_by_process(device: jax.Device) -> bool:
 def mesh_sizes(kind: str, section: Mesh, devices: int, groups: int) -> list[int]:
     """Axis sizes of one kind, ici or dcn, with -1 filled in, for `groups` slices or hosts of `devices` each.
 
-    Raises UserError if they do not multiply to the number of devices, or for dcn of groups.
+    Raises UserError unless they multiply to `devices` (ici) or `groups` (dcn).
     """
     sizes = {key: getattr(section, key) for key in (size_key(kind, name) for name in section.mesh_axes)}
     total = devices if kind == "ici" else groups

@@ -26,7 +26,7 @@ _GRACE_SECONDS = 10  # before hang_action=exit ends the process: to write and up
 
 
 def stack_traces(keys: Diagnostics) -> contextlib.AbstractContextManager[None]:
-    """In its body, writes all threads' stacks at an interval, on SIGUSR1 and on a crash, if `collect_stack_trace`."""
+    """Returns a context that writes all threads' stacks at an interval, on SIGUSR1 and on a crash, if `keys` say so."""
     if not keys.collect_stack_trace:
         return contextlib.nullcontext()
     from src.extras.stack_traces import written
@@ -101,7 +101,7 @@ class Watchdog:
 
     Every process of a job watches its own loop and writes its own file; with `hang_action=exit` it then ends.
     Evaluations and saves (`pause`) and the first steps of a start are not watched. C code that holds Python's lock
-    blocks this thread too, so it is not noticed.
+    blocks this thread too, so a hang there is not noticed.
     """
 
     def __init__(self, keys: Diagnostics, folder: RunFolder, rows: Rows, sources: Sequence[str]) -> None:

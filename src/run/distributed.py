@@ -35,7 +35,8 @@ def start_distributed(cluster: tuple[str, int, int], mesh: Mesh, settings: Mappi
     exit_codes.job = rendezvous.Job(process_id, meeting.join(process_id), exit_codes.end_now)
     # Registered after JAX's exit handler, which waits for the other processes, so that this runs before it.
     atexit.register(exit_codes.job.leave)
-    # JAX aborts a process without explanation if heartbeats, sent at half this interval, stop: ours must notice first.
+    # If heartbeats, sent at half this interval, stop, JAX aborts a process without explanation. The heartbeats of
+    # `rendezvous` have to stop the job before that.
     jax.distributed.initialize(*cluster, initialization_timeout=timeout, heartbeat_timeout_seconds=6 * silence)
 
 

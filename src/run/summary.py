@@ -164,7 +164,7 @@ def amount(source: Source | RowSource) -> str:
 
 
 def few_documents(inputs: InputSpec, data: TrainData, rows: int, steps: int) -> list[str]:
-    """Returns a line for each source with fewer documents than rows, or so long ones that a row reads few of them."""
+    """Returns a line for each source with fewer documents than rows, or so long that a row reads few of them."""
     lines, tokens, spreads = [], steps * inputs.batch.max_target_length, inputs.rules > 1 and not inputs.data.use_sft
     for name, source, weight in zip(data.names, data.sources, data.weights, strict=True):
         if isinstance(source, RowSource) or rows_per_epoch(inputs, source) is not None:  # each row is one item

@@ -66,9 +66,9 @@ class Listing:
         } | {f"file {name}": size for name, size in files if len(files) <= _MAX_NAMED}
 
     def only(self, is_read: Callable[[str], object]) -> "Listing":
-        """Passes over the files of a whole folder whose names `is_read` rejects, and prints them; keeps other paths.
+        """Leaves out the files of a folder whose names `is_read` rejects, and prints them; keeps all of a file or glob.
 
-        From data rules 2 on, names that begin with `_`, such as _SUCCESS, are passed over too, except source code.
+        From data rules 2 on, names that begin with `_`, such as _SUCCESS, are left out too, except source code.
         """
         if not self.is_whole:
             return self
@@ -85,9 +85,9 @@ class Listing:
         return dict(zip(watched, in_threads(_version, watched), strict=True))
 
     def written_since(self) -> tuple[str, bool]:
-        """Returns a message about watched files written since `fingerprint` was taken, "" for none, and if they differ.
+        """Returns a message about watched files that were written ("": none), and whether `fingerprint` has changed.
 
-        They differ if sizes or the digest `contents` changed. A write that changes neither is reported once.
+        It has if sizes or the digest `contents` differ. A write that changes neither is reported once.
         """
         before, now = self._versions, dataclasses.replace(self)
         if not (written := changed_keys(before, now._versions)):

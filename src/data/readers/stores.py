@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from src.system.errors import UserError
 from src.system.storage_errors import attempted
 
-_REQUESTS, _DEPTH = 128, 6  # at most this many reads at a time, and ahead in each packing stream
+_REQUESTS, _DEPTH = 128, 6  # maximum reads at a time, and reads ahead of each packing stream
 
 Result = TypeVar("Result")
 

@@ -57,7 +57,7 @@ def list_text_files(path: str, key: str, rules: int = PRESENT_RULES) -> files.Li
 
 
 def _only_text(listing: files.Listing) -> files.Listing:
-    """Passes over files of a folder whose names are not of texts; raises UserError if any other file is not text."""
+    """Leaves out files of a folder that by their names are not texts; raises UserError if another is not text."""
     listing = listing.only(lambda name: True)  # drops only the markers that no reader reads
     about_data, beside = (set(filter(names.fullmatch, listing.sizes)) for names in (files.ABOUT_DATA, _BESIDE_TEXT))
     is_mixed = listing.is_whole and listing.sizes.keys() > about_data | beside

@@ -1,8 +1,8 @@
 """Grouped-query attention: projections, positions, and the call of a kernel.
 
 All kernels compute the same function: a token attends to the tokens of its own segment up to and including itself,
-within the layer's window, with weights softmax(scale q k). Scores may be capped, and a sink may take part of the
-weight.
+within the layer's window or chunk, with weights softmax(scale q k). Scores may be capped, and a sink may take part of
+the weight.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from src.parallel.mesh import MeshLayout
 from src.parallel.sequence import replicate_rows
 from src.system.imports import named
 
-# The function of each kernel. Others than the plain one are imported on use: Pallas takes a second.
+# The function of each kernel. All but the plain one are imported on use: importing Pallas takes a second.
 KERNELS: dict[str, Any] = {
     "dot_product": dot_product,
     "blocked": "src.model.attention_kernels.blocked:blocked",
@@ -89,7 +89,7 @@ class Attention(nnx.Module):
 
     @staticmethod
     def cache_arrays(spec: LayerSpec, rows: int, length: int) -> dict[str, CacheArray]:
-        """Declares the cache for `rows` texts of up to `length` tokens."""
+        """Declares the cache for `rows` sequences of up to `length` tokens."""
         slots = cache_slots(score_spec(spec, spec.head_dim), length)
         shape = (rows, spec.num_kv_heads, slots, spec.head_dim)
         return dict.fromkeys(("key", "value"), CacheArray(shape, ("batch", "kv_heads", None, "head_dim")))
@@ -135,7 +135,7 @@ class Attention(nnx.Module):
         return root_mean_square(v_BTKH, self.spec.normalization_layer_epsilon) if self.spec.value_norm else v_BTKH
 
     def _position(self, q_BTNH: Array, k_BTKH: Array, positions_BT: Array) -> tuple[Array, Array]:
-        """Normalises queries and keys, rotates them to their positions, and scales queries by their temperature."""
+        """Applies the norm of queries and keys (l2: after the rotation), the rotary positions and the query scales."""
         spec = self.spec
         if spec.qk_norm in ("head", "all_heads"):
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
@@ -160,7 +160,7 @@ def attend(
     Keys and values come from `replicate_rows`: all S = T tokens for each of the n devices that share a sequence.
     """
     if spec.chunk:
-        # Blocks of positions are separated just like segments, so make each block of a segment a segment.
+        # Chunks of positions are separated just like segments, so make each chunk of a segment a segment.
         blocks = -(-q_BTNH.shape[1] // spec.chunk) + 1
         segment_ids = context.segment_ids_BT * blocks + context.positions_BT // spec.chunk
         context = dataclasses.replace(context, segment_ids_BT=segment_ids, packed=True)
@@ -170,7 +170,7 @@ def attend(
 
 
 def with_segment_lists(context: ForwardContext) -> ForwardContext:
-    """Adds what the kernel computes from the segments, so that layers do not each compute it."""
+    """Adds the segment lists that cuDNN's kernel needs, if it is used, so that layers do not each compute them."""
     if context.kernel != "cudnn_flash":
         return context
     from src.model.attention_kernels.cudnn import segment_lists
@@ -179,7 +179,10 @@ def with_segment_lists(context: ForwardContext) -> ForwardContext:
 
 
 def repeat_kv(x_BTKH: Array, num_query_heads: int, layout: MeshLayout) -> Array:
-    """Replicates keys or values [B, T, K, H] along the sequence, with the heads that each device's queries read."""
+    """Replicates keys or values [B, T, K, H] along the sequence, to [B, n T, ...] for its n shards.
+
+    If key/value heads are not sharded like query heads, repeats them until a device has those that its queries read.
+    """
     # With grouped heads, keys and values are small, and gathering them takes less time than computing the queries'
     # scores.
     if layout.axes("kv_heads") != layout.axes("heads"):

@@ -26,14 +26,14 @@ class CacheArray(NamedTuple):
 
 
 def cache_slots(scores: ScoreSpec, length: int) -> int:
-    """Number of tokens that the cache holds for texts of up to `length` tokens."""
+    """Number of tokens that the cache holds for sequences of up to `length` tokens."""
     return min(length, scores.window or scores.chunk or length)
 
 
 def update(cache: Cache, new: Cache, context: ForwardContext) -> Cache:
     """Writes the arrays [B, T, K, H] of these positions to the cache.
 
-    With `context.decoding`, T is 1 and each token's position selects its slot. Otherwise the texts are prompts from
+    With `context.decoding`, T is 1 and each token's position selects its slot. Otherwise the sequences are prompts from
     position 0, padded on the right, and replace the whole cache.
     """
     S = next(iter(cache.values())).shape[2]
@@ -57,7 +57,7 @@ def update(cache: Cache, new: Cache, context: ForwardContext) -> Cache:
 
 
 def decode_mask(spec: ScoreSpec, positions_BT: Array, S: int) -> Array:
-    """Mask [B, T, S] of the cache slots that each text's newest token sees, including its own; T is 1."""
+    """Mask [B, T, S] of the cache slots that each sequence's newest token sees, including its own; T is 1."""
     key_BTS = positions_BT[:, :, None] - (positions_BT[:, :, None] - jnp.arange(S)) % S
     first_BTS = (positions_BT - positions_BT % spec.chunk if spec.chunk else jnp.zeros_like(positions_BT))[:, :, None]
     return key_BTS >= first_BTS

@@ -1,4 +1,4 @@
-"""Costs: what a layer reports for counting operations, memory and time. Each layer's module has a `costs(spec)`."""
+"""Costs that layers declare for counting operations, memory and time. Each mixer and feed-forward has `costs(spec)`."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -16,4 +16,4 @@ class Costs(NamedTuple):
     output_weight: str = ""  # the weight of the layer's last matmul
     scores: ScoreSpec | None = None  # of the attention kernel
     other_flops: float = 0.0  # operations per token in the forward pass, except matmuls with weights and `scores`
-    active: float = 1.0  # share of the experts that a token goes through
+    active: float = 1.0  # fraction of the experts that a token goes through

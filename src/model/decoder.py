@@ -1,4 +1,4 @@
-"""The decoder: an embedding, groups of repeated layers, a final norm. Returns hidden states; logits are separate."""
+"""The decoder: an embedding, groups of repeated layers, a final norm. `__call__` computes hidden states, not logits."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from src.model.spec import ModelSpec
 
 
 class OutputPart(NamedTuple):
-    """Output projection to a part of the vocabulary; with all parts stacked, arrays have a leading dim."""
+    """Output projection to a part of the vocabulary. Stacked parts of the whole vocabulary have a leading dim."""
 
     kernel_DV: Array
     bias_V: Array
@@ -58,8 +58,8 @@ class Decoder(nnx.Module):
     ) -> tuple[Array, Any, Tree]:
         """Maps token ids [B, T] to hidden states [B, T, D] after the final norm.
 
-        Also returns the updated caches (from `empty_caches`; no arrays in training), and the layers' reports in the
-        nesting of the weights.
+        Also returns the updated caches (nested as in `empty_caches` of src/extras/generation/generate.py, but each None
+        in training), and the layers' reports in the nesting of the weights.
         """
         spec = self.spec
         with jax.named_scope("embedding"):
@@ -90,7 +90,7 @@ class Decoder(nnx.Module):
     def mtp_hidden_states(
         self, hidden_BTD: Array, mtp_tokens: Sequence[Array], context: ForwardContext, execution: Execution
     ) -> tuple[list[Array], Tree]:
-        """Runs the multi-token prediction layers on `__call__`'s hidden states [B, T, D] (see `run_mtp_layers`)."""
+        """Calls `run_mtp_layers` on `__call__`'s hidden states [B, T, D]; `mtp_tokens`: each layer's inputs [B, T]."""
         if not self.spec.mtp_num_layers:
             return [], {"mtp": {}}
         from src.model.mtp import run_mtp_layers
@@ -100,7 +100,7 @@ class Decoder(nnx.Module):
 
     @jax.named_scope("output_projection")
     def logits(self, hidden_BTD: Array, context: ForwardContext, part: OutputPart | None = None) -> Array:
-        """Maps hidden states [B, T, D] to float32 logits [B, T, V]; entries past the vocabulary's end are about -1e38.
+        """Maps hidden states [B, T, D] to float32 logits [B, T, V]; those past the vocabulary's end are about -2e38.
 
         With `part`, a part of the output projection's weight, V is that part's tokens.
         """

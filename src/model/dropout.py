@@ -1,4 +1,4 @@
-"""Dropout by keys of tokens, so that every sharding drops the same numbers."""
+"""Dropout with a key for each token, so that every sharding drops the same activations."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from src.model.params import DROPOUT, random_stream
 def dropout_keys(seed: int, step: Array, tokens_BT: Array, ramp_shards: int) -> Array:
     """Makes each token's key for this step, as key data [B, T, W].
 
-    In a ramp of the batch size, `ramp_shards` is the number of the batch's shards; otherwise 1.
+    `ramp_shards` is the number of the batch's shards if the batch size is ramped up, otherwise 1.
     """
     step_key = jax.random.fold_in(random_stream(seed, DROPOUT), step)
     token_BT = jnp.arange(tokens_BT.size).reshape(tokens_BT.shape)

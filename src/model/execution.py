@@ -15,25 +15,25 @@ from src.system.errors import UserError
 if TYPE_CHECKING:
     from src.model.pipeline import Schedule
 
-MAX_UNROLLED = 16  # layers: each is compiled separately, which takes a CPU longer the more there are
+MAX_UNROLLED = 16  # layers that scan_layers=auto unrolls at most: each of them is compiled separately
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How layer groups and the update run; none of these settings changes a result."""
+    """How layer groups and the update run; these settings change results by no more than rounding."""
 
     scan_layers: bool = True
     remat_policy: str = "none"
     remat_custom: dict[str, str] = field(default_factory=dict)  # array -> device or offload
     schedule: "Schedule | None" = None  # of pipeline stages
-    has_experts: bool = False  # no policy saves the gathered weights of experts
+    has_experts: bool = False  # then even remat_policy=none recomputes the gathered weights of experts
     grad_barriers: bool = False  # on TPUs: for `ForwardContext.grad_barrier` and `cast_matrices`
     for_gpu: bool = False  # factors and stacked gradients as separate arrays, which XLA on GPUs computes faster
-    update_in_branch: bool = False  # run in a branch once all gradients exist and it is known whether to update
+    update_in_branch: bool = False  # update in a conditional branch, entered once it is known whether to update
 
     @property
     def saved_names(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the arrays that a policy other than none saves on the device, and in host memory."""
+        """Names of the arrays that a policy other than none saves on the device, and of those saved in host memory."""
         if self.remat_policy != "custom":
             return REMAT_POLICIES[self.remat_policy]
         places = self.remat_custom.items()
@@ -41,11 +41,14 @@ class Execution:
 
     @property
     def mlp_in_halves(self) -> bool:
-        """Run a wide feed-forward layer in halves if gradients are early and the policy saves no hidden units."""
+        """Whether to run wide feed-forward layers in halves: with `grad_barriers`, if hidden units are not saved."""
         return self.grad_barriers and self.remat_policy != "none" and "mlpwi" not in sum(self.saved_names, ())
 
     def remat(self, block: Callable, repeats: int) -> Callable:
-        """Wraps a block of a pattern that runs `repeats` times, to save what the policy names for the backward pass."""
+        """Wraps a block of a pattern that runs `repeats` times, to save only the policy's arrays for the backward pass.
+
+        Returns the block itself if everything is saved: with remat_policy=none, and no experts.
+        """
         if self.remat_policy == "none" and not self.has_experts:
             return block
         # A loop's body is compiled separately, so common-subexpression elimination cannot undo recomputation there; XLA
@@ -53,7 +56,10 @@ class Execution:
         return jax.checkpoint(block, policy=self._policy(), prevent_cse=not (self.scan_layers and repeats > 1))
 
     def remat_turn(self, run_turn: Callable) -> Callable:
-        """Wraps a pipeline stage's turn to save what its blocks save but (unless remat_policy=none) no weights."""
+        """Wraps a pipeline stage's turn to save what its blocks save, and its input, but no weights.
+
+        Returns the turn itself with remat_policy=none, which saves everything.
+        """
         if self.remat_policy == "none":
             return run_turn
         return jax.checkpoint(run_turn, policy=self._policy("decoder_layer_input"), prevent_cse=False)
@@ -98,8 +104,8 @@ def check_rows(rows: int, layout: MeshLayout, execution: Execution, key: str) ->
 def make_execution(step: Step, spec: ModelSpec, layout: MeshLayout, schedule: "Schedule | None") -> Execution:
     """Chooses how layers and the update run, by the configuration and the platform.
 
-    `scan_layers=auto` unrolls layers on a single CPU, because a loop would copy the arrays it saves for the backward
-    pass. Several CPU devices stand for accelerators, and scan.
+    `scan_layers=auto` unrolls at most MAX_UNROLLED layers on a single CPU device, because a loop would copy the arrays
+    it saves for the backward pass. It scans elsewhere, also on several CPU devices, which simulate accelerators.
     """
     scans = step.scan_layers.lower() == "true"
     if step.scan_layers == "auto":

@@ -29,7 +29,7 @@ ACTIVATIONS = {
 
 
 class FeedForward(nnx.Module):
-    """Projects to one factor per activation, multiplies the activated factors, projects back.
+    """Projects to one factor per activation, multiplies the activated factors, and projects back.
 
     [silu, linear] is SwiGLU (Shazeer 2020); [gelu] is GPT's; [quick_gelu, plus_one] is gpt-oss's.
     """
@@ -79,7 +79,7 @@ class FeedForward(nnx.Module):
         indices = range(len(self.spec.mlp_activations))
         if context.separate_factors or (context.grad_barriers and isinstance(wi, Array)):
             kernels = [wi[..., index, :] for index in indices]
-            if is_half:  # else the factors would be held through attention's backward pass, for the weights' gradients
+            if is_half:  # otherwise the weights' gradients are delayed, and the factors held for them
                 x_BTD, *kernels = context.grad_barrier(x_BTD, *kernels)
             # Factors are separate arrays, so that on TPUs their gradients need no recomputed matmul, and on GPUs they
             # are not interleaved first (docs/log.md).
@@ -97,7 +97,7 @@ class FeedForward(nnx.Module):
 
 
 def activated(factors: Sequence[Array], spec: LayerSpec) -> Array:
-    """Multiplies the activated factors, [..., F] each; remat policies call them mlpwi."""
+    """Clips (if there is a limit), activates and multiplies factors, [..., F] each, which remat policies call mlpwi."""
     factors = [checkpoint_name(factor, "mlpwi") for factor in factors]
     if limit := spec.mlp_activations_limit:  # the gate, the first factor, is clipped from above only
         gate, *linear = factors

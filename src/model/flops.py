@@ -17,11 +17,11 @@ from src.model.spec import LayerSpec, ModelSpec
 
 
 class FlopsPerToken(NamedTuple):
-    """Operations of matmuls in one training step."""
+    """Floating-point operations per token, mainly of matmuls; the two totals count attention's scores differently."""
 
     causal: float  # attention counts the keys that queries see: half of the square, a window or a block
     palm: float  # attention counts all keys, as in PaLM (Chowdhery et al. 2022, appendix B)
-    layers: float = 0.0  # included in both: matmuls with layers' weights
+    layers: float = 0.0  # part of both totals: matmuls with layers' weights
 
 
 @functools.cache  # declaring a hundred layers takes a second
@@ -43,7 +43,7 @@ def count_active_params(spec: ModelSpec) -> int:
 
 @functools.cache
 def all_layers(spec: ModelSpec) -> collections.Counter[LayerSpec]:
-    """Counts how often each layer occurs, including multi-token prediction layers."""
+    """Counts layers by their settings, including multi-token prediction layers."""
     return collections.Counter([*spec.layers, *(spec.layers[-1:] * spec.mtp_num_layers)])
 
 
@@ -109,9 +109,10 @@ def head_elements(spec: ModelSpec) -> int:
 def matmul_flops(
     passes: int, elements: float, in_layers: float, spec: ModelSpec, length: int, attends: bool = True
 ) -> FlopsPerToken:
-    """Operations of `passes` matmuls with weights of this many elements, and of attention to every layer's keys.
+    """Counts a token's operations in `passes` passes; a forward pass is one, a backward pass two.
 
-    Without `attends`, attention's kernels do not count.
+    They are matmuls with weights, `elements` outside and `in_layers` inside the layers; attention to every layer's
+    keys, if `attends`; and the `other_flops` of the layers.
     """
     causal = palm = 2.0 * passes * (elements + in_layers)
     for layer, count in all_layers(spec).items():

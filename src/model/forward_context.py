@@ -22,7 +22,7 @@ class ForwardContext:
     packed: bool  # False: sequences hold one segment, then padding, and a causal kernel needs no segments
     dropout_keys_BTW: Array | None = None  # one per token, as key data; None: no dropout
     decoding: bool = False  # each sequence is one token, and earlier tokens are in the cache
-    log_internals: bool = False  # blocks report the size of their outputs
+    log_internals: bool = False  # blocks report the sum of squares of their outputs
     layer: Array | int = 0  # index in the model of the block that runs
     segment_lists: Any = None  # what the attention kernel computed from the segments (cudnn_segments.py SegmentLists)
     grad_barriers: bool = False  # `Execution.grad_barriers`
@@ -47,11 +47,11 @@ class ForwardContext:
         return x_BTD
 
     def grad_barrier(self, *arrays: object) -> tuple:
-        """Barrier for `arrays`, pytrees: with `grad_barriers`, computes all their gradients before using any."""
+        """Returns `arrays` (pytrees); with `grad_barriers`, all their gradients are computed before any is used."""
         return grad_barrier(*arrays) if self.grad_barriers else arrays
 
     def activations(self, x_BTD: Array) -> Tree:
-        """Reports the sum of squares of a block's output over non-padding tokens, [1, 1] like the routers' sums."""
+        """With `log_internals`, reports the sum of squares over non-padding tokens, [1, 1] like the routers' sums."""
         if not self.log_internals:
             return {}
         from src.model.internals import sum_of_squares
@@ -59,7 +59,7 @@ class ForwardContext:
         return {"activations": sum_of_squares(x_BTD, self.segment_ids_BT)[None, None]}
 
     def dropout(self, x_BTD: Array, rate: float, site: Array | int) -> Array:
-        """Applies dropout to [B, T, D] by the tokens' keys, if any."""
+        """Applies dropout to [B, T, D] by the tokens' keys, if any; `site` numbers the model's places with dropout."""
         if self.dropout_keys_BTW is None or rate == 0.0:
             return x_BTD
         from src.model.dropout import dropout

@@ -26,7 +26,8 @@ HEADS = ("batch", "length", "heads", None)
 class GatedDelta(nnx.Module):
     """Mixes tokens through a state [H, P] per value head, which each token decays and corrects at its key.
 
-    The cache does not grow with the text: it holds the states, and the last tokens, which the convolution needs.
+    The cache holds the states, and the convolution's inputs of the last C - 1 tokens; it does not grow with the
+    sequence.
     """
 
     def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: Rngs) -> None:
@@ -39,7 +40,7 @@ class GatedDelta(nnx.Module):
         self.decay_gate = weight(rngs, (emb_dim, K, G), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
         # One kernel for all heads: queries, then keys, then values. Not a matmul: it is not quantized or adapted.
         self.conv = weight(rngs, (K * X, 1, C), (None, None, None), dtype, scale=C**-0.5)
-        # Rates spread evenly over (0, 16), matching the average of the published code.
+        # Rates are spaced evenly over (0, 16), from which the published code samples them uniformly.
         rates = np.log(16 * (np.arange(K * G) + 0.5) / (K * G)).reshape(K, G)
         self.log_rate = weight(rngs, (K, G), ("heads", None), constant=rates, **constant)
         self.decay_bias = weight(rngs, (K, G), ("heads", None), constant=1.0, **constant)
@@ -59,7 +60,7 @@ class GatedDelta(nnx.Module):
 
     @staticmethod
     def cache_arrays(spec: LayerSpec, rows: int, length: int) -> dict[str, CacheArray]:
-        """Declares the cache for `rows` texts, of any length."""
+        """Declares the cache for `rows` sequences, of any length."""
         K, G, X, _ = _sizes(spec)
         state = (rows, K, G, spec.gdn_key_head_dim, spec.gdn_value_head_dim)
         tail = (rows, spec.gdn_conv_kernel_dim - 1, K, X)
@@ -69,7 +70,10 @@ class GatedDelta(nnx.Module):
         }
 
     def __call__(self, x_BTD: Array, context: ForwardContext, cache: Cache | None) -> tuple[Array, Cache | None]:
-        """Maps [B, T, D] to [B, T, D]; also returns the updated cache (None in training)."""
+        """Maps [B, T, D] to [B, T, D]; also returns the updated cache (None in training).
+
+        Raises Unsupported if the mesh shards T.
+        """
         layout, (B, T, _) = context.layout, x_BTD.shape
         if layout.shards("length") > 1:
             raise Unsupported(
@@ -91,7 +95,7 @@ class GatedDelta(nnx.Module):
             out_BTKGP = out_BKGP[:, None]
         else:
             out_BTKGP, state = in_chunks(q_BTKH, k_BTKH, v_BTKGP, *gates_BTKG, documents_BT, old["state"])
-        if cache is not None:  # texts are padded on the right
+        if cache is not None:  # sequences are padded on the right
             last_Bt = jnp.sum(context.segment_ids_BT > 0, axis=1, keepdims=True) + jnp.arange(old["tail"].shape[1])
             tail = jnp.take_along_axis(past_BtKX, last_Bt[:, :, None, None], axis=1)
             cache = {"state": state, "tail": tail.astype(old["tail"].dtype)}
@@ -103,7 +107,10 @@ class GatedDelta(nnx.Module):
         return checkpoint_name(out_BTD, "out_proj"), cache
 
     def _convolve(self, past_BtKX: Array, documents_BT: Array) -> tuple[Array, Array, Array]:
-        """Applies the causal convolution over the last C tokens of each document; returns q, k and v in float32."""
+        """Applies the causal convolution over the last C tokens of each document; returns q, k and v in float32.
+
+        Keys have the norm 1, queries the norm 1 / sqrt(H).
+        """
         (K, G, _, _), H, T = _sizes(self.spec), self.spec.gdn_key_head_dim, documents_BT.shape[1]
         C = self.spec.gdn_conv_kernel_dim
         queries, keys, values = jnp.split(self.conv[...].astype(jnp.float32)[:, 0], [K * H, 2 * K * H])

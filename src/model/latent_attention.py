@@ -56,7 +56,7 @@ class LatentAttention(nnx.Module):
 
     @staticmethod
     def cache_arrays(spec: LayerSpec, rows: int, length: int) -> dict[str, CacheArray]:
-        """Declares the cache for `rows` texts of up to `length` tokens."""
+        """Declares the cache for `rows` sequences of up to `length` tokens."""
         shape = (rows, 1, cache_slots(_scores(spec), length), spec.kv_lora_rank + spec.qk_rope_head_dim)
         return {"latent": CacheArray(shape, ("batch", None, None, None))}
 
@@ -121,7 +121,10 @@ class LatentAttention(nnx.Module):
 
 
 def _whole(kernel: Any, dtype: jnp.dtype, layout: MeshLayout) -> Any:
-    """Gathers an up-projection's rows: XLA on TPUs would multiply by each shard's few rows in turn (docs/log.md)."""
+    """Gathers the rows of an up-projection, unless it is adapted or quantized.
+
+    XLA on TPUs would multiply by each shard's few rows in turn (docs/log.md).
+    """
     return layout.constrain(kernel.astype(dtype), None, "heads", "head_dim") if isinstance(kernel, Array) else kernel
 
 
@@ -134,7 +137,10 @@ def undivided_latents(layout: MeshLayout, spec: ModelSpec) -> list[str]:
 
 
 def place_latents(layout: MeshLayout, spec: ModelSpec) -> MeshLayout:
-    """Drops the default sharding rule for latents if a size is not divisible; other rules raise an error then."""
+    """Leaves latents unsharded if the default rule's mesh axes do not divide a latent size.
+
+    A rule that the user set is kept: it fails in `MeshLayout.check`.
+    """
     if layout.rules["latent"] == LOGICAL_AXES["latent"][0] and undivided_latents(layout, spec):
         return dataclasses.replace(layout, rules={**layout.rules, "latent": ()})
     return layout

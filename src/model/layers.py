@@ -1,4 +1,4 @@
-"""Runs a group of repeated layers; the only module that knows about scanning, unrolling and pipeline stages."""
+"""Runs a group of repeated layers: scanned, unrolled, or split over pipeline stages."""
 
 import functools
 from typing import Any
@@ -49,8 +49,8 @@ def run_layer_group(
         if execution.scan_layers:
             return jax.lax.scan(lambda x, repeat: run_pattern(x, repeat, context), x, repeats)
         outputs = []
-        # The gradients of a split array are concatenated; XLA on GPUs would add each layer's to an array of zeros. And
-        # without the barrier it would concatenate them in each of the optimizer's kernels.
+        # Split, not indexed: a split's gradient is a concatenation, but XLA on GPUs would add the gradient of each
+        # index to an array of zeros. Without the barrier it would concatenate in each kernel of the optimizer.
         if execution.for_gpu:
             repeats = *grad_barrier(weights), caches, layers
         split = jax.tree.map(lambda leaf: jax.lax.split(leaf, [1] * len(layers)), repeats)

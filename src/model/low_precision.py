@@ -47,7 +47,10 @@ class QTensor(NamedTuple):
 
 
 def encode(x: Array, bound: Array, dtype: Any, in_float32: bool = False) -> QTensor:
-    """Quantizes x to `dtype`, whose largest value represents `bound`; larger magnitudes are clipped.
+    """Quantizes x to `dtype`; magnitudes above `bound`, which broadcasts to x, are clipped.
+
+    The largest value of an integer dtype represents `bound`. Scales of float8 are powers of two, so that `bound` maps
+    to a value between half the largest one and the largest one.
 
     `in_float32` stores the codes' values in float32, for CPUs, which convert to float8 slowly.
     """
@@ -155,7 +158,7 @@ class EightBitMatmul:
         return self.how.layout.shard_map(on_device, in_specs, out_specs)(coded, x)
 
     def on_device(self, coded: QTensor, x: Array, bound: float, dtype: Any) -> tuple[Array, QTensor]:
-        """Computes the matmul of one device's shards."""
+        """Computes `__call__` for one device's shards. Raises UserError as `check_summed`."""
         summed = [dim for dim in self.other if dim not in self.out]
         scales, scaled, is_integer = coded.scale, x, self.how.format.per_channel
         if varies := any(scales.shape[self.coded.index(dim)] > 1 for dim in summed):
@@ -182,7 +185,7 @@ class EightBitMatmul:
 
 
 def spec(dims: str, at: Shards) -> PartitionSpec:
-    """Partition of an array with these dims."""
+    """PartitionSpec of an array with the dims `dims`, sharded as in `at`."""
     return PartitionSpec(*(at[dim] or None for dim in dims))
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-LARGE = 2**18  # elements of a weight. Below, the quickstart's step took longer with `_multiply`, in equal CPU time.
+LARGE = 2**18  # elements of a weight from which `_multiply` is used: with fewer, it made the quickstart's step slower
 
 
 def weight_matmul(x: Array, kernel: Array, einsum: str, precision: str | None) -> Array:

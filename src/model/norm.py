@@ -19,7 +19,7 @@ class Norm(nnx.Module):
         dtype: str,
         rngs: Rngs,
         axes: Axes = (None,),
-        epsilon: float = 0.0,
+        epsilon: float = 0.0,  # 0: normalization_layer_epsilon
     ) -> None:
         self.spec, self.epsilon = spec, epsilon or spec.normalization_layer_epsilon
         self.dims = tuple(range(-len(shape), 0))

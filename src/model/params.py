@@ -70,7 +70,8 @@ class Fixed(nnx.Variable):
 class Rngs:
     """Makes a key for each weight in turn, as `nnx.Rngs` does; without a key, weights are declared, not sampled.
 
-    `nnx.Rngs` counts in a traced array: each count takes JAX longer than sampling, and declarations sample nothing.
+    `nnx.Rngs` keeps its count in a JAX array: incrementing that takes longer than sampling a weight, and declarations
+    sample nothing.
     """
 
     def __init__(self, key: Any = None) -> None:
@@ -95,12 +96,12 @@ def weight(
     decays: bool = True,
     trained: bool = True,
 ) -> nnx.Variable:
-    """Declares one weight, without the dim of the layers that share its declaration (`stack` prepends that).
+    """Declares one weight of one layer; `stack` prepends the dim of stacked layers.
 
     Values are `constant` (a number or an array), or normal, truncated at two standard deviations, with variance
     `scale**2` divided by the product of the dims `fan_in`, which matmuls sum over (LeCun et al., Efficient BackProp,
     section 4.6). `axes` are the dims' logical axes (None: never sharded); `decays`: weight decay applies to it;
-    `trained`: training changes it.
+    `trained`: it is an `nnx.Param` that training may change, otherwise it is `Fixed`.
     """
     if constant is not None or rngs.key is None:
         value = jnp.full(shape, 0.0 if constant is None else constant, dtype)
@@ -113,7 +114,7 @@ def weight(
 
 
 def matmul(x: Array, kernel: Any, einsum: str, precision: str | None = None) -> Array:
-    """Computes the einsum of `x` and a weight, in `x`'s dtype; every projection of the model uses it."""
+    """Computes the einsum of `x` and a plain, adapted or quantized weight, in `x`'s dtype; every projection uses it."""
     # einsum sums over letters in alphabetic order, and would transpose a weight whose dims are in another order.
     x_dims, _, others = einsum.partition(",")
     letters = dict.fromkeys(others.partition("->")[0] + x_dims)
@@ -156,7 +157,7 @@ def random_stream(seed: int, stream: int) -> Array:
     return jax.random.fold_in(jax.random.key(seed), stream)
 
 
-# `nnx.Rngs` gives the weights fold_in(key(seed), 0), 1, 2 and so on.
+# `Rngs` gives the weights the keys fold_in(key(seed), 0), 1, 2 and so on.
 DROPOUT, ADAPTERS = 2**32 - 1, 2**32 - 2
 
 

@@ -10,7 +10,7 @@ from src.model.spec import LayerSpec, ModelSpec
 from src.parallel.mesh import MeshLayout
 from src.system.imports import named
 
-# Token mixers by attention_type, whose table in the config says what else a new one needs.
+# Token mixers by attention_type; src/config/attention_types.py says what else a new mixer needs.
 MIXERS: dict[str, Any] = {kind: declared.module for kind, declared in ATTENTION_TYPES.items()}
 FEED_FORWARD, EXPERTS = "src.model.feed_forward:FeedForward", "src.model.moe.layer:Experts"
 
@@ -31,7 +31,7 @@ def layer_costs(layer: LayerSpec) -> dict[str, Costs]:
 
 
 def attention_scores(spec: ModelSpec) -> list[ScoreSpec]:
-    """Score settings of the attention kernels of a model's layers."""
+    """Score settings of a model's distinct layers, without those whose mixer has no attention kernel."""
     return [scores for layer in dict.fromkeys(spec.layers) if (scores := layer_costs(layer)["attention"].scores)]
 
 

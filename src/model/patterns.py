@@ -6,14 +6,14 @@ from collections.abc import Hashable, Sequence
 def shortest_patterns(items: Sequence[Hashable]) -> tuple[tuple[int, int], ...]:
     """Writes the list as consecutive patterns, each (period, repeats).
 
-    Minimises the items in all patterns, then the number of patterns, and then prefers longer first patterns: 26 items
-    of which every sixth differs are 4 x (5 + 1) and 2 x 1.
+    Minimises the sum of all periods, then the number of patterns, and then lets the first patterns cover as many items
+    as possible: 26 items of which every sixth differs are 4 x (5 + 1) and 2 x 1.
     """
     count, number_of = len(items), {item: number for number, item in enumerate(items)}
     if len(number_of) == 1:
         return ((1, count),)
     kinds = [number_of[item] for item in items]  # numbers compare faster
-    # best[i] describes items[i:]: (items in patterns, number of patterns, minus the items in the first, the patterns)
+    # best[i] describes items[i:]: (sum of periods, number of patterns, minus the items in the first, the patterns)
     best: list[tuple[int, int, int, tuple[tuple[int, int], ...]]] = [(0, 0, 0, ())] * (count + 1)
     for start in range(count - 1, -1, -1):
         candidates = []

@@ -1,4 +1,4 @@
-"""Pipeline stages: each device of the mesh axis `stage` runs its chunks of a group's layers, one micro-batch at a time.
+"""Pipeline stages: devices along the mesh axis `stage` run their chunks of a layer group, a micro-batch at a time.
 
 The schedule is circular (interleaved 1F1B's forward order; Narayanan et al. 2021, arXiv:2104.04473, section 2.2): the
 layers are cut into R x P chunks of equal length, and stage s of P runs chunk r P + s in its turn r of R. Each
@@ -27,7 +27,7 @@ from src.system.errors import Unsupported, counted
 
 
 class Schedule(NamedTuple):
-    """The item, one turn of a micro-batch, that each stage processes in each iteration.
+    """Assigns an item, which is one turn of a micro-batch, to each stage in each iteration.
 
     Stage s processes the same items as stage 0, s iterations later: P consecutive micro-batches make their first turn,
     then their second and so on, before the next P start. So the first stage consumes the last one's output immediately.
@@ -49,7 +49,7 @@ class Schedule(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """Share of iterations in which a stage idles."""
+        """Fraction of the iterations in which a stage idles."""
         return (self.stages - 1) / self.iterations
 
     def describe(self) -> str:
@@ -72,7 +72,10 @@ class Schedule(NamedTuple):
 
 
 def make_schedule(mesh: Mesh, spec: ModelSpec, layout: MeshLayout) -> Schedule:
-    """Makes the configured schedule of several stages; raises Unsupported if layers or micro-batches do not fit it."""
+    """Makes the configured schedule of several stages.
+
+    Raises Unsupported if the sharding rules, the layers or the micro-batches do not fit it.
+    """
     stages, group = layout.mesh.shape[STAGE], spec.layer_groups[spec.largest_group]
     micro_batches, repeats = mesh.num_pipeline_microbatches, mesh.num_pipeline_repeats
     if layout.rules["layers"] != (STAGE,):
@@ -172,9 +175,9 @@ def run_stages(
 def _chunks(weights: Any, stage: Array, schedule: Schedule) -> Any:
     """Collects the chunks that this stage runs, [R, chunk, ...], from the weights stored on stages, [R chunk, ...].
 
-    Chunk c is stored on stage c // R and run by stage c % P: P - 1 permutations over `stage` move it, each with as many
-    chunks as any two stages have to exchange at most. (For an all-to-all over only this axis, the compiler would gather
-    dims that the other axes shard.)
+    Chunk c is stored on stage c // R and run by stage c % P. Stages exchange chunks in P - 1 permutations over `stage`,
+    each of ceil(R / P) chunks, the most that one stage stores for another. (For an all-to-all over only this axis, the
+    compiler would gather dims that the other axes shard.)
     """
     P, R = schedule.stages, schedule.repeats
     chunks = jax.tree.map(lambda leaf: leaf.reshape(R, -1, *leaf.shape[1:]), weights)

@@ -1,4 +1,7 @@
-"""Selects the weights used in 8-bit matmuls, if the devices support them (src/model/low_precision.py multiplies)."""
+"""Selects the weights to quantize, for 8-bit matmuls or to save memory, and replaces them by quantized ones.
+
+src/model/low_precision.py and src/model/block_scaled.py compute the matmuls.
+"""
 
 import dataclasses
 import functools
@@ -31,7 +34,7 @@ class Quantized:
     """A weight whose matmuls run in 8 bits."""
 
     weight: Array
-    bound: Any  # its largest magnitudes, from `Products.bound`; None: each block finds its own
+    bound: Any  # its largest magnitudes, from `EightBitMatmuls.bound`; None: scales are by block
     products: Any = field(metadata={"static": True})
     axes: tuple[str | None, ...] = field(metadata={"static": True})  # logical axes of the weight's dims
 
@@ -91,7 +94,7 @@ def store_in_8_bits(chosen: Quantization, weights: params.Tree, on_cpu: bool) ->
 
 
 def attach(chosen: Quantization, weights: params.Tree, layout: MeshLayout) -> params.Tree:
-    """Replaces each weight of `chosen` by a `Quantized`."""
+    """Replaces each weight of `chosen` by a `Quantized`; returns `weights` itself without any."""
     if not chosen.kind:
         return weights
     block_scaled = chosen.kind == "mxfp8"
@@ -114,8 +117,9 @@ def _encoded(weight: Array, bounded: tuple[int, ...]) -> QTensor:
 def select(keys: Keys, declarations: params.Tree, layout: MeshLayout) -> Quantization:
     """Selects the weights of a model that `quantization` quantizes, on the devices of this layout.
 
-    Raises Unsupported if the devices lack these matmuls, UserError if `quantization_exclude` matches no weight, or
-    every one.
+    Raises Unsupported if the devices lack these matmuls; UserError if `quantization_exclude` leaves no weight, has a
+    pattern that matches none (unless it is one of the default patterns), or does not exclude experts, which only int8
+    quantizes.
     """
     if not keys.quantization:
         return Quantization()
@@ -126,7 +130,7 @@ def select(keys: Keys, declarations: params.Tree, layout: MeshLayout) -> Quantiz
 
 
 def select_at_rest(keys: Keys, declarations: params.Tree) -> Quantization:
-    """Selects the weights that `quantize_weights` stores in 8 bits; raises UserError as `select`."""
+    """Selects the weights that `quantize_weights` stores in 8 bits; raises UserError as `select`, and for experts."""
     return _chosen("int8", keys.quantization_exclude, declarations, "quantize_weights=int8")
 
 
@@ -147,7 +151,7 @@ def _chosen(
         layers = sum(axis in LAYERS for axis in axes[path])
         bounded = fan_ins[path] if kind == "int8" else range(layers, len(axes[path]))
         matmuls[path] = QuantizedMatmul(tuple(bounded), axes[path][layers:])
-        if "expert" in axes[path] and words != "quantization=int8":  # Triton on GPUs computes fp8 matmuls in float16
+        if "expert" in axes[path] and words != "quantization=int8":  # fp8: Triton on GPUs would compute it in float16
             raise UserError(
                 f"{words} has no matmuls for experts, which quantization=int8 has: exclude them with "
                 f"quantization_exclude=[{','.join(patterns)},feed_forward.wi,feed_forward.wo]"

@@ -1,4 +1,4 @@
-"""Scales attention's queries: each dim by a weight (Pax's C4 models), or all by their position (Llama 4)."""
+"""Scales attention's queries: each dim by a weight (Pax's C4 models), and each query by its position (Llama 4)."""
 
 import math
 
@@ -10,7 +10,7 @@ from src.model.spec import LayerSpec
 
 
 def scale_queries(q_BTNH: Array, weight_H: Array | None, positions_BT: Array, spec: LayerSpec) -> Array:
-    """Scales queries by the weight `query_dim_scale`, if there is one, and by their temperature."""
+    """Scales queries by softplus(weight) / log 2, if there is a weight, and by their position's temperature, if any."""
     if weight_H is not None:  # as praxis's PerDimScale: the scale is 1 if the weight is 0
         scale_H = jax.nn.softplus(weight_H.astype(jnp.float32)) / math.log(2)
         q_BTNH = (q_BTNH * scale_H).astype(q_BTNH.dtype)

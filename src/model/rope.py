@@ -8,10 +8,10 @@ from src.model.spec import LayerSpec
 
 
 def rope(x_BTNH: Array, positions_BT: Array, spec: LayerSpec) -> Array:
-    """Rotates pairs of a head's first `partial_rotary_factor` by position (Su et al. 2021, section 3.4.2), in float32.
+    """Rotates the first `partial_rotary_factor` of a head's dims by position, pair by pair, in float32.
 
-    Pair i is (i, i + dim / 2), as in Llama's Hugging Face checkpoints, or (2i, 2i + 1) with `rope_interleave`. With
-    rope_type=proportional, pairs span the whole head, and those past that fraction turn by 0.
+    Su et al. 2021, section 3.4.2. Pair i is (i, i + dim / 2), as in Llama's Hugging Face checkpoints, or (2i, 2i + 1)
+    with `rope_interleave`. With rope_type=proportional, pairs span the whole head, and later pairs do not turn.
     """
     factor = 1.0 if spec.rope_type == "proportional" else spec.partial_rotary_factor
     dim = int(x_BTNH.shape[-1] * factor)

@@ -8,7 +8,10 @@ from src.model.spec import LayerSpec
 
 
 def stretch(plain: np.ndarray, spec: LayerSpec) -> tuple[np.ndarray, float]:
-    """Stretches each pair's radians per position, float32 [dim / 2]; also returns the factor of the rotated part."""
+    """Changes `plain`, the pairs' radians per position, float32 [dim / 2], by `rope_type`.
+
+    Also returns a factor for the rotated dims.
+    """
     stretched, pairs, original = plain / spec.rope_factor, len(plain), spec.original_max_position_embeddings
     if spec.rope_type == "linear":  # position interpolation (Chen et al. 2023)
         return stretched, 1.0
@@ -39,7 +42,7 @@ def stretch(plain: np.ndarray, spec: LayerSpec) -> tuple[np.ndarray, float]:
     if spec.rope_truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)
-    # As in transformers: if last < first, only the pairs before both stay.
+    # As in transformers, also if last < first: then the pairs from `first` on stay.
     share = np.clip((np.arange(pairs, dtype=np.float32) - first) / ((last - first) or 1e-3), 0.0, 1.0)
     size = yarn_size(spec, 1.0)
     if spec.mscale and spec.mscale_all_dim:

@@ -50,6 +50,6 @@ class Quantization:
     """Which of a model's weights are multiplied in 8 bits, and how; none if `kind` is empty."""
 
     kind: str = ""
-    bounds: tuple[float, ...] = (0.0, 0.0, 0.0)  # fixed bounds, as in `low_precision.Products`
+    bounds: tuple[float, ...] = (0.0, 0.0, 0.0)  # fixed bounds, as in `low_precision.EightBitMatmuls`
     matmuls: Mapping[Path, QuantizedMatmul] = field(default_factory=dict)
     description: str = ""

@@ -9,10 +9,14 @@ from src.parallel.mesh import MeshLayout
 
 
 def look_up_sharded(table_VD: Array, ids_BT: Array, layout: MeshLayout, axis: str, blocks: int) -> Array:
-    """Computes `look_up`, exchanging looked-up columns between `blocks` blocks of devices; 1: gathers the table."""
+    """Computes `look_up` with explicit collectives; if rows are sharded, sums the results over their shards.
+
+    With several `blocks` of devices, each device gathers the columns of its block, looks them up for the tokens of one
+    device of every block, and exchanges the results. With one, it gathers all columns.
+    """
     sharing, gathered = layout.axes(axis), layout.axes("embed")
-    # XLA sums a plain lookup over `sharing` too; but within a map over other axes, XLA of JAX 0.11 aborts on it, and
-    # with an unsharded table every device would look up the rows for all devices.
+    # XLA partitions a plain lookup by rows in the same way. But within a map over other axes, XLA of JAX 0.11 aborts on
+    # it, and if rows are not sharded, every device would look up the rows of all devices' tokens.
     devices = np.arange(layout.size(gathered)).reshape(blocks, -1)  # consecutive, as D is sharded
     near, far = (None if blocks == 1 else groups.tolist() for groups in (devices, devices.T))
 

@@ -1,8 +1,8 @@
-"""Describes a model: its layers, each with its own settings, how they repeat, and what is before and after them.
+"""Describes a model: the settings of each layer, how layers repeat, and the embedding and output around them.
 
-Tensor letters, here and in every file of the model: B batch, T query position, S key position, D embedding, F
-feed-forward hidden, N query heads, K key/value heads, H head size, A factors of a feed-forward layer, E experts, M
-tokens sorted by expert, Q compressed query, R compressed keys and values, V vocabulary, L layers.
+Tensor letters, in every file of the model that does not explain others: B batch, T query position, S key position, D
+embedding, F feed-forward hidden, N query heads, K key/value heads, H head size, A factors of a feed-forward layer, E
+experts, M choices of an expert by a token, Q compressed query, R compressed keys and values, V vocabulary, L layers.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ VOCAB_MULTIPLE = 128  # the vocabulary is padded to a multiple of this, so that 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec(LayerSettings):
-    """One decoder layer's resolved settings and sizes. Layers with the same `shared_weights` share weights.
+    """One decoder layer's resolved settings and sizes. Layers with the same nonempty `shared_weights` share weights.
 
-    Settings without effect on the layer have their defaults, and of the sizes declared here those without effect are 0,
+    Settings without effect on the layer have their defaults, and the sizes declared here are 0 if they have no effect,
     so that layers that compute the same function compare equal.
     """
 
@@ -31,7 +31,7 @@ class LayerSpec(LayerSettings):
     moe_mlp_dim: int = 0
     num_query_heads: int = 0
     num_kv_heads: int = 0
-    max_length: int = 0  # of a run's texts, if positions depend on it
+    max_length: int = 0  # max_target_length, if the rotary frequencies depend on it
     shared_weights: str = ""  # empty: not shared
 
 
@@ -52,7 +52,7 @@ class LayerGroup:
 class ModelSpec(EmbeddingSettings):
     """A decoder-only Transformer: its layers, and the resolved settings of everything before and after them.
 
-    `trainable_position_size` is the number of rows of a learned table of positions, otherwise -1.
+    `trainable_position_size` is the number of rows of the learned position table, or -1 without one.
     """
 
     emb_dim: int
@@ -62,7 +62,7 @@ class ModelSpec(EmbeddingSettings):
     final_norm: NormSettings
     weight_dtype: str
     dtype: str
-    stacked: bool = True  # stack the weights of repeated layers, for a scan over them; otherwise each has its own
+    stacked: bool = True  # stack the weights of repeated layers, for a scan over them; otherwise each layer has its own
 
     def __hash__(self) -> int:
         # Counts are cached by model: hashing a hundred layers for each lookup would take longer than counting.
@@ -70,7 +70,7 @@ class ModelSpec(EmbeddingSettings):
 
     @functools.cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """Groups the layers in the nesting of weights and caches."""
+        """Groups the layers as weights and caches are nested; without `stacked`, only shared groups have repeats."""
         groups = group_layers(self.layers)
         if self.stacked:
             return groups
@@ -148,7 +148,7 @@ def _layer_spec(layer: Model, shared_weights: str, max_target_length: int) -> La
 
 @functools.cache  # a hundred layers take a second
 def group_layers(layers: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:
-    """Groups layers into the repeated patterns of `shortest_patterns`; each pattern layer is compiled once."""
+    """Groups layers into the repeated patterns of `shortest_patterns`: a scan compiles each layer of a pattern once."""
     groups, start = [], 0
     for period, repeats in shortest_patterns(layers):
         groups.append(LayerGroup(layers[start : start + period], repeats))

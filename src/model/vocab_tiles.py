@@ -15,12 +15,12 @@ MAX_LOGITS, SMALL = 8 * 2**30, 2**30  # bytes on a device
 
 
 def vocab_tiles(step: Step, batch: BatchKeys, spec: ModelSpec, layout: MeshLayout) -> int:
-    """Returns `num_vocab_tiling`, or for 0 the fewest tiles, a power of 2, that keep the loss small.
+    """Returns `num_vocab_tiling`, or for 0 the fewest tiles, a power of 2, that keep the loss's memory small.
 
-    Logits and their gradient must fit in MAX_LOGITS. On accelerators the loss may also use at most the memory of a
-    block's backward pass (or SMALL), if in one tile it would use more than 0.5 + p times that, where p is the
-    percentage that computing the logits twice adds to a step's operations. A device's shard of the sequence is a
-    multiple of the number of tiles.
+    Logits and their gradient should fit in MAX_LOGITS. On accelerators the loss may also use at most the memory of a
+    block's backward pass (or SMALL, if that is more), if in one tile it would use more than 0.5 + p times that, where p
+    is the percentage that computing the logits twice adds to a step's operations. The tiles divide a device's shard of
+    the sequence, so there may be fewer than these limits require.
     """
     length, tiles = batch.max_target_length, step.num_vocab_tiling
     if tiles:

@@ -1,8 +1,9 @@
 """Tiled attention in plain JAX, for any device: no array holds an entry for every query-key pair.
 
 Each tile of queries visits the tiles of keys one by one, and its softmax is rescaled as larger scores appear (Milakov
-and Gimelshein 2018, arXiv:1805.02867). The backward pass recomputes a tile's scores from the saved logarithm of the
-softmax normaliser (FlashAttention-2, Dao 2023, arXiv:2307.08691). Fully masked pairs of tiles are skipped.
+and Gimelshein 2018, arXiv:1805.02867). The backward pass recomputes a tile's scores from the saved log-sum-exp of each
+query's scores, here called `normaliser` (FlashAttention-2, Dao 2023, arXiv:2307.08691). Fully masked pairs of tiles are
+skipped.
 
 Letters in addition to those in src/model/spec.py: i tiles of t queries, j tiles of s keys, G query heads that read one
 head of keys, R = G t, V size of values, n devices that share a sequence, P pairs of tiles.
@@ -50,7 +51,7 @@ def tile_size(length: int, tile: int) -> int:
 
 
 def tile_pairs(length: int, window: int, layout: MeshLayout) -> np.ndarray:
-    """Lists each device's pairs of tiles: [n, P, (query tile, key tile, index of the first query in the text)].
+    """Lists each device's pairs of tiles: [n, P, (query tile, key tile, index of the first query in the sequence)].
 
     A pair is listed if some query may see some key in it: a key at or before the query and within its window (0: no
     window). Devices with fewer pairs are padded with pairs whose queries come before all keys.

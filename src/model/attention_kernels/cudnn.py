@@ -5,12 +5,12 @@ they are not too many. Otherwise, a long sequence of several segments, or a shar
 mask is as large as T x T. At most one segment spans the border of two neighbouring blocks, so only the first queries of
 the later block see the last keys of the earlier one: with the keys reversed, two lengths describe this mask. Blocks are
 joined pairwise, doubling in size each time; with a window, each block is joined with the few before it. The pieces'
-outputs are averaged, weighted by their softmax normalisers. In the backward pass each piece receives the normaliser and
-output of the whole sequence, so that its gradients equal full attention's (as in Ring Attention, Liu et al. 2023,
-arXiv:2310.01889).
+outputs are averaged, weighted by the exponentials of their log-sum-exps (`normaliser`). In the backward pass each piece
+receives the log-sum-exp and output of the whole sequence, so that its gradients equal full attention's (as in Ring
+Attention, Liu et al. 2023, arXiv:2310.01889).
 
 JAX's own function queries the local device for its abilities, requires values of the queries' size, and accepts no
-normaliser in the backward pass. This module therefore calls its primitives, in the versions that requirements/ pins.
+log-sum-exp in the backward pass. This module therefore calls its primitives, in the versions that requirements/ pins.
 """
 
 import dataclasses
@@ -44,13 +44,16 @@ from src.parallel.sequence import replicate_rows, zigzag_order, zigzag_parts
 
 LONGEST_MASK = 4096  # longest sequence whose mask [T, T] is built
 BLOCK = 1024  # most tokens in a block of a longer sequence
-NO_WEIGHT = 1e30  # a normaliser so large that any score's weight becomes 0
+NO_WEIGHT = 1e30  # a log-sum-exp so large that any score's weight becomes 0
 
 
 def cudnn(
     q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, spec: ScoreSpec, sinks_N: Array | None, context: ForwardContext
 ) -> Array:
-    """Attends with q [B, T, N, H] to k, v [B, n S, K, H]; each device handles its own sequences, heads and queries."""
+    """Attends with q [B, T, N, H] to k, v [B, n S, K, H]; each device handles its own sequences, heads and queries.
+
+    Sharded sequences with a window are left to the kernel `blocked`.
+    """
     assert sinks_N is None, "choose_kernel"
     layout, T = context.layout, q_BTNH.shape[1]
     shards, window = layout.shards("length"), spec.window if spec.window < T else 0
@@ -108,10 +111,10 @@ def workspace_bytes(B: int, T: int, spec: ScoreSpec, kv_heads: int, packed: bool
 
 
 def _differentiable(run: Callable, gradients: Callable) -> Callable[..., Array]:
-    """Builds attention on one device from `run`, which returns the output and normaliser, and its `gradients`.
+    """Builds attention on one device from `run`, which returns the output and log-sum-exp, and its `gradients`.
 
-    The built function takes q, k, v, the segment ids of queries and keys, the index in the text of the first token of
-    each of the device's zigzag parts, [1, parts], and what else `run` takes.
+    The built function takes q, k, v, the segment ids of queries and keys, the index in the sequence of the first token
+    of each of the device's zigzag parts, [1, parts], and any further arguments of `run`.
     """
 
     def saving(*given: Any) -> tuple[Array, tuple[Any, ...]]:
@@ -159,7 +162,7 @@ def _listed(pieces: "_Pieces", segments: Segments) -> Callable[..., Array]:
 
 
 class _Mask(NamedTuple):
-    """Mask of a piece: causal with an optional bias, a bias only, or the first queries to the first keys.
+    """Mask of a piece: causal with an optional bias, only a bias, or one by which the first queries see the first keys.
 
     cuDNN does not document its results for a query that sees nothing or a key that no query sees: they are not used.
     """
@@ -195,7 +198,10 @@ class _Pieces:
 
     @property
     def block(self) -> int:
-        """Tokens in a block. If there are several blocks, a multiple of 8, to which a sequence or part is padded."""
+        """Tokens in a block, rounded up to a multiple of 8 if a device has several blocks or parts.
+
+        A sequence or part is padded to `block << levels` tokens.
+        """
         size = -(-self.length >> self.levels)
         return size if self.levels == 0 and self.shards == 1 else -(-size // 8) * 8
 
@@ -224,7 +230,10 @@ class _Pieces:
         return pieces if self.shards == 1 else [*pieces, parts[:, 0], parts[:, 1]]
 
     def keys(self, x_BS: Array, starts_1p: Array, fill: int = 0) -> list[Array]:
-        """Splits an array by key into each piece's keys [b, s, ...]; a device's parts begin at `starts_1p`."""
+        """Splits an array by key into each piece's keys [b, s, ...]; a device's parts begin at `starts_1p`.
+
+        The keys of joined blocks and of parts are reversed, except in "biased" joins.
+        """
         own, sizes = x_BS, x_BS.shape[2:]
         if self.shards > 1:
             parts = [jax.lax.dynamic_slice_in_dim(x_BS, start, self.length, axis=1) for start in starts_1p[0]]
@@ -276,7 +285,7 @@ class _Pieces:
         return masks
 
     def run(self, q: Array, k: Array, v: Array, q_ids: Array, k_ids: Array, starts_1p: Array) -> tuple[Array, Array]:
-        """Returns the output [B, T, N, V] and softmax normaliser [B, T, N]."""
+        """Returns the output [B, T, N, V] and the log-sum-exp of the scores [B, T, N]."""
         masks = self.masks(q_ids, k_ids, starts_1p, q.dtype)
         outs, normalisers = [], []
         for *arrays, mask in zip(self.queries(q), self.keys(k, starts_1p), self.keys(v, starts_1p), masks, strict=True):

@@ -1,4 +1,4 @@
-"""What cuDNN's attention kernel requires, as in the checks of JAX's own function (cuDNN 9.10 and newer)."""
+"""The requirements of cuDNN's attention kernel, as in the checks of JAX's own function (cuDNN 9.10 and newer)."""
 
 from collections.abc import Sequence
 

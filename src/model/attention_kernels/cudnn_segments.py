@@ -3,10 +3,10 @@
 A call takes the first token and the length of each segment in the batch, up to a fixed number of segments. In the
 backward pass, cuDNN uses memory for this number of segments of the greatest length, whatever their real lengths. The
 segments are therefore divided by length into classes, each four times shorter than the one before, with a call for
-each. A class lists four segments per greatest length of tokens: all that the batch can hold, except in the last class.
-If all of a batch's segments have room in the first class, a single call takes them, which is faster than one per class.
-A batch with more of the shortest segments, of a quarter of their class's length or less on average, is left to another
-kernel.
+each. A class whose greatest length is L lists four segments for every L tokens of the batch: all that the batch can
+hold, except in the last class. If all of a batch's segments have room in the first class, a single call takes them,
+which is faster than one per class. A batch with too many segments for the last class, which are then shorter than a
+quarter of L on average, is left to another kernel.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from src.model.attention_kernels.scores import ScoreSpec
 
-RATIO = 4  # between the greatest lengths of two classes, and the segments listed per greatest length of tokens
+RATIO = 4  # of the greatest lengths L of consecutive classes; also the segments listed for every L tokens
 SHORT = 256  # the last class's greatest length, at most
 MULTIPLE = 64  # every class's greatest length must be a multiple of this: others were not tried on a GPU
 
@@ -66,13 +66,13 @@ class SegmentClass:
 
 @dataclass(frozen=True)
 class Segments:
-    """Attention with q, k, v [B, T, N or K, H] within each segment, a run of equal ids [B, T]; causal."""
+    """Causal attention with q, k, v [B, T, N or K, H] within each segment, a run of equal ids [B, T]."""
 
     scale: float
     window: int
 
     def run(self, q: Array, k: Array, v: Array, classes: Sequence[SegmentClass]) -> tuple[Array, ...]:
-        """Returns the output [B, T, N, H] and softmax normaliser [B, T, N]; arbitrary if the segments do not fit."""
+        """Returns the output [B, T, N, H] and log-sum-exp [B, T, N]; arbitrary for segments that no class lists."""
         B, T, N, _ = q.shape
         results: list[tuple[SegmentClass, tuple[Array, ...]]] = []
         for each in classes:
@@ -160,15 +160,15 @@ def _bounds(ids_BT: Array) -> tuple[Array, Array]:
 
 
 class SegmentLists(NamedTuple):
-    """A batch's segments, divided in several ways, and which of these to use."""
+    """A batch's segments, divided into classes in one or two ways, and the choice between these."""
 
     ids_BT: Array  # the segment ids that they were made from
-    choice_1: Array  # the first in which all segments fit; the number of ways if none does
+    choice_1: Array  # index of the first division in which all segments fit; len(divisions) if there is none
     divisions: list[list[SegmentClass]]  # the fastest first
 
 
 def list_segments(ids_BT: Array) -> SegmentLists:
-    """Divides a batch's segments, runs of equal ids: into one class, where a call is enough, and by length."""
+    """Divides a batch's segments, runs of equal ids, into one class, which needs a single call, and by length."""
     longest = _longest(ids_BT.shape[1])
     divisions = [classes_of(ids_BT, longest[:count]) for count in sorted({1, len(longest)})]
     # Only the last class may lack room.

@@ -13,7 +13,7 @@ from src.model.spec import LayerSpec
 from src.parallel.sequence import replicate_rows, zigzag_order
 
 FLASH_BLOCK = 128  # smallest block of the TPU kernel, which needs whole blocks
-CONTEXT = "context"  # remat policies' name of attention's output, and of the other residuals that a kernel has
+CONTEXT = "context"  # `checkpoint_name`, for remat policies, of attention's output and a kernel's other residuals
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that a sequence of only padding gives numbers, not NaN
 
 
@@ -27,8 +27,8 @@ class ScoreSpec:
     scale: float  # multiplies q k
     window: int = 0  # keys that a query sees, including its own; 0: all
     chunk: int = 0  # positions per block; tokens attend within their block; 0: one block
-    soft_cap: float = 0.0
-    sink: bool = False
+    soft_cap: float = 0.0  # bounds scores by tanh; 0: no cap
+    sink: bool = False  # whether each head has a logit without a value in its softmax
 
 
 def score_spec(layer: LayerSpec, head_dim: int) -> ScoreSpec:
@@ -92,7 +92,7 @@ def masked_attention(
     if sinks is not None:
         largest = jnp.maximum(largest, sinks)
     largest = jax.lax.stop_gradient(largest)
-    # Divide by the softmax normaliser last: the output [B, T, N, H] is smaller than the scores.
+    # Divide by the softmax's denominator last: the output [B, T, N, H] is smaller than the scores.
     unnormalised = jnp.exp(scores - largest)
     normaliser = jnp.sum(unnormalised, axis=-1, keepdims=True)
     if sinks is not None:

@@ -22,7 +22,7 @@ COMPUTED_OF_LARGE = COMPUTED if jax.__version_info__ < (0, 11) else 256
 
 @dataclass(frozen=True)
 class CausalWindow:
-    """Decides by indices in the text which keys a query sees: those up to itself, the last `window` (0: all)."""
+    """Decides which keys a query sees, by indices in the sequence: the last `window` keys (0: all) up to its own."""
 
     window: int
 
@@ -32,7 +32,7 @@ class CausalWindow:
 
 
 class ZigzagCausalMask(sa.Mask):
-    """Causal mask for queries in the order `q_sequence` and keys in text order, computed within the kernel.
+    """Causal mask for queries in the order `q_sequence` and keys in sequence order, computed within the kernel.
 
     The kernel needs to know in advance which of its blocks are partly or fully masked. JAX's own masks find out by
     computing all blocks on the host, which takes minutes at 131,072 tokens; for blocks of consecutive queries, checking
@@ -49,7 +49,7 @@ class ZigzagCausalMask(sa.Mask):
         return 2 * self.q_sequence.shape
 
     def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
-        """Gives [any, all] of a block's mask instead of the mask; its queries must be consecutive in the text.
+        """Gives [any, all] of a block's mask instead of the mask; its queries must be consecutive in the sequence.
 
         JAX reads nothing else from it: it does not load masks of blocks for which it has a `mask_function`.
         """
@@ -111,7 +111,7 @@ def splash(
     layout = context.layout
     T, N = q_BTNH.shape[1:3]
     shards = layout.shards("length")
-    window = spec.window or spec.chunk  # `attend` made chunks segments; as a window they skip blocks
+    window = spec.window or spec.chunk  # `attend` made chunks segments; a window of their size also skips blocks
     head_dim = max(spec.head_dim, spec.value_dim)
     mask = ZigzagCausalMask(zigzag_order(T, layout), window)
     kernel = sa.make_splash_mha(
@@ -124,7 +124,7 @@ def splash(
         interpret=interpret,
     )
     sharded, rows = layout.spec(("batch", "length", "heads", None)), layout.spec(("batch", "length"))
-    # Use the physical mesh: inside an outer shard_map, JAX does not know the shape of a part of the abstract one.
+    # Use the physical mesh: inside an outer shard_map, JAX cannot compute a shard's shape from the abstract one.
     by_query = NamedSharding(layout.mesh, layout.spec((None, "length")))
 
     def on_device(kernel: Callable, q: Array, k: Array, v: Array, q_ids: Array, kv_ids: Array, *sinks: Array) -> Array:

@@ -25,7 +25,7 @@ class ExpertGroup(NamedTuple):
 
     axes: tuple[str, ...]  # the mesh axes along which they differ; none: each device has all experts
     count: int  # P
-    in_step: tuple[str, ...]  # mesh axes along which, with `axes`, devices run equally many windows
+    in_step: tuple[str, ...]  # mesh axes: devices along these and `axes` run the same number of windows
     platform: str
 
 
@@ -180,7 +180,7 @@ def _linear(transpose: Callable, static: tuple[int, ...]) -> Callable[[Callable]
 def exchange(
     rows_RD: Array, plan: ExchangePlan, reverse: ExchangePlan, sizes: tuple[int, int], group: ExpertGroup
 ) -> Array:
-    """Exchanges rows by `plan`: the rows that a device receives; 0 in rows that receive none.
+    """Exchanges rows by `plan`; returns the device's buffer, with 0 in the rows that receive none.
 
     `reverse` sends each row back to its origin, as the gradient does. `sizes` are the numbers of rows that a device has
     before and after.

@@ -37,7 +37,7 @@ class GroupedCodes:
 
 
 def encoded(weight: Quantized, dtype: Any) -> GroupedCodes:
-    """Quantizes a weight, whose gradient has `dtype`."""
+    """Quantizes a weight to int8; the gradient of the weight has `dtype`."""
     products, limit = weight.products, jnp.iinfo(jnp.int8).max
     # Round scales up to exact bfloat16 values: the backward pass looks up a scale for every entry, in an array as large
     # as the gradient.

@@ -41,7 +41,7 @@ def padded(x: Array, dim: int, multiple: int) -> Array:
 
 
 def row_tile(rows: int, groups: int) -> int:
-    """Rows per tile: a power of two, at most an eighth of the mean group's rows.
+    """Rows per tile: a power of two from MIN_ROWS to MAX_ROWS, at most an eighth of the mean group's rows if possible.
 
     A tile that two groups share is computed for each, so borders cost at most an eighth if the mean group has at least
     8 x MIN_ROWS rows.

@@ -137,8 +137,8 @@ class Experts(nnx.Module):
     def _kernels(self, dtype: Any) -> tuple[Any, Any]:
         """Prepares the weights for matmuls, in this dtype, with their logical axes in the same nesting.
 
-        A TPU's compiler would copy an array with a dim of two factors to another memory layout for each kernel, and so
-        for a weight that is gathered along its last dim. Each factor is therefore a separate array, and wo is
+        A TPU's compiler would copy an array with a dim of two factors to another memory layout for each kernel, and
+        likewise a weight that is gathered along its last dim. Each factor is therefore a separate array, and wo is
         transposed while it is still sharded.
         """
 

@@ -49,9 +49,9 @@ def report(
 ) -> Report:
     """Sums over each device's non-padding tokens, [devices, ...]; `totals` adds them up, so no layer waits for that.
 
-    `expert_load` [E]: the share of a token's choices that each expert got. `expert_share` [E]: each expert's share of
-    the token's scores. `router_z` [1]: the squared logsumexp of its logits. `tokens_dropped` [1]: the share of choices
-    without a slot.
+    `expert_load` [E]: the fraction of a token's choices that each expert got. `expert_share` [E]: each expert's
+    fraction of the token's scores. `router_z` [1]: the squared log-sum-exp of its logits. `tokens_dropped` [1]: the
+    fraction of its choices without a slot.
     """
 
     def sums(*arrays: Array) -> Report:
@@ -78,9 +78,10 @@ def totals(reports: Tree) -> Tree:
 def by_layer(reports: Tree, tokens: Array) -> Report:
     """Computes metrics of each layer of experts, in layer order, [layers] each, from the `totals` over `tokens` tokens.
 
-    `load_balance_loss`: E times the sum over experts of load and share, 1 when all is even (Switch Transformer,
-    arXiv:2101.03961, section 2.2). `router_z_loss`: the mean squared logsumexp of the logits (ST-MoE, arXiv:2202.08906,
-    equation 5). `expert_load_max`: the load of the most loaded expert, over the mean. `tokens_dropped`.
+    `load_balance_loss`: E times the sum over experts of mean load times mean share, 1 if both are even (Switch
+    Transformer, arXiv:2101.03961, section 2.2). `router_z_loss`: the mean squared log-sum-exp of the logits (ST-MoE,
+    arXiv:2202.08906, equation 5). `expert_load_max`: the load of the most loaded expert, over the mean.
+    `tokens_dropped`: the fraction of choices without a slot.
     """
     figures = []
     for blocks in reports["segments"].values():
@@ -121,7 +122,7 @@ def loss_shares(
 
 
 def after_step(stats: Tree, reports: Tree, tokens: Array, rate: float) -> tuple[Tree, Report]:
-    """Updates the correction biases `stats`, and computes each layer's metrics, from the reports of a whole batch."""
+    """Updates the correction biases `stats`, and computes `by_layer` and the sums of LOSSES, from a batch's reports."""
     sums = totals(reports)
     layers = by_layer(sums, tokens)
     metrics = {**layers, **{name: jnp.sum(layers[name]) for name in LOSSES}}
@@ -131,7 +132,7 @@ def after_step(stats: Tree, reports: Tree, tokens: Array, rate: float) -> tuple[
 def update_router_bias(stats: Tree, reports: Tree, tokens: Array, rate: float) -> Tree:
     """Moves the correction biases `stats` by `rate` towards an even load (DeepSeek-V3, section 2.1.2).
 
-    `reports` has the same nesting, with the `totals` of each layer over a whole batch of `tokens` tokens.
+    `reports` has the same nesting, with the `totals` of each layer over a whole batch of `tokens` non-padding tokens.
     """
 
     def move(bias_E: Array, load_E: Array) -> Array:

@@ -81,7 +81,7 @@ def _clip(x: jax.Array, kind: MatrixDims, threshold: jax.Array | float) -> jax.A
 
 
 def _root_mean_square(x: jax.Array, kind: MatrixDims) -> jax.Array:
-    """Averages over each matrix without the rows that pad a vocabulary, whose zero gradients would lower the mean."""
+    """Root mean square of each matrix, without the rows that pad a vocabulary, whose gradients are always zero."""
     is_word = None
     if kind.vocab is not None:
         dim, size = kind.vocab

@@ -1,7 +1,7 @@
 """XLA's flags: those in `compile_xla_flags`, passed to the compiler as options, and those in the environment.
 
-XLA rejects a wrong option with an exception. `XLA_FLAGS` and `LIBTPU_INIT_ARGS` are read once, when the libraries
-start, and an unknown flag ends the process: a child process therefore reads them first.
+XLA rejects a wrong option with an exception. XLA_FLAGS and LIBTPU_INIT_ARGS are read once, when the libraries start,
+and an unknown flag in them ends the process: a child process therefore reads them first.
 """
 
 import os
@@ -37,8 +37,8 @@ _GPU = {
     # Percent of memory up to which the scheduler starts collectives early: beyond it they run one after another.
     "xla_gpu_memory_limit_slop_factor": "112",
 }
-# The flags of `auto`, by `jax.Device.device_kind` (prefixed with "multi-slice" if there are several), or else by
-# platform. docs/aot.md explains each, and which flags of MaxText and Pax are left out: today's defaults, and flags that
+# The flags of `auto`, by `jax.Device.device_kind`, or else by platform; prefixed with "multi-slice" for several slices
+# or hosts. docs/aot.md explains each, and which flags of MaxText and Pax are left out: today's defaults, and flags that
 # make no difference.
 PRESETS: dict[str, dict[str, str]] = {
     "cpu": {},
@@ -91,7 +91,8 @@ def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, st
     """Resolves `compile_xla_flags` to options of the compiler for `device`, on this many slices or hosts.
 
     `text` has flags, or is `auto`: a preset for this kind of device. `always` adds options that `text` can turn off.
-    The device may be absent. Raises UserError if `text` is not a list of flags, or the compiler rejects one of them.
+    Flags that XLA retired because it now does the same by default are left out, with a message for each. The device may
+    be absent. Raises UserError if `text` is not a list of flags, or the compiler rejects one of them.
     """
     if text == "auto":
         kinds = [device.device_kind, device.platform]
@@ -119,7 +120,7 @@ def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, st
 
 
 def _error(options: Mapping[str, str], device: jax.Device) -> str:
-    """First line of the compiler's error for these options; empty if it accepts them."""
+    """First line of the compiler's error about these options; empty without an error, or for an unrelated one."""
     scalar = jax.ShapeDtypeStruct((), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
     try:
         jax.jit(lambda x: x, compiler_options=dict(options)).lower(scalar).compile()
@@ -186,7 +187,7 @@ def check_environment(uses_tpu: bool) -> None:
 
 
 def _start(program: str) -> str:
-    """Runs a Python program that reads the environment's flags; its log if it fails, else ""."""
+    """Runs a Python program that reads the environment's flags; returns its stderr if it fails, otherwise ""."""
     settings = {
         "PYTHONPATH": os.pathsep.join(sys.path),  # use the same libraries
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it uses no TPU, so another process may hold them

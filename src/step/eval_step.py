@@ -1,4 +1,4 @@
-"""Compiles evaluation on a batch: sums of losses, and of what else an evaluation reports."""
+"""Compiles the evaluation of a batch: sums of losses and of other metrics, to be divided by sums of their counts."""
 
 import functools
 import os
@@ -45,7 +45,8 @@ def compile_eval_step(plan: StepPlan, function: Callable[..., dict[str, Any]] | 
 def eval_step(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
     """Sums over a batch: `loss_sum` in nats, `tokens`, and for each of `user_metrics` a sum and its divisor.
 
-    If the batch has the field `text_bytes`, also the sums of `text_sums`.
+    If the batch has the field `text_bytes`, also the other sums of `text_sums`. Raises UserError if `eval_metrics`
+    fails or returns other values.
     """
     model = plan.decoder(weights)
     inputs = in_zigzag(batch, plan.layout)

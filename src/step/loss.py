@@ -29,15 +29,15 @@ class LossSums(NamedTuple):
     """Sums over the tokens of a batch, or of a part of one."""
 
     loss: Array  # nats
-    z: Array  # squared log-normalisers
+    z: Array  # squared log-sum-exps of the logits
     mtp: Array  # [P] nats, one per multi-token prediction layer
     non_padding: Array  # int32: tokens that go through the experts, all but padding
-    router: Tree  # the layers' reports: counts from their experts
+    router: Tree  # the layers' reports: sums over tokens, such as the experts' loads
     metrics: Mapping[str, tuple[Array, Array]] = {}  # from a custom loss: values to record, (sum, count)
 
 
 class TokenCounts(NamedTuple):
-    """Token counts of a whole batch, which sums are divided by; a single micro-batch or device does not know them."""
+    """Token counts of a whole batch, by which sums are divided; a single micro-batch or device does not know them."""
 
     loss: Array  # tokens that the loss counts
     mtp: Array  # [P] tokens that each multi-token prediction layer predicts
@@ -71,7 +71,7 @@ def next_token_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
 def objective(
     trainable: Tree, weights: Weights, counts: TokenCounts, batch: Batch, plan: StepPlan, loss: LossFunction
 ) -> tuple[Array, tuple[Metrics, Tree]]:
-    """Computes a micro-batch's share of the loss to minimise; also its share of each reported loss, and router buffers.
+    """Computes a micro-batch's share of the minimised loss; also its share of each reported loss, and layers' reports.
 
     Shares of all micro-batches add up to means, because `counts` covers the whole batch. Gradients are taken with
     respect to `trainable`, which replaces `weights.trainable`.
@@ -170,7 +170,7 @@ def batch_cross_entropy(
 def cross_entropy(
     logits_of: LogitsOf, hidden_BTD: Array, targets_BT: Array, mask_BT: Array, tiles: int, shards: int = 1
 ) -> tuple[Array, Array]:
-    """Sums over the tokens whose mask is 1: the loss, in nats, and the squared log-normaliser.
+    """Sums over the tokens whose mask is 1: the loss, in nats, and the squared log-sum-exp of their logits.
 
     The second times `z_loss_multiplier` is the z-loss of PaLM (Chowdhery et al. 2022, section 5). T has `shards`
     shards, each cut into `tiles`; with more than one tile, the backward pass recomputes each tile's logits.
@@ -190,7 +190,7 @@ def cross_entropy(
 
 
 def of_logits(logits_BTV: Array, targets_BT: Array, ids_V: Array) -> tuple[Array, Array]:
-    """Computes the log-normaliser [B, T] of logits, and the target's logit, or 0 if it is not among these tokens."""
+    """Computes the log-sum-exp [B, T] of logits, and the target's logit, or 0 if it is not among the tokens `ids_V`."""
     # A sum instead of a lookup, for which XLA would hold the logits in float32.
     is_target_BTV = targets_BT[..., None] == ids_V
     log_normaliser_BT = jax.nn.logsumexp(logits_BTV, axis=-1)

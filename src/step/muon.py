@@ -53,7 +53,7 @@ def muon(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransformat
 def _on_whole_matrices(
     x_SIO: jax.Array, stack_axes: list[MeshAxes], row_axes: MeshAxes, column_axes: MeshAxes, mesh: Any
 ) -> jax.Array:
-    """Orthogonalises while the mesh axes that shard rows and columns shard a stack dim instead."""
+    """Orthogonalises matrices [..., I, O], with a stack dim sharded by the mesh axes of rows and columns meanwhile."""
     cut_by = (*row_axes, *column_axes)
     parts = [math.prod(mesh.shape[name] for name in (*axes, *cut_by)) for axes in stack_axes]
     dim = min(range(len(parts)), key=lambda dim: -x_SIO.shape[dim] % parts[dim] / x_SIO.shape[dim])

@@ -22,8 +22,8 @@ WIDTHS = {"embed", "expert_embed", "heads", "kv_heads", "mlp"}  # logical axes o
 def learning_rate_scales(keys: Step, spec: ModelSpec, declarations: Tree) -> dict[Path, float]:
     """Factors on the updates of weights used in matmuls: 1/m.
 
-    Weight decay, which adamw adds to the update, is not scaled: it removes the same share of a weight at every width.
-    Raises UserError for a matrix whose scaling with the width is not known.
+    Weight decay, which adamw adds to the update, is not scaled: it removes the same fraction of a weight at every
+    width. Raises UserError for a matrix whose scaling with the width is not known.
     """
     m = spec.emb_dim / keys.mup_base_emb_dim
     axes, fan_ins = (by_path(field(declarations, name)) for name in ("out_sharding", "fan_in"))

@@ -15,7 +15,7 @@ from src.system.imports import named
 
 
 def hparams_at(keys: Step, steps: int, step: int) -> HParams:
-    """Values of update number `step` (from 0) that may change without recompiling the step."""
+    """Values that may change without recompiling the step, for update number `step` (from 0) of `steps`."""
     values = {
         "learning_rate": learning_rate(keys, steps, step),
         "b1": keys.adam_b1,
@@ -67,7 +67,7 @@ def make_optimizer(
 
 
 def adamw(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransformation]:
-    """Divides by Adam's second moment (Kingma and Ba 2015)."""
+    """Divides Adam's first moment by the root of its second moment (Kingma and Ba 2015)."""
     hparams = inputs.hparams
     adam = optax.scale_by_adam(hparams["b1"], hparams["b2"], hparams["eps"], mu_dtype=inputs.mu_dtype)
     return [adam if inputs.only_adamw else optax.masked(adam, chosen)]

@@ -56,12 +56,12 @@ def assign_rules(keys: Step, trained: Tree, by_width: Mapping[Path, float] = {})
 
 
 def where(rules: Tree, field: str, value: Any) -> Tree:
-    """Mask tree: True where the weight's rule has `field == value`."""
+    """Mask tree: True for weights whose rule has `field == value`."""
     return jax.tree.map(lambda rule: getattr(rule, field) == value, rules)
 
 
 def decayed(rules: Tree, decays: Tree, rate: jax.Array) -> list[optax.GradientTransformation]:
-    """Adds each weight's decay: its rule's, or `rate` if the weight `decays`."""
+    """Adds weight decay to updates: at the rate of a weight's rule, or without one at `rate` if the weight `decays`."""
     default = jax.tree.map(lambda rule, decays: rule.weight_decay is None and decays, rules, decays)
     rates = sorted({rule.weight_decay for rule in jax.tree.leaves(rules) if rule.weight_decay})
     by_rule = [optax.add_decayed_weights(it, where(rules, "weight_decay", it)) for it in rates]

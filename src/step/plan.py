@@ -45,7 +45,7 @@ class StepPlan:
     layout: MeshLayout
     execution: Execution
     kernel: str
-    why_not_fused: str  # if the platform has a fused kernel and `kernel` is not it
+    why_not_fused: str  # a reason if the platform has a fused kernel and `kernel` is not it, else ""
     packed: bool
     ramped: bool  # batches grow: shard i of n has rows i, i + n, ... of the data (src/data/batch_schedule.py)
     fields: Fields  # of a batch, in addition to BATCH_ARRAYS

@@ -15,7 +15,7 @@ from src.system.errors import UserError
 
 
 def check_same_program(traced: TracedTrainStep, steps: int) -> None:
-    """Raises UserError on every process if any would run another training step, of `steps`, than process 0."""
+    """Raises UserError on every process if any would train differently from process 0 in a run of `steps` steps."""
     if jax.process_count() == 1:
         return
     # A step's run-time inputs must not differ either: compare the hyper-parameters at both ends and in the middle.
@@ -35,12 +35,12 @@ def check_same_program(traced: TracedTrainStep, steps: int) -> None:
 
 
 def program_text(traced: jax.stages.Traced, kernel_text: Callable[[bytes], str] = lambda bytecode: "") -> str:
-    """Writes the traced step as text that is the same in every process, and for devices that are absent.
+    """Writes the traced step as a string that is equal for equal steps: in any process, for present or absent devices.
 
-    The text combines StableHLO and the jaxpr, because neither is complete. StableHLO has shardings, donation and
-    constants, but for kernels that XLA asks Python to partition only a Python object's address: their settings are in
-    the jaxpr. `kernel_text` writes a Pallas kernel, whose serialised form
-    names its source files.
+    It combines StableHLO and the jaxpr, because neither is complete. StableHLO has shardings, donation and constants,
+    but only a Python object's address for kernels that XLA asks Python to partition; the jaxpr has their settings. A
+    Pallas kernel's serialised form names its source files, so `kernel_text` writes it instead; by default it is left
+    out.
     """
     lowered = traced.lower().as_text()
     lowered = re.sub(r'(@CustomSPMDPartitioning\(.*?backend_config = )"\d+"', r"\1", lowered)

@@ -31,7 +31,7 @@ class TrainState:
     step: Any  # int32: updates done or skipped
     weights: Weights
     opt: Any
-    ema: Tree = dataclasses.field(default_factory=dict)  # float32: the trainable weights' average, with ema_decay
+    ema: Tree = dataclasses.field(default_factory=dict)  # float32: moving average of trainable weights, with ema_decay
     spikes: Tree = dataclasses.field(default_factory=dict)  # from `spikes.empty_window`; {} without skip_step_on_spikes
 
     def by_name(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class TrainState:
 def init_state(plan: StepPlan, weights: Weights | None = None) -> TrainState:
     """Makes the state before the first step, from `weights`, or from initial weights if None."""
     weights = weights or plan.init_weights()
-    opt = plan.optimizer(hparams_at(plan.step, 1, 0)).init(weights.trainable)  # the values do not affect it
+    opt = plan.optimizer(hparams_at(plan.step, 1, 0)).init(weights.trainable)  # the same for all values
     spikes = {}
     if plan.step.skip_step_on_spikes:
         from src.step.spikes import empty_window

@@ -1,4 +1,4 @@
-"""Computes the loss in tiles of the sequence or of the vocabulary, so that the logits of one are held at a time."""
+"""Computes the loss in tiles of the sequence or of the vocabulary, so that one tile's logits are held at a time."""
 
 from collections.abc import Callable
 
@@ -34,10 +34,10 @@ def in_tiles(arrays: tuple[Array, ...], tiles: int, shards: int = 1) -> tuple[Ar
 
 
 def output_parts(model: Decoder, count: int, layout: MeshLayout) -> OutputPart | None:
-    """Splits the output projection along V; None if V is sharded or not divisible, or with an adapter."""
+    """Splits the output projection along V; None if V is sharded or not divisible, or if it is adapted or quantized."""
     V, tied = model.spec.padded_vocab_size, model.spec.logits_via_embedding
     kernel = (model.embedding if tied else model.output)[...]
-    if layout.shards("vocab") > 1 or V % count or not isinstance(kernel, Array):  # not an array: it has an adapter
+    if layout.shards("vocab") > 1 or V % count or not isinstance(kernel, Array):  # adapted or quantized
         return None
     # D comes first: a TPU would change the layout of an array that it gathers along the last dim.
     kernel_DV = kernel.T if tied else kernel
@@ -49,7 +49,7 @@ def output_parts(model: Decoder, count: int, layout: MeshLayout) -> OutputPart |
 def over_parts(
     of_part: Callable[[Array, OutputPart], tuple[Array, Array]], hidden_BTD: Array, parts: OutputPart
 ) -> tuple[Array, Array]:
-    """Computes the log-normaliser and the target's logit, [B, T] each, of the whole vocabulary from all of its parts.
+    """Computes the log-sum-exp and the target's logit, [B, T] each, over the whole vocabulary from all of its parts.
 
     `of_part` computes both for the tokens of a part. The gathered weights and their gradient are split like V, and each
     part is gathered once forward and once backward.

@@ -1,4 +1,4 @@
-"""Scores each target of a batch, for evaluations that need more than the sum of the loss."""
+"""Scores each target of a batch, for evaluations that need more than the sum of the loss, and for DPO's loss."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from src.step.tiles import in_tiles
 
 
 def text_sums(logits_of: LogitsOf, hidden_BTD: jax.Array, inputs: Batch, plan: StepPlan) -> dict[str, jax.Array]:
-    """Sums `loss_sum` over all tokens, `text_nats` over tokens of text, and `text_bytes`, their UTF-8 bytes.
+    """Sums `loss_sum` over the loss mask, `text_nats` over its tokens of text, and `text_bytes`, their UTF-8 bytes.
 
     `not_text` counts tokens of data that is not text. Ends of documents count only in `loss_sum`. The inputs are
     `in_zigzag`.

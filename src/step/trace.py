@@ -29,7 +29,7 @@ class TracedTrainStep(NamedTuple):
     train: jax.stages.Wrapped
     eval: jax.stages.Wrapped
     jax_traced: jax.stages.Traced
-    schedule: BatchSchedule  # `batch` and `traced` have its full size
+    schedule: BatchSchedule  # `batch` and `jax_traced` have its full size
 
     @property
     def rows(self) -> int:
@@ -48,7 +48,7 @@ def trace_train_step(
     compiler_options: Mapping[str, str] = {},
     fields: Mapping[str, jax.ShapeDtypeStruct] = {},
 ) -> TracedTrainStep:
-    """Traces a checked config's step; raises UserError if it does not fit devices, mesh or a user's functions.
+    """Traces a checked config's step; raises UserError if devices, mesh or a user's functions do not fit it.
 
     `fields` are added to the arrays of a batch that the config defines.
     """

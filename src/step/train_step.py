@@ -46,11 +46,12 @@ def train_step(
 
     Returns:
         The next state; and `loss` (nats per token), `grad_norm` (before clipping), `tokens` (number that count: if 0,
-        the other two are NaN), `finite` (both were: otherwise no update was made), `usable` (layers can be computed
-        with the weights). If the step has them, also `spike` and `updates_skipped` (`skip_spikes`), `mtp_loss` (mean
-        over the extra prediction layers), `load_balance_loss` and `router_z_loss` (sums over layers; means over
-        micro-batches if one has a weight, otherwise of the whole batch), and for each layer of experts
-        `expert_load_max` (the largest load over the mean) and `tokens_dropped` (the fraction of choices).
+        the other two are NaN), `finite` (loss and gradient were: otherwise no update was made), `usable` (layers can be
+        computed with the weights). If the step has them, also `spike` and `updates_skipped` (`skip_spikes`), `mtp_loss`
+        (mean over the extra prediction layers), `load_balance_loss` and `router_z_loss` (sums over layers; means over
+        micro-batches if one has a weight, otherwise of the whole batch), for each layer of experts `expert_load_max`
+        (the largest load over the mean) and `tokens_dropped` (the fraction of choices), `user_metrics` (a custom loss's
+        means) and `internals` (of `log_internals`).
     """
     counts = count_tokens(batch, plan)
     rows = with_dropout_keys(batch, state.step, plan)
@@ -94,7 +95,7 @@ def train_step(
 
 
 def loss_metrics(losses: Metrics, counts: TokenCounts) -> Metrics:
-    """Completes the reported losses, and averages a user's own metrics."""
+    """Averages a custom loss's metrics, and makes `mtp_loss` NaN if a prediction layer has no tokens."""
     losses = dict(losses)
     if "user_metrics" in losses:
         losses["user_metrics"] = {name: total / count for name, (total, count) in losses["user_metrics"].items()}
@@ -146,7 +147,7 @@ def apply_update(
 ) -> tuple[Tree, Any, Metrics]:
     """Updates the trainable weights and the optimizer's state; both stay unchanged if not `keep_if`.
 
-    With `log_internals` also returns the norms of weights, gradients and updates by variable.
+    Also returns, with `log_internals`, the norms of weights, gradients and updates by variable, otherwise {}.
     """
     weights = state.weights.trainable
     if plan.accumulation.updates != plan.accumulation.weights:

@@ -13,7 +13,7 @@ from src.system.user_code import call, check_metrics, class_name, load_function
 
 
 def loss_function(name: str) -> LossFunction:
-    """Loads the function that the key `loss` names; raises UserError if there is none."""
+    """Loads the function that the key `loss` names, and checks what it returns; raises UserError if there is none."""
     return functools.partial(_checked, load_function(name, "loss"))
 
 

@@ -26,7 +26,7 @@ _TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of folders on a disk that O
 
 
 class Save(NamedTuple):
-    """Holds a checkpoint to write."""
+    """A checkpoint to write."""
 
     step: int
     arrays: dict[str, jax.Array]
@@ -36,10 +36,10 @@ class Save(NamedTuple):
 class Checkpointer:
     """Saves and restores the checkpoints of one run.
 
-    Nothing is created, renamed or deleted before the first `save`. All processes of a job make the same calls.
-    `directory` is the run's checkpoints/ folder, local or any other path that etils reads; `max_to_keep` -1 keeps all;
-    with `async_save` files are written while the caller continues; `compress` makes files about a quarter smaller, but
-    copies arrays in host memory.
+    Nothing is created, renamed or deleted before the first `save` or `finish`. All processes of a job make the same
+    calls. `directory` is the run's checkpoints/ folder, local or any other path that etils reads; `max_to_keep` -1
+    keeps all; with `async_save` files are written while the caller continues; `compress` makes files about a quarter
+    smaller, but copies arrays in host memory.
     """
 
     def __init__(self, directory: epath.PathLike, *, max_to_keep: int, async_save: bool, compress: bool = True) -> None:
@@ -54,16 +54,16 @@ class Checkpointer:
         self._last_was_missed = False
         self._deleter = ThreadPoolExecutor(max_workers=8)
         self._deletions: dict[int, Future[None]] = {}
-        self._quiet = contextlib.ExitStack()  # from the first save to the end
+        self._quiet = contextlib.ExitStack()  # silences Orbax from the first save to the end
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> list[str]:
         """Saves a state, whose arrays may be donated once this returns, and its `meta`, any JSON object.
 
         Deletes all but `max_to_keep` of the earlier checkpoints in the background, now that the caller has seen that
-        the weights are good. Returns messages: a failed deletion is tried again, and a transient failure of the
-        previous save is tolerated once. Raises UserError if this checkpoint or the previous one could not be written,
-        or its folder exists already; TransientError if this one could not be written after several attempts, or two in
-        succession could not.
+        the weights are good. Returns messages: a failed deletion is tried again, and a job with one process tolerates a
+        transient failure of the previous save once. Raises UserError if this checkpoint or the previous one could not
+        be written, or its folder exists already; TransientError if this one could not be written after several
+        attempts, or the previous one could not and that is not tolerated.
         """
         messages, missed = self._failed_deletions(), self._unwritten
         try:
@@ -140,17 +140,17 @@ class Checkpointer:
         ]
 
     def quarantine_nonfinite(self, first_step: int) -> list[str]:
-        """Renames checkpoints saved at `first_step` or later, so that no run resumes from them; returns new names."""
+        """Renames this run's checkpoints from `first_step` on, so that no run resumes from them; returns new names."""
         with contextlib.suppress(UserError, TransientError):  # a failed save leaves nothing to rename
             self.wait()
         names = [set_aside(self._directory, step, "nonfinite") for step in self._saved_steps if step >= first_step]
         self._saved_steps = []
-        # The first process to exit ends the others, so all of them wait here until process 0 has renamed them.
+        # The first process to exit ends the others, so all wait until process 0 has renamed the checkpoints.
         multihost_utils.sync_global_devices("checkpoints set aside")
         return [name for name in names if name]
 
     def close(self) -> None:
-        """Waits, then ends the threads that save and delete."""
+        """Waits for the last save, raising as `save` does, and ends the threads that save and delete."""
         try:
             self.wait()
         finally:
@@ -221,7 +221,7 @@ class Checkpointer:
                 remove(path)
 
     def _attempt(self, action: Callable[[], None], retry: bool) -> None:
-        """Calls `action`, which writes the unwritten save; turns its exceptions into errors that a user can act on."""
+        """Calls `action` to write the unwritten save, with `retry` several times; raises the error of `write_error`."""
         try:
             # One of several processes cannot retry by itself, because the others are at other points of the save.
             retried(action) if retry and jax.process_count() == 1 else action()

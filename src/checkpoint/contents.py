@@ -42,7 +42,7 @@ def saved_entries(plan: StepPlan, state: TrainState) -> dict[str, Any]:
 def saved_meta(
     plan: StepPlan, inputs: InputSpec, data: TrainData, start: DataPosition, fingerprint: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Builds the metadata that all checkpoints of a run have beside their arrays; `start`: where its data begin."""
+    """Builds the metadata that are the same in all checkpoints of a run; `start` is where its data begin."""
     meta = {
         "data": fingerprint,
         "vocab_size": plan.spec.vocab_size,
@@ -65,7 +65,10 @@ def saved_meta(
 
 
 def compare_configs(config: Config, folder: RunFolder) -> list[str]:
-    """Describes each change since the last start in a line; raises UserError for breaking ones not accepted."""
+    """Describes each change since the last start in a line; raises UserError for breaking ones not accepted.
+
+    A run without checkpoints may change in any way; one that has some must keep enable_checkpointing.
+    """
     if not (folder.path / "checkpoints").exists():
         return []
     if not config.checkpoint.enable_checkpointing:

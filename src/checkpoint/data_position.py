@@ -1,4 +1,4 @@
-"""Converts a checkpoint's position in its data to the data that the config describes."""
+"""Converts a checkpoint's position in its data to a position in the data that the config describes."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -16,8 +16,8 @@ from src.data.stream_positions import documents_consumed, remap_position
 from src.data.types import DataPosition
 from src.system.errors import UserError, changed_keys, first_few
 
-# Keys that change each entry of the data's fingerprint: naming one of them in `accept_changes` accepts the change. The
-# first key is recommended to a user whose configuration has not changed.
+# The keys that can change each entry of the data's fingerprint: `accept_changes` with one of them accepts the change.
+# Error messages recommend the first.
 SOURCE_KEYS = ("dataset_path", *(keys[0] for keys in SETTINGS.values()), "datasets", "use_sft")
 HELD_OUT_KEYS = ("eval_interval", "eval_fraction", "eval_dataset_path", "eval_dataset_name", "eval_datasets")
 _ACCEPTED_BY = """
@@ -82,18 +82,19 @@ class Fact(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        """Tells whether it is the size of a file; fingerprints list sizes only of a small number of files."""
+        """Whether the entry is the size of a file; fingerprints list sizes only if there are few files."""
         return self.source is not None and self.name.startswith("file ")
 
 
 def data_position(
     step: int, streams: np.ndarray, meta: Facts, data: Data, accept_changes: Sequence[str], fingerprint: Facts
 ) -> tuple[DataPosition, list[str]]:
-    """Finds the point at which a checkpoint's run continues in the data of `fingerprint`; returns messages, too.
+    """Finds the point at which a checkpoint's run continues in the data of `fingerprint`; also returns messages.
 
     `streams` are the checkpoint's positions, int32 [B, S, 2]. If the user accepts another global batch size, row length
     or mixture, each source continues after the number of documents, or rows of tokens, already taken. Raises UserError
-    if the data differ and `accept_changes` does not allow it.
+    if the data differ and `accept_changes` does not allow it, or if the data are one stream per process, and the number
+    of processes differs.
     """
     messages = accepted_changes(meta, data, accept_changes, fingerprint)
     messages += describe_rules(rules_of(fingerprint))
@@ -165,7 +166,10 @@ def accepted_by(entry: str, fact: Fact) -> tuple[str, ...]:
 
 
 def remapped_streams(streams: np.ndarray, meta: Facts, data: Data, rows: int) -> tuple[np.ndarray, list[str]]:
-    """Converts the packing streams' positions to the current sources and number of rows: int32 [B, S, 2]."""
+    """Converts the packing streams' positions to the current sources and number of rows: int32 [B, S, 2].
+
+    Also returns messages. New sources start from the beginning.
+    """
     old_names, names = source_names(meta), [spec.name for spec in train_specs(data)]
     if old_names == names and len(streams) == rows:
         return streams, []

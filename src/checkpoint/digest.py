@@ -1,4 +1,4 @@
-"""Computes a digest of each array that changes with any of its bits, and so reveals a damaged checkpoint."""
+"""Computes digests of arrays, which reveal that a checkpoint's bits have changed."""
 
 import math
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ def digest(x: jax.Array) -> jax.Array:
 
 
 def _scramble(x: Any) -> Any:
-    """Applies MurmurHash3's finalizer, a bijection of uint32 in which every input bit changes half of the output."""
+    """Applies MurmurHash3's finalizer, a bijection of uint32: an input bit flips each output bit half of the time."""
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

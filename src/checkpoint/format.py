@@ -16,7 +16,7 @@ EVALUATIONS = "evaluations.json"  # in the same folder as the steps' folders
 
 
 class Restored(NamedTuple):
-    """Holds the contents read from a checkpoint."""
+    """The contents read from a checkpoint."""
 
     state: dict[str, Any]  # arrays, in the requested structure
     meta: dict[str, Any]  # as it was saved
@@ -25,7 +25,7 @@ class Restored(NamedTuple):
 
 @dataclass(frozen=True)
 class HostArray:
-    """Requests an array in its saved shape, as a NumPy array that is complete in every process."""
+    """Asks `restore` for an array in its saved shape, as a NumPy array that is complete in every process."""
 
     sharding: jax.sharding.Sharding  # a copy on every device
     shape: tuple[int, ...] = ()

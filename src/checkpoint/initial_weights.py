@@ -10,8 +10,8 @@ from src.model.params import Tree, join
 def initial_weights(inputs: InputSpec, accept_changes: Sequence[str], tree: Tree, axes: Tree) -> tuple[Tree, list[str]]:
     """Loads the weights that a run begins with, by `load_parameters_path` and `load_weights_rules`; also messages.
 
-    `tree` is as in `load_weights`; `axes` has the logical axes of its weights. Raises UserError if they were trained
-    with another vocabulary or tokenizer.
+    The rules' weights replace those loaded from the path. `tree` is as in `load_weights`; `axes` has the logical axes
+    of its weights. Raises UserError as `load_weights`, and if they were trained with another vocabulary or tokenizer.
     """
     keys = inputs.config.checkpoint
     weights, metas, messages = {}, [], []

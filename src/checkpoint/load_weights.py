@@ -32,7 +32,7 @@ def load_state(path: str, wanted: Mapping[str, Any], vocab_size: int) -> Restore
 
 
 def load_base(keys: Checkpoint, adapters: Mapping[str, Any], tree: Tree) -> Tree:
-    """Loads the weights beneath a resumed run's adapters, which its checkpoints leave out.
+    """Loads the base weights of a resumed run with adapters, which its checkpoints leave out.
 
     Raises UserError if `adapters`, from a checkpoint's meta, were trained on other weights.
     """
@@ -43,10 +43,10 @@ def load_base(keys: Checkpoint, adapters: Mapping[str, Any], tree: Tree) -> Tree
 def load_weights(path: str, tree: Tree, ema: bool = False, keep_dtypes: bool = False) -> Restored:
     """Loads the weights of a run, a checkpoint, or a Hugging Face folder or hf:// name, and merges adapters into them.
 
-    `tree` has all of a model's weights as `jax.ShapeDtypeStruct`s with shardings; `ema` loads the averages of trained
-    weights; `keep_dtypes` keeps the saved dtypes instead of those in `tree`. Returns the weights; a checkpoint's meta,
-    or a Hugging Face folder's `vocab_size` and `tokenizer`; messages for the user. Raises UserError if weights are
-    missing, damaged, or from another model.
+    `tree` has all of a model's weights as `jax.ShapeDtypeStruct`s with shardings; `ema` loads the moving averages of
+    trained weights; `keep_dtypes` keeps a checkpoint's saved dtypes instead of those in `tree`. Returns the weights; a
+    checkpoint's meta, or a Hugging Face folder's `vocab_size` and `tokenizer`; messages for the user. Raises UserError
+    if weights are missing, damaged, or from another model, or if the run has no moving averages.
     """
     if folder := hf_folder(path):
         if ema:
@@ -92,7 +92,7 @@ def undotted(name: str) -> tuple[str | int, ...]:
 
 
 def identity(path: str) -> str:
-    """Makes a text that changes with the weights at `path`, from a checkpoint's digests or the ends of files."""
+    """Makes a string that changes with the weights at `path`, from a checkpoint's digests or the ends of files."""
     if not (folder := hf_folder(path)):
         return newest_meta(path)[1]
     from src.extras.hf.load import folder_identity
@@ -101,7 +101,10 @@ def identity(path: str) -> str:
 
 
 def hf_folder(path: str) -> str:
-    """Returns the folder of the Hugging Face model `path`, fetched first if it is on the hub; "" for other paths."""
+    """Returns the folder of the Hugging Face model `path`, fetched first if it is on the hub; "" for other paths.
+
+    Raises UserError if a hub name has no config.json, or if only some processes find the folder.
+    """
     folder = path
     if path.startswith(HUB):
         from src.extras.hf.hub import local_folder

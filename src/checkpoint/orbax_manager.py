@@ -1,4 +1,4 @@
-"""Opens Orbax's checkpoint manager. Only the first save imports this: Orbax takes a sixth of a command's imports."""
+"""Opens Orbax's checkpoint manager. Only the first save imports this: Orbax is a sixth of a command's import time."""
 
 import contextlib
 import gc

@@ -39,8 +39,8 @@ def restore_weights(path: epath.PathLike, wanted_of: AbstractOf, ema: bool = Fal
     """Restores weights of any run's checkpoint, as `restore_any` does, whether the run trained or froze them.
 
     Dotted names, here and in `wanted_of`, omit the entry (`trainable`, `frozen`, ...). With `ema`, trained weights are
-    replaced by their averages. Also raises UserError if the run has no averages, or has further weights, unless `some`
-    describes a request for only a part of the weights.
+    replaced by their moving averages; a run without these raises UserError. `some` describes the wanted weights in
+    messages if they are only a part; if it is empty, weights of the run that `wanted_of` omits also raise UserError.
     """
     entries = ENTRIES[ema]
 
@@ -63,8 +63,9 @@ def restore_any(path: epath.PathLike, abstract_of: AbstractOf, what: str) -> Res
     """Restores parts of the state in any run's checkpoint, or single arrays by their dotted names.
 
     `path` is a checkpoint's folder, or the folder of a run or its checkpoints/ folder, in which the newest good one is
-    taken. The parts are pytrees of `jax.ShapeDtypeStruct`s with shardings; `what` describes them in messages. Raises
-    UserError if no checkpoint exists, all are damaged, or the arrays of these parts differ in name or shape.
+    taken. The parts are pytrees of `jax.ShapeDtypeStruct`s with shardings and of `HostArray`s; `what` describes them in
+    messages. Raises UserError if no checkpoint exists, all are damaged, one could not be read, or the arrays of these
+    parts differ in name or shape; TransientError if one could not be read after several attempts.
     """
     folder, steps = _find_steps(path)
     step, (state, meta), problems = first_good(folder, steps, lambda place: restore(place, abstract_of))
@@ -73,13 +74,16 @@ def restore_any(path: epath.PathLike, abstract_of: AbstractOf, what: str) -> Res
 
 
 def newest_meta(path: epath.PathLike) -> tuple[dict[str, Any], str]:
-    """Reads the meta of the newest readable checkpoint at `path`, and a text that identifies it; else UserError."""
+    """Reads the meta of the newest readable checkpoint at `path`, and makes a string that identifies the checkpoint.
+
+    Raises as `restore_any`.
+    """
     step, (meta, saved), _ = first_good(*_find_steps(path), _read_meta)
     return meta, f"step {step}, {checksum_of({'meta': meta, 'arrays': saved}):08x}"
 
 
 def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
-    """Finds the folder of checkpoints that `path` means, and the steps there, newest first."""
+    """Finds the folder of checkpoints that `path` means, and its steps, newest first; without any, raises UserError."""
     path = absolute(path)
 
     def find() -> tuple[str, list[int]]:
@@ -100,7 +104,10 @@ def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
 
 
 def first_good(folder: epath.Path, steps: list[int], read: Callable[[epath.Path], T]) -> tuple[int, T, dict[int, str]]:
-    """Reads the first undamaged one of `steps`; returns the step, the result, and the problems of earlier steps."""
+    """Reads the first undamaged one of `steps`; returns the step, the result, and the problems of earlier steps.
+
+    Raises UserError if all are damaged; other errors of `read` pass.
+    """
     problems = {}
     for step in steps:
         place, needed = folder / str(step), "the same folder; a network disk may show new files late"
@@ -117,7 +124,10 @@ def first_good(folder: epath.Path, steps: list[int], read: Callable[[epath.Path]
 
 
 def restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Restores (state, meta) of one checkpoint. Raises DamagedError or UserError, the same on all processes."""
+    """Restores (state, meta) of one checkpoint, with the state in the structure that `abstract_of` returns.
+
+    Raises DamagedError, UserError or TransientError, the same on all processes.
+    """
     meta, saved = _read_meta(step_folder)
     abstract_state = abstract_of(meta, saved)
     if "data_position" in abstract_state:  # a run resumes from this checkpoint
@@ -134,7 +144,7 @@ def restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str,
     digest_of = jax.device_get(digests(arrays))
     if changed := [name for name in arrays if digest_of[name] != saved[name]["digest"]]:
         raise DamagedError(f"values differ from those saved, in {first_few(changed)}")
-    # Under a wrong name it would be in the way of that step's own save.
+    # A checkpoint under a wrong name would prevent the save of that step.
     if (held := int(arrays.get("step", step_folder.name))) != int(step_folder.name):
         raise DamagedError(f"it is the checkpoint of step {held} under another name")
     for name, x in arrays.items():
@@ -158,7 +168,7 @@ def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], Saved]:
         return content
 
     content = on_all_processes(read)
-    # It has a digest of each array, so equal checksums mean equal weights.
+    # The meta has a digest of each array, so equal checksums mean equal weights.
     check_same({"checksum of meta": checksum_of(content)}, f"contents in {step_folder}", "the same folder")
     return content["meta"], content["arrays"]
 

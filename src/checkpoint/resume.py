@@ -15,7 +15,7 @@ from src.step.state import TrainState, init_state
 
 
 class ResumePoint(NamedTuple):
-    """Holds the state in which a run resumes or begins."""
+    """The state in which a run resumes or begins."""
 
     state: TrainState
     messages: list[str]  # for the user
@@ -36,8 +36,8 @@ def starting_state(
 ) -> ResumePoint:
     """Restores or initialises the state, its position in the data of `fingerprint`, and messages for the user.
 
-    Raises UserError if all checkpoints of the run are damaged, if it is resumed with a different model or data, or if
-    it begins with weights that were trained with another tokenizer.
+    Raises as `restore_latest`, and UserError if a run is resumed with different data or base weights, or begins with
+    weights that could not be loaded, or were trained with another vocabulary or tokenizer.
     """
     loading = inputs.config.checkpoint
     wanted = {**saved_entries(plan, abstract), "data_position": HostArray(plan.layout.sharding(()))}

@@ -46,7 +46,10 @@ class RunFolder:
         self._created: list[Path] = []  # created by `lock`: the folder and its parents, innermost first
 
     def check_writable(self) -> None:
-        """Raises UserError if the folder is not writable, or a run would replace files that no run wrote."""
+        """Raises UserError if the folder is not writable, or a run would replace files that no run wrote.
+
+        Raises TransientError if a store does not answer.
+        """
         for name in () if self._is_remote else FILES + FOLDERS:
             kind, place = ("folder" if name in FOLDERS else "file"), Path(self.path / name)
             # `lexists`, because a broken link would otherwise look like an unused name.
@@ -109,7 +112,7 @@ class RunFolder:
         return file
 
     def set_aside(self, name: str) -> str:
-        """Renames the file `name` to the next unused `metrics.1.jsonl`, ...; returns that, "" if the file is empty."""
+        """Renames the file `name` to the next unused `metrics.1.jsonl`, ...; returns that, "" if missing or empty."""
         file = self.path / name
         if not (file.exists() and file.stat().length):
             return ""
@@ -176,7 +179,7 @@ def in_run_folder(folder: epath.Path) -> Generator[None]:
 
 
 def latest_step(folder: epath.Path) -> int | None:
-    """Finds the step of the newest checkpoint to resume from; None without a checkpoint, or if the store is down."""
+    """Finds the step of the newest complete checkpoint; None without one, or if the folder cannot be read."""
     with contextlib.suppress(Exception):  # each store's client has its own exception types
         checkpoints = folder / "checkpoints"
         steps = [step for step in steps_in(checkpoints) if not is_unfinished(checkpoints / str(step))]
@@ -195,7 +198,10 @@ def describe_latest(folder: epath.Path) -> str:
 
 
 def write_error(checkpoints: epath.Path, step: int, size: int, error: Exception) -> Exception:
-    """Explains to a user why a checkpoint of `size` bytes could not be written; returns any other `error` itself."""
+    """Makes the error that explains to a user why a checkpoint of `size` bytes could not be written.
+
+    Returns UserError or TransientError, or `error` itself if it is not from a disk or store.
+    """
     steps = steps_in(checkpoints)
     intact = f"Checkpoint {steps[0]} is intact" if steps else "There is no other checkpoint"
     failure = failure_of(error)
@@ -232,10 +238,10 @@ def absolute(path: epath.PathLike) -> epath.Path:
 
 
 def is_unfinished(step_folder: epath.Path) -> bool:
-    """Tells whether a store has only a part of a checkpoint; on a disk a folder gets its final name when complete."""
+    """Whether a store has only a part of a checkpoint; on a disk, a folder gets its final name when it is complete."""
     return is_remote(step_folder) and not (step_folder / "commit_success.txt").exists()
 
 
 def is_remote(path: epath.PathLike) -> bool:
-    """Tells whether the path is on an object store, which has neither rename nor append."""
+    """Whether the path is on an object store, which has neither rename nor append."""
     return "://" in str(path)

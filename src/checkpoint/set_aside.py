@@ -17,7 +17,7 @@ def unused_name(directory: epath.Path, step: int, why: str) -> str:
 
 
 def set_aside(directory: epath.Path, step: int, why: str) -> str:
-    """Renames a checkpoint, on process 0; returns its new name, or "" if it does not exist."""
+    """Renames a checkpoint, or removes an unfinished one, on process 0; returns its new name, "" if it is missing."""
     folder = directory / str(step)
     if not folder.exists():
         return ""
@@ -28,7 +28,10 @@ def set_aside(directory: epath.Path, step: int, why: str) -> str:
 
 
 def remove(folder: epath.Path) -> None:
-    """Removes a folder to which unfinished writes may still add files; the next start removes any that remain."""
+    """Removes a folder to which unfinished writes may still add files, trying for 2 s.
+
+    The next start removes any files that remain.
+    """
     for _ in range(20):
         with contextlib.suppress(Exception):
             folder.rmtree()

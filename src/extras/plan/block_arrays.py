@@ -21,7 +21,7 @@ ROWS = 101  # of a traced block, a prime that divides no size of a model: arrays
 
 
 class TokenArray(NamedTuple):
-    """An array of activations: its bytes per token of the batch, and the logical axis that shards it beside tokens."""
+    """An array of activations: its bytes per token, and the logical axis that shards it in addition to the tokens."""
 
     bytes: float
     axis: str  # heads or mlp; norm_length: as wide as the residual stream; length: sharded by tokens only

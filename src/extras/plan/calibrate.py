@@ -35,7 +35,7 @@ TOPOLOGY, SLICES, OUTPUT = "compile_topology", "compile_topology_num_slices", "c
 
 
 class Row(NamedTuple):
-    """A step whose duration was measured."""
+    """A finished run: the costs of its step, and the median of its steps' durations."""
 
     name: str
     costs: Costs
@@ -177,7 +177,10 @@ def read_run(path: str, own: dict[str, str]) -> Row:
 
 
 def check_devices(path: str, entry: Any, costs: Costs, topology: Topology) -> None:
-    """Raises UserError if a line of metrics is of another number of devices, or of another peak rate."""
+    """Raises UserError if a line of metrics shows that the run had other devices than `topology`.
+
+    They differ by more than 2% in the tokens of a step, or in the peak rate that the line's mfu implies.
+    """
     tokens = round(entry["tokens_per_second"] * entry["step_time_seconds"])
     if abs(tokens / costs.tokens_per_step - 1) > 0.02:
         raise UserError(

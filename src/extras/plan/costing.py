@@ -60,8 +60,8 @@ class Costing:
     costed: int = 0
     too_large: dict[str, Group] = field(default_factory=dict)  # by remat policy
     too_slow: dict[str, Group] = field(default_factory=dict)  # by the resource that takes the most time
-    no_gain: int = 0  # points after one of the same mesh and policy that is faster and should fit easily
-    refused: dict[str, int] = field(default_factory=dict)  # why: meshes
+    no_gain: int = 0  # points not costed: a faster one of their mesh and policy should fit easily or is too slow
+    refused: dict[str, int] = field(default_factory=dict)  # reason -> number of meshes
 
     def omit_large(self, policy: str, points: int, example: Candidate) -> None:
         """Counts points that are too large, `example` the smallest of them."""

@@ -158,7 +158,7 @@ _specs: dict[tuple[Any, ...], ModelSpec] = {}
 
 
 def spec_of(config: Config) -> ModelSpec:
-    """Resolves a config's model once for all configs that differ in other keys."""
+    """Resolves a config's model, cached by its model section, dtypes and sequence length."""
     step, length = config.step, config.batch.max_target_length
     key = (repr(config.model), step.dtype, step.weight_dtype, length)
     if key not in _specs:
@@ -216,7 +216,7 @@ def one_device(layout: AbsentLayout) -> AbsentLayout:
         axis_types=(AxisType.Auto,) * len(names),
         abstract_device=AbstractDevice(
             device.device_kind, None, "several"
-        ),  # not one CPU, which has matmuls of its own
+        ),  # not "cpu", for which weight_matmul is different on one device
     )
     return replace(layout, mesh=mesh, within=(1,) * len(names))
 

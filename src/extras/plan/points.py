@@ -206,7 +206,7 @@ class Space:
             yield {**ones, **fixed, **dict(zip(free, sizes, strict=True))}
 
     def _batch_shards(self, mesh: Keys, variant: Keys) -> int:
-        """Number that the sequences of a micro-batch are a multiple of."""
+        """Number that divides the sequences of a micro-batch: the batch's shards times the pipeline's micro-batches."""
         parts = variant.get("num_pipeline_microbatches", self.config.mesh.num_pipeline_microbatches)
         return self._shards(mesh, "batch") * (_size(mesh, "stage") if parts == -1 else parts)
 

@@ -190,7 +190,10 @@ def _described(error: Exception) -> str:
 
 
 def _edited_line(error: BaseException) -> str:
-    """The innermost line of the project or of a user's module that the error went through, but of no tool."""
+    """Finds the innermost line of the traceback in the project or a user's module, but not in this folder or TOOLS.
+
+    Without one, finds the innermost line outside installed packages, or else the innermost of all.
+    """
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sys.prefix)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(installed)]
     own = (str(Path(__file__).parent), *(str(FOLDER.parent / tool) for tool in TOOLS))

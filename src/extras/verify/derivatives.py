@@ -69,11 +69,11 @@ def smooth(activations: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Loss:
-    """What a step minimises, as a function of one weight, and its gradients.
+    """The loss that a step minimises, as a function of one weight, and its gradients.
 
-    Slopes are wrong across a kink of relu, so gelu stands for it. With experts, a small change of a weight changes some
-    token's choice of them, and the loss jumps. Only of a few tokens can changes be large in relation to rounding and
-    leave every choice.
+    Gelu replaces relu, because slopes across a kink are wrong. If a small change of a weight makes a router choose
+    other experts for a token, the loss jumps. For models with experts, the batch is therefore a few tokens: then a
+    change can be large enough for its slope not to be rounding, and leave all choices as they were.
     """
 
     def __init__(self, subject: Subject, sequence: int = 0) -> None:

@@ -22,8 +22,9 @@ from src.run.evaluator import Evaluator, means
 from src.step.eval_step import compile_eval_step
 from src.step.plan import StepPlan
 
-# Relative to the mean, of float32 sums of at most a few hundred tokens: rounding gives at most 4e-7 over three seeds of
-# five kinds of models. A mean of batches' means gives 2e-3 or more, padding that counts 0.1.
+# Most error of an evaluation's mean, relative to it. The rounding of float32 sums of at most a few hundred tokens gives
+# at most 4e-7 over three seeds of five kinds of models. A mean of batches' means gives 2e-3 or more, padding that
+# counts 0.1.
 BOUND = 1e-5
 BATCH, DOCUMENTS = 4, 13  # rows of a batch; documents, so that the last batch has padding
 HELD_OUT, MANY = 0.1, 2000  # share of the documents; so many that hashes come near it
@@ -114,7 +115,11 @@ def _documents(name: str, inputs: InputSpec, documents: Sequence[np.ndarray], ba
 
 
 def _positions(name: str, subject: Subject, inputs: InputSpec, documents: Sequence[np.ndarray]) -> Row:
-    """Counts evaluations whose batches differ from the first ones of an endless stream, or from the next ones."""
+    """Counts evaluations that do not read the documents that `eval_mode` asks for.
+
+    With reset, they are the first batches of an endless stream, or a whole epoch; with rolling, the batches after the
+    previous evaluation's, also in a resumed run.
+    """
     whole, epoch = list(_batches(inputs, documents, 3)), list(_batches(inputs, documents, -1))
     weights, plan, step = subject.placed(subject.reference_plan), subject.reference_plan, cast(Any, _as_read)
 
@@ -219,7 +224,7 @@ def _mean(log_probs: np.ndarray, batches: Sequence[RowArrays]) -> float:
 
 
 def _of_average(subject: Subject, evaluator: Evaluator, batches: Sequence[RowArrays]) -> Row:
-    """Evaluates a state whose average has other trained weights."""
+    """Evaluates a state whose EMA differs from its trained weights: both losses must be those of their own weights."""
     name, plan = "the loss of the averaged weights", subject.reference_plan
     if not subject.config.step.ema_decay:
         return not_applicable(name, "ema_decay is 0")

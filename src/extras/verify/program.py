@@ -169,9 +169,10 @@ def _gathered(plan: StepPlan, text: str, length: int) -> list[str]:
 
 
 def _match(dims: Sequence[tuple[str | None, int]], axis: str, shape: Sequence[int], layout: MeshLayout) -> int:
-    """Tells whether an array is a weight that is whole along `axis`: 2 if its dims are in this order, 1 in another.
+    """Compares an array of `shape` with a weight of `dims` that is whole along `axis` and may be sharded along others.
 
-    The other dims may be sharded.
+    Returns 2 if its dims have these sizes in this order, 1 in another order, 0 if they do not. Dims of size 1 do not
+    count.
     """
     choices = [{size, size if each == axis else size // layout.size(layout.axes(each))} for each, size in dims]
     sizes = [size for size in shape if size > 1]
@@ -240,13 +241,13 @@ def _subsets(items: Collection[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def _compiled(lowered: jax.stages.Lowered) -> tuple[str, str]:
-    """Compiles; returns the program's text, and what XLA's C++ code wrote to the process's stderr."""
+    """Compiles the program; returns its HLO text, and what XLA's C++ code wrote to the process's stderr."""
     with tempfile.TemporaryFile() as file:
         kept, cached = os.dup(2), jax.config.jax_enable_compilation_cache
         os.dup2(file.fileno(), 2)
         jax.config.update("jax_enable_compilation_cache", False)  # a cached program comes without warnings
         try:
-            # It is not run, and collectives do not depend on how code is optimized.
+            # The program is not run, so its code is not optimized; that does not change its collectives.
             text = lowered.compile({"xla_backend_optimization_level": 0}).as_text() or ""
         finally:
             jax.config.update("jax_enable_compilation_cache", cached)

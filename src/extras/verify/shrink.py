@@ -136,7 +136,7 @@ def _segments(spec: ModelSpec, facts: Sequence[Sizes], least: int, whole: bool) 
 def _small_layers(layers: Sequence[Model], length: int, multiples: Mapping[str, int]) -> list[Sizes]:
     """Chooses the keys of the section `model` for each layer; the first of `layers` is the section itself."""
     values: dict[str, set[int]] = {family: set() for family in FAMILY.values()}
-    products: dict[int, tuple[int, int]] = {}  # widths that are heads times a dim of each
+    products: dict[int, tuple[int, int]] = {}  # width: the number of heads, and the size of each, whose product it is
     for layer in layers:
         sizes = {key: _size(layer, key) for key in _used(layer)}
         for key, size in sizes.items():

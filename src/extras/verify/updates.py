@@ -37,7 +37,7 @@ Matrices = np.ndarray  # [S, I, O], float64
 
 
 class Dims(NamedTuple):
-    """Which dims of a weight count its matrices, and which are their inputs and outputs; a vector has no inputs."""
+    """The dims of a weight that stack its matrices, and the matrices' input and output dims; a vector has no inputs."""
 
     stack: tuple[int, ...]
     inputs: tuple[int, ...]
@@ -180,7 +180,7 @@ def _stepped(subject: Subject, plan: StepPlan, batches: Sequence[dict[str, Any]]
 
 
 def _error(subject: Subject, path: str, expected: Expected, new: Mapping[str, np.ndarray]) -> float:
-    """The largest error of a weight's update, relative to its root mean square."""
+    """The largest error of a weight's update among the compared entries, relative to the root mean square expected."""
     plan = subject.reference_plan
     old, axes = flat(plan.split(subject.weights).trainable), flat(plan.split(plan.axes).trainable)
     kind: Any = dims_of(path, axes[path], plan.spec.vocab_size)

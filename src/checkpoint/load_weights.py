@@ -23,7 +23,7 @@ from src.system.errors import UserError, changed_keys
 def load_state(path: str, wanted: Mapping[str, Any], vocab_size: int) -> Restored:
     """Loads the whole state of a run or checkpoint, for `load_full_state_path`; `wanted` as in `restore_latest`.
 
-    Raises UserError if it has another vocabulary size.
+    Raises as `restore_any`, and UserError if it has another vocabulary size.
     """
     # src/config/checks.py refuses adapters here, because load_parameters_path, which names their base, is not set.
     restored = restore_any(path, lambda meta, saved: wanted, ", ".join(wanted))
@@ -34,7 +34,7 @@ def load_state(path: str, wanted: Mapping[str, Any], vocab_size: int) -> Restore
 def load_base(keys: Checkpoint, adapters: Mapping[str, Any], tree: Tree) -> Tree:
     """Loads the base weights of a resumed run with adapters, which its checkpoints leave out.
 
-    Raises UserError if `adapters`, from a checkpoint's meta, were trained on other weights.
+    Raises as `load_weights`, and UserError if `adapters`, from a checkpoint's meta, were trained on other weights.
     """
     check_base(adapters, keys.load_parameters_path, keys.load_ema)
     return load_weights(keys.load_parameters_path, tree, keys.load_ema).state

@@ -79,7 +79,7 @@ class RunFolder:
             raise UserError(f"{there}: a run would replace it. Move it away, or use another run_name")
 
     def lock(self) -> None:
-        """Keeps other runs out of a folder on a local disk until `close`; raises UserError if another run uses it."""
+        """Locks a folder on a local disk until `close`; raises UserError if another run has locked it."""
         if jax.process_index() != 0 or self._is_remote:
             return
         created = [folder for folder in (Path(self.path), *Path(self.path).parents) if not folder.exists()]

@@ -112,7 +112,10 @@ class BlockMatmul:
         return sum_over_devices(out, self.out, summed, self.parts, self.out_at, self.on_cpu)
 
     def _coded(self, x: Array, dims: str, order: str, at: Shards) -> QTensor:
-        """Transposes x to the dims `order`, quantizes it along the last one, and gathers it from the sharding `at`."""
+        """Transposes x to the dims `order`, quantizes it along the last one, and gathers it from the sharding `at`.
+
+        If a shard is not a multiple of blocks, gathers it first; raises Unsupported if the whole is not either.
+        """
         x = jnp.einsum(f"{dims}->{order}", x)
         elsewhere = [at[dim][len(self.parts[dim]) :] for dim in order]
 

@@ -96,7 +96,7 @@ def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
 
 
 def layer_matmuls(spec: ModelSpec) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yields the paths of layers' weights used in matmuls, with the number of elements that a token uses."""
+    """Yields the paths of layers' weights used in matmuls, with the elements that a token uses in all equal layers."""
     for layer, count in all_layers(spec).items():
         yield from ((each.path, count * each.used) for each in block_weights(layer, spec) if each.input)
 

@@ -18,13 +18,13 @@ class ForwardContext:
     positions_BT: Array  # from 0 in each segment
     segment_ids_BT: Array  # from 1 in each sequence; 0 is padding; tokens attend only within their segment
     layout: MeshLayout
-    kernel: str  # name of one of src/model/attention_kernels
+    kernel: str  # key of KERNELS in src/model/attention.py
     packed: bool  # False: sequences hold one segment, then padding, and a causal kernel needs no segments
     dropout_keys_BTW: Array | None = None  # one per token, as key data; None: no dropout
     decoding: bool = False  # each sequence is one token, and earlier tokens are in the cache
     log_internals: bool = False  # blocks report the sum of squares of their outputs
     layer: Array | int = 0  # index in the model of the block that runs
-    segment_lists: Any = None  # what the attention kernel computed from the segments (cudnn_segments.py SegmentLists)
+    segment_lists: Any = None  # SegmentLists (cudnn_segments.py), if cuDNN's kernel needs them
     grad_barriers: bool = False  # `Execution.grad_barriers`
     separate_factors: bool = False  # `Execution.for_gpu`: a feed-forward layer's factors are separate arrays
     mlp_in_halves: bool = False  # `Execution.mlp_in_halves`

@@ -62,7 +62,7 @@ class Adapted:
 
 
 def initial(keys: Step, declarations: Tree) -> Tree:
-    """Makes the initial adapters for these declarations, which leave the model's outputs unchanged."""
+    """Makes initial adapters for these declarations; they leave outputs unchanged. Raises UserError as `declare`."""
     return values(declare(keys, declarations)(Rngs(random_stream(keys.init_weights_seed, ADAPTERS))))
 
 

@@ -96,7 +96,7 @@ class EightBitMatmuls:
         return self.layout.platform == "cpu"
 
     def bound(self, weight: Array, dims: Sequence[int]) -> Array:
-        """Computes the `bound` argument of `multiply`: a weight's largest magnitudes over `dims`."""
+        """Computes the `bound` argument of `multiply`: a weight's largest magnitudes over `dims`, or a fixed bound."""
         magnitudes = largest(jax.lax.stop_gradient(weight), dims)
         return jnp.full_like(magnitudes, self.bounds[0]) if self.bounds[0] else magnitudes
 

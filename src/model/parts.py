@@ -26,7 +26,7 @@ def feed_forward(layer: LayerSpec) -> Any:
 
 
 def layer_costs(layer: LayerSpec) -> dict[str, Costs]:
-    """Costs of a layer's parts, by the names that their weights have in a block."""
+    """Costs of a layer's parts, by their names in a block: attention and feed_forward."""
     return {"attention": mixer(layer).costs(layer), "feed_forward": feed_forward(layer).costs(layer)}
 
 

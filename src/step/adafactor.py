@@ -30,7 +30,7 @@ def adafactor(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransf
     Gradients of weights that are not `chosen` pass unchanged.
 
     The learning rate is then relative to the weights' root mean square. Layers and experts that are stacked in one
-    array have their own rows, columns and scales (`Matrix.stacks`). No first moment is used.
+    array have their own rows, columns and scales (`MatrixDims.batch`). No first moment is used.
     """
     is_chosen = by_path(chosen)
     kinds: dict[Any, MatrixDims] = {path: kind for path, kind in by_path(inputs.matrices).items() if is_chosen[path]}

@@ -54,7 +54,7 @@ class StepPlan:
     rules: Any  # for each trained weight a src/step/optimizer_rules.py Rule
 
     def init_weights(self) -> Weights:
-        """Makes the initial weights."""
+        """Makes the initial weights, including adapters."""
         tree = params.initial(functools.partial(Decoder, self.spec), self.step.init_weights_seed)
         if self.step.mup_base_emb_dim:
             from src.step import mup
@@ -63,7 +63,7 @@ class StepPlan:
         return self.split({**tree, "lora": self.init_adapters()} if self.step.lora_rank else tree)
 
     def init_adapters(self) -> params.Tree:
-        """Makes the initial adapters, which leave the model's outputs unchanged."""
+        """Makes the initial adapters; they leave the model's outputs unchanged."""
         from src.model import lora
 
         _, declarations = params.abstract(functools.partial(Decoder, self.spec))

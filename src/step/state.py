@@ -26,7 +26,7 @@ EXTRAS = ("ema", "spikes")  # entries of a state that only some runs have
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that devices hold between steps; a checkpoint stores this and the data position."""
+    """Everything that devices hold between steps; checkpoints omit the base weights of adapters."""
 
     step: Any  # int32: updates done or skipped
     weights: Weights

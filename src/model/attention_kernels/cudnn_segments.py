@@ -56,9 +56,9 @@ class SegmentClass:
     """The segments of one range of lengths, in F tokens of a batch; S is the number of segments it has room for."""
 
     longest: int = field(metadata={"static": True})  # L, their greatest length
-    count_1: Array  # of its segments
-    starts_S: Array  # first token of each; F if there are fewer segments
-    lengths_S: Array  # 0 if there are fewer
+    count_1: Array  # number of its segments
+    starts_S: Array  # first token of each segment; F if there are fewer segments
+    lengths_S: Array  # tokens of each segment; 0 if there are fewer segments
     member_F: Array  # whether a token's segment is of this class
     slot_F: Array  # the number of that segment in the class
     position_F: Array  # a token's index in its segment

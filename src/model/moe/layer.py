@@ -40,7 +40,7 @@ AXES = {
 
 
 class Experts(nnx.Module):
-    """E feed-forward layers, of which each token uses the k that its router scores highest (Shazeer et al. 2017)."""
+    """E feed-forward layers, of which each token uses the k that its router chooses (Shazeer et al. 2017)."""
 
     def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: Rngs) -> None:
         self.spec = spec
@@ -62,7 +62,7 @@ class Experts(nnx.Module):
 
     @staticmethod
     def costs(spec: LayerSpec) -> Costs:
-        """Counts the activations of a token's experts."""
+        """Counts the activations of the experts that a token uses, including shared ones."""
         expert = FeedForward.costs(spec, spec.moe_mlp_dim)
         width = (spec.num_experts_per_tok + spec.shared_experts) * expert.activation_size
         return expert._replace(activation_size=width, active=spec.num_experts_per_tok / spec.num_experts)
@@ -243,7 +243,7 @@ def _feed_forward(spec: LayerSpec, rows: Rows, kernels: Any, product: Callable, 
 
 
 def check_mesh(spec: ModelSpec, layout: MeshLayout) -> None:
-    """Raises Unsupported if the mesh shards experts, but the model has no experts or a number that is not divisible."""
+    """Raises Unsupported if the mesh shards experts, but does not divide their number, or the model has none."""
     shards, by = layout.shards("expert"), layout.sharded_by("expert")
     if shards > 1 and not spec.has_experts:
         raise Unsupported(

@@ -82,6 +82,16 @@ def failing(at, error, patched=Evaluator, name="run"):
     return run
 
 
+# ---- Evaluations
+
+
+@pytest.mark.parametrize("loss", [0.0, -0.5])
+def test_no_loss_ends_a_run_without_a_target(loss, tmp_path, monkeypatch):
+    """A DPO loss rounds to 0 once every margin is large, and the weights of a batch_transform may be negative."""
+    monkeypatch.setattr(Evaluator, "run", lambda *_: {"eval_loss": loss, "eval_perplexity": 1.0})
+    assert int(start(tmp_path).state.step) == STEPS
+
+
 # ---- Errors
 
 

@@ -107,6 +107,8 @@ REQUIREMENTS = (
     Requires("lora_alpha lora_parameters", lora_rank=ABOVE_0),
     Requires("dataset_name eval_dataset_name", dataset_type=["tfds", "hf"]),
     Requires("train_split eval_split", dataset_type=["tfds", "hf", "custom"]),
+    # Without these keys, a part of the training split is held out.
+    Requires("eval_split", eval_dataset_path=IS_SET, eval_dataset_name=IS_SET, eval_datasets=IS_SET),
     Requires("dataset_column", dataset_type=_WITH_COLUMN),
     Requires("array_record_format", dataset_type="array_record"),
     Requires("dataset_factory", dataset_type="custom"),

@@ -188,9 +188,10 @@ def few_documents(inputs: InputSpec, data: TrainData, rows: int, steps: int) -> 
 
 def ending(config: Config, step: int, eval_loss: float | None) -> str:
     """Explains why a run is finished at this step, given the loss of its evaluation, if any; "" if it is not."""
-    if eval_loss is not None and eval_loss <= config.evaluation.target_eval_loss:
-        target = f"target_eval_loss={config.evaluation.target_eval_loss:g}"
-        return f"eval_loss {eval_loss:.4f} after step {step} reached {target}. To continue, lower it or set it to 0"
+    target = config.evaluation.target_eval_loss
+    if target and eval_loss is not None and eval_loss <= target:
+        reached = f"eval_loss {eval_loss:.4f} after step {step} reached target_eval_loss={target:g}"
+        return f"{reached}. To continue, lower it or set it to 0"
     steps = config.run.steps
     return f"this run has made its {steps} steps. To continue, raise steps" if step == steps else ""
 

@@ -34,6 +34,8 @@ WINDOW = "sliding_window_size=8 (on the command line) has no effect: it needs at
         ("wsd_decay_steps_fraction=0.2", "lr_schedule_type=wsd"),
         ("dataset_name=c4/en:3.0.1", "dataset_type=tfds"),
         ("dataset_path=books eval_dataset_name=c4", "dataset_type=tfds"),
+        ("dataset_type=tfds dataset_name=c4/en eval_split=test", "eval_dataset_path=... or eval_dataset_name=..."),
+        ("dataset_type=custom dataset_factory=my_data:documents eval_split=test", "needs eval_dataset_path=..."),
         ("model_name=deepseek3-671b head_dim=64", "attention_type=global or local_sliding or chunk"),
         ("decoder_segments=[{repeats: -1, pattern: [{qk_nope_head_dim: 8}]}]", "attention_type=mla"),
         ("base_mlp_dim=64 decoder_segments=[{repeats: -1, pattern: [{base_mlp_dim: 32}]}]", "add decoder_segments=[]"),

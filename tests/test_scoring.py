@@ -208,7 +208,10 @@ def test_a_place_that_can_not_be_written_is_refused_before_weights_are_read(mode
     [
         ({"texts_path": "nowhere.txt", "scores_path": "out"}, "texts_path=nowhere.txt cannot be read"),
         ({"texts_path": "{tmp}/empty.txt", "scores_path": "out"}, "has no text"),
-        ({"texts_path": "{tmp}/long.txt", "scores_path": "out"}, "'aaaa.*' has 41 tokens"),
+        (
+            {"texts_path": "{tmp}/long.txt", "scores_path": "out"},
+            "'aaaa.*' has 41 tokens, more than max_target_length=32:",
+        ),
         ({"texts_path": "{tmp}/no.jsonl", "scores_path": "out"}, "line 2: expected"),
         ({"texts_path": "x.txt"}, "texts_path and scores_path go together"),
         ({"tokens_path": "{tmp}/float.npy", "logits_path": "out"}, "expected int32 .B, T., got float64"),

@@ -92,7 +92,7 @@ def score_texts(
         text = texts[[len(ids) for ids in encoded].index(longest)]
         raise UserError(
             f"texts_path: the text that begins {text[:40]!r} has {longest} tokens, more than "
-            "max_target_length={T}: raise it, or shorten the text"
+            f"max_target_length={T}: raise it, or shorten the text"
         )
     scores = Scorer(evaluation, batch, plan, weights)(encoded)
     # Every process computes; process 0 writes.

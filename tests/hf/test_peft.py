@@ -9,6 +9,7 @@ import transformers
 
 from src.checkpoint.load_weights import identity
 from src.extras.hf import convert
+from src.extras.hf.folder import open_folder
 from src.system.errors import UserError
 from tests.hf import saved
 
@@ -47,6 +48,25 @@ def test_a_folder_of_pefts_is_the_adapted_model(tmp_path, name):
     found, plain = saved.logits(tmp_path / "back"), saved.logits(base)
     assert (found - expected).abs().max() <= 2e-4 * expected.std()
     assert (plain - expected).abs().max() > 0.1 * expected.std()
+
+
+@pytest.mark.parametrize("start", ["gaussian", "orthogonal", "mica", "pissa", "pissa_niter_4", "olora"])
+def test_adapters_that_also_change_their_base_are_refused(tmp_path, start):
+    base = saved.save(tmp_path / "hf", "llama")
+    entries = {"target_modules": ["q_proj"], "r": 2, "init_lora_weights": start}
+    model = save_adapters(tmp_path / "adapter", base, **entries).get_base_model()
+    plain, name = saved.tensors(base), "model.layers.1.self_attn.q_proj"
+    if not torch.equal(model.get_submodule(name).base_layer.weight, plain[f"{name}.weight"]):
+        with pytest.raises(UserError, match=f'init_lora_weights="{start}"'):
+            open_folder(tmp_path / "adapter")
+        return
+    module = model.get_submodule(name)
+    expected = module(torch.eye(24)).detach().T  # its weight with what peft adds
+    found = open_folder(tmp_path / "adapter").tensors[f"{name}.weight"]
+    found = torch.tensor(found.read(tuple(slice(0, size) for size in found.shape)))
+    if module.base_layer.bias is not None:
+        expected -= module.base_layer.bias.detach()[:, None]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_the_identity_of_adapters_is_of_their_base_too(tmp_path):

@@ -19,6 +19,9 @@ from src.system.json_text import read_object
 
 _NAME = "base_model.model.{}.lora_{}.weight"  # tensor of a module's matrix A or B
 _ONLY = {"peft_type": "LORA", "bias": "none"}
+# Values of init_lora_weights with which adapters add to the model as it is stored. With others, such as pissa, olora
+# and loftq, peft also changes the model's own weights, whenever it loads them.
+_STARTS = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 # Supported entries of adapter_config.json, and entries without effect once the adapters are trained. Any other is
 # refused: DoRA, fully trained modules, repeated layers.
 _READ = """
@@ -52,6 +55,7 @@ def adapted(folder: Path, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
     refused = [
         *unknown_entries(entries, {*_ONLY, *_READ.split()}),
         *(name for name in _ONLY if entries.get(name) not in (None, _ONLY[name])),
+        *["init_lora_weights"] * (entries.get("init_lora_weights") not in _STARTS),
     ]
     if refused:
         listed = first_few(f"{name}={json.dumps(entries[name])}" for name in refused)

@@ -63,7 +63,8 @@ class FeedForward(nnx.Module):
         out_BTD = project(x_BTD, gate_BT1, self.wi[...], self.wo[...], bias_AF, context)
         out_BTD = context.reduce_scatter_sequence(out_BTD)
         if self.spec.mlp_bias:
-            out_BTD += self.wo_bias[...].astype(x_BTD.dtype)
+            bias_D = self.wo_bias[...].astype(x_BTD.dtype)
+            out_BTD += bias_D if gate_BT1 is None else gate_BT1 * bias_D
         return checkpoint_name(out_BTD, "mlpwo"), {}
 
     def _project(

@@ -36,6 +36,7 @@ KINDS = {
     },
     "llama4": {"routed_score_func": "sigmoid", "scale_expert_inputs": "true", "shared_experts": 1},
     "biases": {"router_bias": "true", "mlp_bias": "true", "norm_topk_prob": "true"},
+    "gate": {"shared_experts": 1, "shared_expert_gate": "true", "mlp_bias": "true"},
 }
 
 
@@ -112,7 +113,8 @@ def test_each_token_goes_through_its_experts(kind):
             else:
                 expected[row, t] += factor * feed_forward(x[row, t], expert(weights, index))
         if spec.shared_experts:
-            expected[row, t] += feed_forward(x[row, t], weights["shared"])
+            gate = 1 / (1 + np.exp(-x[row, t] @ weights["shared_gate"])) if spec.shared_expert_gate else 1.0
+            expected[row, t] += gate * feed_forward(x[row, t], weights["shared"])
         if segment_ids[row, t]:
             load_E[experts] += 1
             share_E += scores / scores.sum()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from src.checkpoint.format import Restored
 from src.checkpoint.load_weights import hf_folder, load_weights
-from src.checkpoint.restore import restore_weights
+from src.checkpoint.restore import newest_meta, restore_weights
 from src.model.params import Tree, by_path, dotted, nested
 from src.system.errors import UserError, counted, first_few
 
@@ -61,8 +61,11 @@ def load_by_rules(
 
 
 def _load_named(path: str, wanted: Tree, tree: Tree, ema: bool) -> Restored:
-    """Loads the weights `wanted`, by dotted name; a Hugging Face folder must have all of `tree`, which is read."""
-    if hf_folder(path):
+    """Loads the weights `wanted`, by dotted name, with adapters merged into them.
+
+    A Hugging Face folder, or a run with adapters on its base, must have all of `tree`, which is read.
+    """
+    if hf_folder(path) or "lora" in newest_meta(path)[0]:
         arrays, meta, messages = load_weights(path, tree, ema)
         arrays = {dotted(where): array for where, array in by_path(arrays).items()}
         _check_names(path, wanted, arrays)

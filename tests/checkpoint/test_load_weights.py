@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.load_weights import load_weights
+from src.checkpoint.load_weights import identity, load_weights
 from src.checkpoint.resume import all_weights, new_state
 from src.config.load import load
 from src.extras import weights_by_rules
 from src.extras.weights_by_rules import load_by_rules
-from src.model.params import by_path, dotted
+from src.model.params import by_path, dotted, nested
 from src.step.state import abstract_state
 from src.system.errors import UserError
 from tests.tiny import VOCAB, make, random_weights
@@ -126,6 +126,32 @@ def test_rules_take_averages_on_request_and_refuse_a_path_without(runs):
         load_by_rules(rules, tree, plan.axes, ema=True)
     config = load(["configs/base.yml", f"load_weights_rules=[{{match: embedding, path: {folder}/b}}]", "load_ema=true"])
     assert config.checkpoint.load_ema
+
+
+def test_rules_merge_adapters(runs, tmp_path):
+    """Also into a weight that was trained with them, which the checkpoint has under its own name."""
+    folder, kept = runs
+    plan, tree = tree_of(1)
+    draw, query = np.random.default_rng(0), ("segments", 0, 0, "attention", "query")
+    shape, alpha, rank = by_path(tree)[query].shape, 6.0, 2
+    arrays = {
+        query: draw.normal(size=shape),
+        ("lora", *query, "down"): draw.normal(size=(*shape[:2], rank)),
+        ("lora", *query, "up"): draw.normal(size=(shape[0], rank, *shape[2:])),
+    }
+    arrays = {path: array.astype(np.float32) for path, array in arrays.items()}
+    entries = {"step": np.int32(5), "trainable": nested(arrays), "stats": {}, "opt": {}}
+    base = {"base": str(folder / "a"), "base_identity": identity(str(folder / "a"))}
+    checkpointer = Checkpointer(tmp_path / "checkpoints", max_to_keep=-1, async_save=False)
+    meta = {"vocab_size": VOCAB, "tokenizer": None, "lora": {"rank": rank, "alpha": alpha, **base}}
+    checkpointer.save(5, jax.tree.map(jax.numpy.asarray, entries), meta)
+    checkpointer.close()
+    rules = [{"match": r".*attention\.(query|key)", "path": str(tmp_path)}]
+    loaded = {dotted(path): leaf for path, leaf in by_path(load_by_rules(rules, tree, plan.axes)[0]).items()}
+    whole, down, up = arrays.values()
+    merged = whole + alpha / rank * np.einsum("ldr,lrnh->ldnh", down, up)
+    np.testing.assert_allclose(loaded["segments.0.0.attention.query"], merged, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(loaded["segments.0.0.attention.key"], kept["a"]["segments.0.0.attention.key"])
 
 
 def test_rules_read_each_path_once(runs, monkeypatch):

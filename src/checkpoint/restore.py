@@ -90,7 +90,7 @@ def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
         for kind, folder in (("run", path / "checkpoints"), ("checkpoints", path)):
             if steps := steps_in(folder):
                 return kind, steps
-        return "step", [int(path.name)] if path.name.isdigit() and path.is_dir() else []
+        return "step", [int(path.name)] if path.name.isdecimal() and path.is_dir() else []
 
     kind, steps = of_process_0(find)
     folder = {"run": path / "checkpoints", "checkpoints": path, "step": path.parent}[kind]

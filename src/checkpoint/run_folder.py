@@ -179,11 +179,13 @@ def in_run_folder(folder: epath.Path) -> Generator[None]:
 
 
 def latest_step(folder: epath.Path) -> int | None:
-    """Finds the step of the newest complete checkpoint; None without one, or if the folder cannot be read."""
+    """Finds the step of a run's newest complete checkpoint; None without one, or if the folder cannot be read."""
+    return _newest_complete(folder / "checkpoints")
+
+
+def _newest_complete(checkpoints: epath.Path) -> int | None:
     with contextlib.suppress(Exception):  # each store's client has its own exception types
-        checkpoints = folder / "checkpoints"
-        steps = [step for step in steps_in(checkpoints) if not is_unfinished(checkpoints / str(step))]
-        return max(steps, default=None)
+        return next((step for step in steps_in(checkpoints) if not is_unfinished(checkpoints / str(step))), None)
     return None
 
 
@@ -202,8 +204,8 @@ def write_error(checkpoints: epath.Path, step: int, size: int, error: Exception)
 
     Returns UserError or TransientError, or `error` itself if it is not from a disk or store.
     """
-    steps = steps_in(checkpoints)
-    intact = f"Checkpoint {steps[0]} is intact" if steps else "There is no other checkpoint"
+    newest = _newest_complete(checkpoints)
+    intact = "No other checkpoint was found" if newest is None else f"Checkpoint {newest} is intact"
     failure = failure_of(error)
     if failure is Failure.FULL:
         free = "" if is_remote(checkpoints) else f", and {_gib(shutil.disk_usage(checkpoints).free)} are free"
@@ -227,7 +229,7 @@ def steps_in(folder: epath.Path) -> list[int]:
         names = [path.name for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    # 004 and ² are also decimal, but are not names of checkpoints.
+    # 004 and ٣ are also decimal, but are not names of checkpoints.
     return sorted((int(name) for name in names if name.isdecimal() and name == str(int(name))), reverse=True)
 
 

@@ -20,7 +20,7 @@ from src.model.attention_kernels.scores import ScoreSpec, dot_product, masked_at
 from src.model.cache import Cache, CacheArray, cache_slots, decode_mask, update
 from src.model.costs import Costs
 from src.model.forward_context import ForwardContext
-from src.model.norm import Norm, root_mean_square
+from src.model.norm import Norm, rms_normalise
 from src.model.params import Rngs, matmul, weight
 from src.model.rope import rope
 from src.model.spec import LayerSpec
@@ -132,7 +132,7 @@ class Attention(nnx.Module):
             v_BTKH = matmul(x_BTD, self.value[...], "BTD,DKH->BTKH")
             if self.spec.attention_bias:
                 v_BTKH += self.value_bias[...].astype(x_BTD.dtype)
-        return root_mean_square(v_BTKH, self.spec.normalization_layer_epsilon) if self.spec.value_norm else v_BTKH
+        return rms_normalise(v_BTKH, self.spec.normalization_layer_epsilon) if self.spec.value_norm else v_BTKH
 
     def _position(self, q_BTNH: Array, k_BTKH: Array, positions_BT: Array) -> tuple[Array, Array]:
         """Applies the norm of queries and keys (l2: after the rotation), the rotary positions and the query scales."""
@@ -143,7 +143,7 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = rope(q_BTNH, positions_BT, spec), rope(k_BTKH, positions_BT, spec)
         if spec.qk_norm == "l2":
             epsilon = spec.normalization_layer_epsilon
-            q_BTNH, k_BTKH = root_mean_square(q_BTNH, epsilon), root_mean_square(k_BTKH, epsilon)
+            q_BTNH, k_BTKH = rms_normalise(q_BTNH, epsilon), rms_normalise(k_BTKH, epsilon)
         if spec.query_dim_scale or spec.attn_temperature_scale:
             from src.model.query_scaling import scale_queries
 

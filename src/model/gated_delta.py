@@ -15,7 +15,7 @@ from src.model.attention_kernels.delta_rule import in_chunks, one_token
 from src.model.cache import Cache, CacheArray
 from src.model.costs import Costs
 from src.model.forward_context import ForwardContext
-from src.model.norm import root_mean_square
+from src.model.norm import rms_normalise
 from src.model.params import Rngs, matmul, weight
 from src.model.spec import LayerSpec
 from src.system.errors import Unsupported
@@ -99,7 +99,7 @@ class GatedDelta(nnx.Module):
             last_Bt = jnp.sum(context.segment_ids_BT > 0, axis=1, keepdims=True) + jnp.arange(old["tail"].shape[1])
             tail = jnp.take_along_axis(past_BtKX, last_Bt[:, :, None, None], axis=1)
             cache = {"state": state, "tail": tail.astype(old["tail"].dtype)}
-        out_BTKGP = root_mean_square(out_BTKGP, self.spec.normalization_layer_epsilon)
+        out_BTKGP = rms_normalise(out_BTKGP, self.spec.normalization_layer_epsilon)
         out_BTKGP = out_BTKGP * self.out_norm[...].astype(jnp.float32)
         out_BTKZ = (out_BTKGP.reshape(gate_BTKZ.shape) * jax.nn.silu(gate_BTKZ)).astype(x_BTD.dtype)
         out_BTKZ = checkpoint_name(layout.constrain(out_BTKZ, *HEADS), "context")

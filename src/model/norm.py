@@ -34,14 +34,14 @@ class Norm(nnx.Module):
         y = x.astype(jnp.float32)
         if spec.normalization == "layer":
             y = y - jnp.mean(y, axis=self.dims, keepdims=True)
-        y = root_mean_square(y, self.epsilon, self.dims)
+        y = rms_normalise(y, self.epsilon, self.dims)
         y = y * (spec.normalization_scale_offset + self.scale[...].astype(jnp.float32))
         if spec.normalization == "layer":
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
 
 
-def root_mean_square(x: Array, epsilon: float, dims: tuple[int, ...] = (-1,)) -> Array:
+def rms_normalise(x: Array, epsilon: float, dims: tuple[int, ...] = (-1,)) -> Array:
     """Divides `x` by its root mean square along `dims`, keeping `x`'s dtype, without a learned scale."""
     y = x.astype(jnp.float32)
     mean_square = jnp.mean(y * y, axis=dims, keepdims=True)

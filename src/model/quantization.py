@@ -126,12 +126,13 @@ def select(keys: Keys, declarations: params.Tree, layout: MeshLayout) -> Quantiz
     _check_devices(keys.quantization, layout.device)
     bounds = tuple(fixed_bound(getattr(keys, name)) for name in CALIBRATION_METHODS)
     words = f"quantization={keys.quantization}"
-    return _chosen(keys.quantization, keys.quantization_exclude, declarations, words, bounds)
+    has_experts = keys.quantization == "int8"  # fp8: Triton on GPUs would compute their matmuls in float16
+    return _chosen(keys.quantization, keys.quantization_exclude, declarations, words, has_experts, bounds)
 
 
 def select_at_rest(keys: Keys, declarations: params.Tree) -> Quantization:
     """Selects the weights that `quantize_weights` stores in 8 bits; raises UserError as `select`, and for experts."""
-    return _chosen("int8", keys.quantization_exclude, declarations, "quantize_weights=int8")
+    return _chosen("int8", keys.quantization_exclude, declarations, "quantize_weights=int8", has_experts=False)
 
 
 def _chosen(
@@ -139,6 +140,7 @@ def _chosen(
     exclude: Sequence[Any],
     declarations: params.Tree,
     words: str,
+    has_experts: bool,
     bounds: tuple[float, ...] = (0.0, 0.0, 0.0),
 ) -> Quantization:
     paths, patterns = multiplied(declarations), tuple(map(str, exclude))
@@ -151,7 +153,7 @@ def _chosen(
         layers = sum(axis in LAYERS for axis in axes[path])
         bounded = fan_ins[path] if kind == "int8" else range(layers, len(axes[path]))
         matmuls[path] = QuantizedMatmul(tuple(bounded), axes[path][layers:])
-        if "expert" in axes[path] and words != "quantization=int8":  # fp8: Triton on GPUs would compute it in float16
+        if "expert" in axes[path] and not has_experts:
             raise UserError(
                 f"{words} has no matmuls for experts, which quantization=int8 has: exclude them with "
                 f"quantization_exclude=[{','.join(patterns)},feed_forward.wi,feed_forward.wo]"

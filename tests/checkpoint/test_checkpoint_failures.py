@@ -374,7 +374,7 @@ def test_a_save_that_fails_is_the_last_line_of_the_run_and_the_only_one_of_its_e
     output = runs.finish(runs.start_command(["sh", "-c", shell], log), log, code=2).splitlines()
     assert not [line for line in output if "Traceback" in line or "orbax" in line.replace(output[-1], "")]
     assert output[-1].startswith(f"error: checkpoint 2 could not be written to {tmp_path}/run/checkpoints: ")
-    assert output[-1].endswith(" There is no other checkpoint.")
+    assert output[-1].endswith(" No other checkpoint was found.")
 
 
 def test_a_command_does_not_wait_for_threads_of_orbax_that_will_not_end():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.run_folder import RunFolder
+from src.checkpoint.run_folder import RunFolder, write_error
 from src.run.resolve_config import load
 from src.system.errors import UserError
 from tests import runs
@@ -132,6 +132,7 @@ def test_an_unfinished_save_is_passed_over_and_made_again(server, base, mesh):
     saver.close()
     del server.objects[base.removeprefix("gs://bucket/") + "/a/checkpoints/20/commit_success.txt"]
 
+    assert "Checkpoint 10 is intact" in str(write_error(folder.path / "checkpoints", 30, 1, OSError("away")))
     resumed = checkpointer(folder)
     state, _, messages = resumed.restore_latest(abstract(place(make_values(0), mesh)))
     assert same(state, make_values(10))

@@ -25,6 +25,10 @@ SHORT = 256  # the last class's greatest length, at most
 MULTIPLE = 64  # every class's greatest length must be a multiple of this: others were not tried on a GPU
 
 
+# JAX 0.12's primitives take a function of the scores too.
+_NO_SCORE_MOD = {"score_mod_name": None, "score_mod_jaxpr": None} if jax.__version_info__ >= (0, 12) else {}
+
+
 def operands(
     arrays: tuple[Array, ...],
     scale: float,
@@ -45,6 +49,7 @@ def operands(
         "mask_type": mask_type,
         "layout": fused.AttentionLayout.BTNH.value,
         "sliding_window_length": window or None,
+        **_NO_SCORE_MOD,
     }
     bias = none if bias_b1ts is None else bias_b1ts
     return (*arrays, bias, *(lengths or (none, none)), *(offsets or (none, none)), none, none), settings

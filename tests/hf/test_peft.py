@@ -88,6 +88,7 @@ def test_the_identity_of_adapters_is_of_their_base_too(tmp_path):
         ({"modules_to_save": ["lm_head"]}, r'modules_to_save=\["lm_head"\]'),
         ({"an_entry_of_tomorrow": 3}, "an_entry_of_tomorrow=3"),
         ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
+        ({"lora_alpha": None}, "has no number lora_alpha"),
     ],
 )
 def test_what_is_not_plain_lora_is_refused_by_name(tmp_path, entries, message):

@@ -99,8 +99,8 @@ def test_a_profile_changes_the_schedule_of_the_same_program(for_gpus, tmp_path):
 def test_the_command_that_compiles_ahead_of_time_does_so_by_the_profile(for_gpus, tmp_path, monkeypatch):
     plain = for_gpus[2]
     digest = re.search(r'fingerprint_before_lhs="(\w+)"', plain)[1]
-    made, compile_ = [], train_compile._compile
-    monkeypatch.setattr(train_compile, "_compile", lambda *given: made.append(compile_(*given)) or made[-1])
+    made, original = [], train_compile.compile_lowered
+    monkeypatch.setattr(train_compile, "compile_lowered", lambda *given: made.append(original(*given)) or made[-1])
     keys = ("base_num_decoder_layers=2", "compile_xla_flags=auto")
     command = [BASE, *SMALL, *keys, "dataset_type=synthetic", "compile_topology=a3"]
     with jax.default_matmul_precision("default"):  # as the command sets it

@@ -21,6 +21,7 @@ hypothesis.settings.load_profile("untimed")
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)
+jax.config.update("jax_traceback_in_locations_limit", 0)
 quick_compilation.in_this_process()
 # Tracing creates many objects and few cycles.
 gc.set_threshold(20_000, 20, 20)

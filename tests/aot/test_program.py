@@ -388,8 +388,16 @@ def traced_for(platform, source_file, factor):
     return SimpleNamespace(jaxpr=traced.jaxpr, lower=lambda: lowered)
 
 
+@pytest.fixture
+def frames_in_locations():
+    """Gives the compiler places in Python's sources, as users' programs do; other tests are compiled without them."""
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+
+
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_a_kernel_is_the_same_wherever_its_source_lies(platform):
+def test_a_kernel_is_the_same_wherever_its_source_lies(platform, frames_in_locations):
     here, there = traced_for(platform, "/here/kernel.py", 2.0), traced_for(platform, "/over/there/kernel.py", 2.0)
     assert here.lower().as_text() != there.lower().as_text(), "the compiler is given the source's place"
     assert program.program_text(here, program.kernel_text) == program.program_text(there, program.kernel_text)

@@ -15,6 +15,7 @@ from src.extras.plan import command, compiling
 from src.extras.plan.search import Search
 from src.run import resolve_config
 from src.system.errors import UserError
+from tests import quick_compilation
 from tests.runs import BASE, ROOT, wait_until
 
 TINY = [BASE, "base_emb_dim=32", "base_mlp_dim=64", "base_num_decoder_layers=2", "base_num_query_heads=4"]
@@ -23,8 +24,10 @@ FIXED = ["ici_pipeline_parallelism=1", "ici_context_parallelism=1", "ici_tensor_
 
 
 @pytest.fixture
-def planned(tmp_path, capsys):
+def planned(tmp_path, capsys, monkeypatch):
     """Runs the command with records in a folder of the test's own; returns the plan, the report and the lines."""
+    for name, value in quick_compilation.ENVIRONMENT.items():  # of the processes that compile
+        monkeypatch.setenv(name, value)
 
     def run(*words):
         words = [*TINY, *FIXED, f"jax_cache_dir={tmp_path}", f"report={tmp_path / 'plan.json'}", *words]

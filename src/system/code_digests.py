@@ -14,6 +14,8 @@ from typing import Any
 
 from src.system.user_code import load_function
 
+_LIBRARY = re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}|.*(site|dist)-packages")
+
 
 def code_digests(name: str, key: str) -> dict[str, str]:
     """Computes a digest of each module of a user's code: the module in `name`, the value of `key`, and all its imports.
@@ -22,12 +24,15 @@ def code_digests(name: str, key: str) -> dict[str, str]:
     and MinText are left out. Raises as `load_function` does.
     """
     load_function(name, key)
-    modules, found = [name.partition(":")[0]], dict[str, str]()
+    modules, seen, found = [name.partition(":")[0]], set[str](), dict[str, str]()
     for module in modules:  # the loop appends to it
+        if module in seen:
+            continue
+        seen.add(module)
         package = module.rpartition(".")[0]
         imported = () if found else (vars(sys.modules[module]).get(fact) for fact in ("__file__", "__loader__"))
         file, loader = imported or _user_file(module)
-        if file and module not in found:
+        if file:
             code = loader.get_data(file) if hasattr(loader, "get_data") else Path(file).read_bytes()
             found[module] = hashlib.sha256(code).hexdigest()[:8]
             with contextlib.suppress(SyntaxError, ValueError):  # it is not Python
@@ -48,8 +53,7 @@ def _imports(code: ast.AST, package: str) -> Iterator[str]:
 
 def _user_file(module: str) -> tuple[str | None, Any]:
     """Finds the file and loader of a module; (None, None) if it is installed, or a part of Python or MinText."""
-    library = re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}|.*(site|dist)-packages")
-    folders = [each for each in map(str, sys.path) if not library.match(each) and module.partition(".")[0] != "src"]
+    folders = [each for each in map(str, sys.path) if not _LIBRARY.match(each) and module.partition(".")[0] != "src"]
     parents = module.split(".")[:-1]
     # A .zip on the path has a finder too. Python caches its finder for "", so it may look in another folder.
     finders = filter(None, (pkgutil.get_importer(os.path.join(each or os.getcwd(), *parents)) for each in folders))

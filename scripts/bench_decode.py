@@ -60,8 +60,7 @@ def main(argv: list[str]) -> None:
                 *("dtype=float32", "decode_sampling_strategy=greedy"),
             ]
         )
-        loaded = load_model(config, None)
-        plan, weights = unrolled(loaded.plan, loaded.weights)
+        plan, weights = unrolled(*load_model(config, None))
         weights = in_activation_dtype(plan, weights)
         print(f"{jax.devices()}, torch with {torch.get_num_threads()} threads; prompts of {options.prompt} tokens")
         for rows in options.batch:

@@ -51,44 +51,4 @@ PYTHON
 "$python" -m src.evaluate "$out/run" tasks=my_choice,my_texts,my_bytes include_path="$out/tasks" trust_tasks=true num_fewshot=2 \
   results_path="$out/tasks.json"
 
-"$python" - "$out" <<'PYTHON'
-import json, math, sys
-
-from lm_eval import simple_evaluate
-from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
-
-from src.run.resolve_config import load
-from src.data.tokenizer import make_tokenizer
-from src.extras.evaluation.answers import Answers
-from src.extras.generation.loaded_model import load_model
-
-out = sys.argv[1]
-theirs = HFLM(pretrained=f"{out}/hf", dtype="float32", device="cpu", max_length=128, batch_size=8)
-manager = TaskManager(include_path=f"{out}/tasks", include_defaults=False)
-tasks = ["my_choice", "my_texts", "my_bytes"]
-expected = simple_evaluate(theirs, tasks=tasks, num_fewshot=2, task_manager=manager)
-found = json.load(open(f"{out}/tasks.json"))["results"]
-for task in tasks:
-    for name, value in expected["results"][task].items():
-        if not isinstance(value, str):
-            print(task, name, found[task][name], value)
-            assert math.isclose(found[task][name], value, rel_tol=1e-5, abs_tol=1e-9), name
-
-config = load([f"{out}/run"], uses_weights=True)
-tokenizer = make_tokenizer(config.data, config.model.vocab_size)
-plan, weights, _ = load_model(config, tokenizer)
-ours = Answers(config.evaluation, config.batch, config.decoding, plan, weights, tokenizer)
-rows = [sample["arguments"] for task in tasks for sample in expected["samples"][task]]
-pairs = [tuple(pair) for row in rows[:24] for pair in row] + [("", "é and é"), ("a ", "b" * 60), ("c" * 200, " d")]
-wanted = theirs.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
-worst = max(abs(a - b) for (a, _), (b, _) in zip(ours.log_likelihoods(pairs), wanted, strict=True))
-assert [a for _, a in ours.log_likelihoods(pairs)] == [b for _, b in wanted]
-print(f"log-probabilities of {len(pairs)} continuations: at most {worst:.2g} apart")
-assert worst <= 1e-4
-requests = [tuple(row[0]) for row in rows[24:48]]
-wanted = theirs.generate_until([Instance("generate_until", {}, request, 0) for request in requests])
-assert ours.completions(requests) == wanted
-print(f"{len(requests)} texts are equal, such as {max(wanted, key=len)!r}")
-PYTHON
+"$python" -m end_to_end.with_harness "$out"

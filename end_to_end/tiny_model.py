@@ -2,6 +2,7 @@
 
 python -m end_to_end.tiny_model make FAMILY FOLDER     a family of tests/hf/saved.py; weights, tokenizer, chat template
 python -m end_to_end.tiny_model same FOLDER OTHER      exit code 1 unless transformers computes the same logits of both
+python -m end_to_end.tiny_model export FOLDER          each family's model, read and exported again: FOLDER/FAMILY/hf
 """
 
 import json
@@ -12,6 +13,7 @@ import tokenizers
 import torch
 import transformers
 
+from src.extras.hf import convert
 from tests.hf import saved
 
 VOCAB = 401  # the 256 bytes, special tokens and merges; a few ids that no text has
@@ -58,11 +60,20 @@ def same(folder: Path, other: Path) -> bool:
     return torch.equal(*logits)
 
 
+def export(folder: Path) -> None:
+    """Saves a tiny model of each family, converts it, and exports it again."""
+    for name in saved.CONFIGS:
+        convert.from_hf(saved.save(folder / name / "saved", name), folder / name / "converted")
+        convert.to_hf(folder / name / "converted", folder / name / "hf")
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["make", family, folder]:
             make(family, Path(folder))
         case ["same", folder, other]:
             sys.exit(0 if same(Path(folder), Path(other)) else f"{folder} and {other} have other logits")
+        case ["export", folder]:
+            export(Path(folder))
         case _:
             sys.exit(__doc__)

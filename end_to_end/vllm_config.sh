@@ -9,18 +9,7 @@ needs_transformers
 out=$(realpath "${1:-$(mktemp -d)}")
 mkdir -p "$out"
 
-"$python" - "$out" <<'PYTHON'
-import sys
-from pathlib import Path
-
-from src.extras.hf import convert
-from tests.hf import saved
-
-for name in saved.CONFIGS:
-    folder = Path(sys.argv[1], name)
-    convert.from_hf(saved.save(folder / "saved", name), folder / "converted")
-    convert.to_hf(folder / "converted", folder / "hf")
-PYTHON
+"$python" -m end_to_end.tiny_model export "$out"
 
 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR "$VLLM_PYTHON" - "$out" docs/serving.md <<'PYTHON'
 import json, re, sys

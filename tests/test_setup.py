@@ -111,9 +111,13 @@ def test_pre_commit_runs_the_checks_of_ci():
     assert all((REPOSITORY / file).is_file() for file in files)
 
 
-def test_ci_checks_the_types_of_src():
+def test_ci_checks_the_types_of_src_and_scripts():
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["pyrefly"]
-    assert settings["project-includes"] == ["src"]
+    assert settings["project-includes"] == ["src", "scripts", "end_to_end"]
+    shells = [path for path in settings["project-includes"] for path in (REPOSITORY / path).rglob("*.sh")]
+    assert len(shells) > 20
+    # Python within shell scripts is not checked, so it calls nothing of src/.
+    assert not [path.name for path in shells if re.search(r"^\s*from src", path.read_text(), re.MULTILINE)]
     assert "pyrefly" in pins("dev")
     assert "&& .venv/bin/pyrefly check &&" in CI
     # A reason for each place that it is not to look at, with the kind of error.

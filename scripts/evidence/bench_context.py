@@ -132,7 +132,8 @@ def _ring(axis: str, n: int, length: int, heads: int, interpret: bool) -> Callab
 
 def _kernel(mask: sa.Mask, heads: int, interpret: bool) -> kernels.SplashAttentionKernel:
     """Builds JAX's kernel, which also returns the scores' log-sum-exp."""
-    masks, blocks = sa.MultiHeadMask([mask] * heads), block_sizes(*mask.shape, 0, 128, jnp.dtype(jnp.bfloat16))
+    queries, keys = mask.shape
+    masks, blocks = sa.MultiHeadMask([mask] * heads), block_sizes(queries, keys, 0, 128, jnp.dtype(jnp.bfloat16))
     return sa.make_splash_mha_single_device(masks, block_sizes=blocks, save_residuals=True, interpret=interpret)
 
 
@@ -200,7 +201,7 @@ def _compile(
 
 
 def _described(compiled: jax.stages.Compiled, layout: MeshLayout) -> str:
-    stats = compiled.memory_analysis()
+    stats: Any = compiled.memory_analysis()
     sent, times = Counter[str](), Counter[str]()
     for each in collectives(compiled.as_text(), layout.mesh):
         sent[each.kind] += each.times * each.sent_bytes

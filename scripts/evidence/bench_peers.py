@@ -78,7 +78,8 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     keys = [argument for argument in options.arguments if "=" in argument]
     if options.worker:
-        return take_turns(*options.worker, keys)
+        side, case = options.worker
+        return take_turns(side, case, keys)
     sides = {"MinText": str(ROOT)}
     if options.against:
         sides["against"] = options.against
@@ -95,6 +96,8 @@ def compare(case: str, sides: dict[str, str], keys: list[str], turns: int) -> No
     wall, cpu = ({name: [] for name in sides} for _ in range(2))
     for turn in range(turns + 1):  # the first warms up
         for name, worker in workers.items():
+            assert worker.stdin
+            assert worker.stdout
             worker.stdin.write("go\n")
             worker.stdin.flush()
             took = json.loads(worker.stdout.readline())
@@ -102,6 +105,7 @@ def compare(case: str, sides: dict[str, str], keys: list[str], turns: int) -> No
                 wall[name].append(took["wall"])
                 cpu[name].append(took["cpu"])
     for worker in workers.values():
+        assert worker.stdin
         worker.stdin.close()
         worker.wait()
     print(f"{case}: {turns} turns of {CASES[case].steps} steps; per step")

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -36,7 +37,7 @@ def serve(folder: str, latency: float, urls: "multiprocessing.Queue[str]") -> No
             super().__init__("data")
 
             # Bypasses http.server's parser, which would use up the two cores.
-            def answer_quickly(handler: object) -> None:
+            def answer_quickly(handler: Any) -> None:
                 head = handler.rfile.readline(65537)
                 line = first = head
                 while line not in (b"\r\n", b""):
@@ -64,7 +65,7 @@ def serve(folder: str, latency: float, urls: "multiprocessing.Queue[str]") -> No
                 except OSError:
                     handler.close_connection = True
 
-            handler_class = self.RequestHandlerClass
+            handler_class: Any = self.RequestHandlerClass
             self.RequestHandlerClass = type("Handler", (handler_class,), {"handle_one_request": answer_quickly})
 
     server = Server()

@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
     else:
         text, memory = Path(given.program[0]).read_text(), {}
         topology = parse_topology(given.topology, given.slices) if given.topology else None
-        kind = topology.chip.kind if topology else ""
+        kind = topology.chip.kind if topology and topology.chip else ""
         several = topology and topology.slices > 1  # the program numbers several slices' devices in its own way
         mesh = Mesh(np.array(abstract_devices(topology)), ("devices",)) if several else numbered_mesh(text)
     result = {"memory": memory, **statistics(text, mesh, kind, bundles)}
@@ -89,6 +89,7 @@ def main(argv: list[str]) -> None:
 def compiled(argv: Sequence[str]) -> tuple[str, Mesh, str, dict[str, int]]:
     """Compiles a config's step: returns the program's text, mesh, device kind, and bytes of memory."""
     config = configured(argv, USAGE, joins=False)
+    assert config  # only --help has none
     topology = parse_topology(config.aot.compile_topology, config.aot.compile_topology_num_slices)
     devices = abstract_devices(topology)
     jax.config.update("jax_enable_compilation_cache", False)  # cached programs have no text
@@ -96,7 +97,7 @@ def compiled(argv: Sequence[str]) -> tuple[str, Mesh, str, dict[str, int]]:
         config, devices, compiler_options(config.aot.compile_xla_flags, devices[0], topology.slices)
     )
     program = traced.jax_traced.lower().compile()
-    stated = program.memory_analysis()
+    stated: Any = program.memory_analysis()
     memory = {"arguments": stated.argument_size_in_bytes, "temporaries": stated.temp_size_in_bytes}
     memory["at once"] = stated.peak_memory_in_bytes  # arguments included
     if counted := program.cost_analysis():  # not available for an absent GPU

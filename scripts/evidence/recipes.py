@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import yaml
-from ml_collections import FrozenConfigDict
 
+from src.config.schema import Config
 from src.config.yaml import parse_keys
 from src.extras.aot.report import describe
 from src.extras.aot.topology import Topology, parse_topology
@@ -75,7 +75,7 @@ class Recipe:
     differs: str
     keys: Mapping[str, Any]
 
-    def load(self, *arguments: str) -> FrozenConfigDict:
+    def load(self, *arguments: str) -> Config:
         """Loads the configuration, with `key=value` arguments after the file."""
         return resolve_config.load([str(FOLDER / f"{self.name}.yml"), *arguments])
 
@@ -158,7 +158,9 @@ def _compiled(recipe: Recipe, report: Mapping[str, Any]) -> list[str]:
 
 def _published(recipe: Recipe) -> str:
     """Formats MFU by the number of slices, for a cell."""
-    peak = peak_flops(recipe.topology().chip.kind, "bfloat16")
+    chip = recipe.topology().chip
+    assert chip
+    peak = peak_flops(chip.kind, "bfloat16")
     cells = [f"{slices}: {figures.utilization(peak):.1f}%" for slices, figures in recipe.published.items()]
     return cells[0].removeprefix("1: ") if list(recipe.published) == [1] else ", ".join(cells)
 

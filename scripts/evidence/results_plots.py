@@ -17,7 +17,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#666666", "#e69f00")
 plt.rcParams.update(
     {"font.size": 12, "svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "mintext", "axes.grid": True}
 )
-plt.rcParams.update({"axes.prop_cycle": mpl.cycler(color=COLORS), "grid.color": "#dddddd"})
+plt.rcParams.update({"axes.prop_cycle": plt.cycler(color=COLORS), "grid.color": "#dddddd"})
 
 
 def curves(runs: Mapping[str, Sequence[Sequence[tuple[float, float]]]], path: Path, labels: Labels) -> None:

@@ -15,8 +15,9 @@ from src.extras.plan import command, compiling
 from src.extras.plan.search import Search
 from src.run import resolve_config
 from src.system.errors import UserError
+from src.system.exit_codes import run_command
 from tests import quick_compilation
-from tests.runs import BASE, ROOT, wait_until
+from tests.runs import BASE
 
 TINY = [BASE, "base_emb_dim=32", "base_mlp_dim=64", "base_num_decoder_layers=2", "base_num_query_heads=4"]
 TINY += ["base_num_kv_heads=2", "head_dim=8", "vocab_size=97", "max_target_length=16", "compile_topology=cpu-8"]
@@ -83,39 +84,30 @@ def test_an_interrupted_command_says_how_to_continue(planned, monkeypatch, capsy
     assert "interrupted: 0 points kept; the same command continues from there" in capsys.readouterr().out
 
 
-STARTED = """
-import signal
-import sys
-from src.system.exit_codes import run_command
-from src.extras.plan import command
-
-sys.executable = sys.argv.pop(1)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it, as nohup does
-run_command(command.main)
-"""
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_search_that_is_ended_ends_its_compilations(tmp_path, number):
-    """In place of Python, which would compile, a script writes its process's id and sleeps."""
+def test_a_search_that_is_ended_ends_its_compilations(number, tmp_path, monkeypatch, capsys):
+    """In place of Python, which would compile, a script writes its process's id and sleeps; one ends the search."""
     compiler, pids = tmp_path / "compiler", tmp_path / "pids"
     pids.mkdir()
-    compiler.write_text(f"#!/bin/sh\ntouch {pids}/$$\nexec sleep 600\n")
+    ends = f"mkdir {tmp_path}/first 2>/dev/null && sleep 1 && kill -{number} $PPID"
+    compiler.write_text(f"#!/bin/sh\ntouch {pids}/$$\n{ends}\nexec sleep 600\n")
     compiler.chmod(0o755)
-    words = [*TINY, *FIXED, f"jax_cache_dir={tmp_path}", "top=1"]
-    command = [sys.executable, "-c", STARTED, str(compiler), *words]
-    search = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_until(lambda: any(pids.iterdir()), search)
-    search.send_signal(number)
-    said, _ = search.communicate(timeout=60)
+    monkeypatch.setattr(sys, "executable", str(compiler))
+    monkeypatch.setattr(sys, "argv", ["src.plan", *TINY, *FIXED, f"jax_cache_dir={tmp_path}", "top=1"])
+    before = signal.signal(number, signal.SIG_DFL)  # whoever runs the tests may ignore SIGHUP, as nohup does
+    try:
+        with pytest.raises(SystemExit) as end:
+            run_command(command.main)
+    finally:
+        signal.signal(number, before)
     started = [int(path.name) for path in pids.iterdir()]
     left = [pid for pid in started if still_runs(pid)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    assert started, said
+    assert started
     assert not left
-    assert search.returncode == 130, said
-    assert "interrupted: 0 points kept; the same command continues from there" in said
+    assert end.value.code == 130
+    assert "interrupted: 0 points kept; the same command continues from there" in capsys.readouterr().out
 
 
 def still_runs(pid):

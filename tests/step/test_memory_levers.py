@@ -78,8 +78,10 @@ def test_over_copies_gradients_send_what_a_reduce_scatter_of_float32_does(rounds
     for each in collectives(step.jax_traced.lower().compile().as_text(), step.plan.layout.mesh):
         if "data" in each.axes:
             sent[each.kind] += each.times * each.sent_bytes
-        else:  # over fsdp no weight's gradient is summed whole
-            assert each.kind != "all-reduce" or each.whole_bytes < 2**16
+        elif each.kind == "all-reduce" and each.whole_bytes >= 2**16:
+            # Over fsdp no weight's gradient is summed whole, but that of the lookup in pairs of devices, which hold
+            # half of the table's columns (src/model/sharded_lookup.py).
+            assert each.sent_bytes == each.whole_bytes == 1024 * 256 // 2 * 2
     weights = sum(leaf.size for leaf in jax.tree.leaves(step.plan.shapes)) * 4 // 4  # bytes a device has of them
     assert sent["all-gather"] == pytest.approx(3 / 4 * weights, rel=0.01)
     if rounds == 1:  # and the output table's over all devices, which fsdp cuts afterwards

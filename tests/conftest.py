@@ -28,13 +28,13 @@ gc.set_threshold(20_000, 20, 20)
 # src/run/run_setup.py sets it too, and explains why.
 os.environ["PJRT_NPROC"] = "32"
 
-# Workers take whole files. The longest come first, so that none of them starts last and runs when the others are done.
+# Workers take whole files. These come first, so that no long file starts last and runs when the others are done.
 LONGEST = (
     *("resume", "parity", "train_compile", "decode", "memory", "expert_axis", "multiprocess", "kernels", "experts"),
     *("context_axis", "memory_levers", "train_step", "axes", "program", "compiler_flags", "config_entries", "pgle"),
     *("layer_collectives", "checkpoint", "multislice", "moe", "remat", "quantized_products", "train", "readme"),
     *("tokenize_dataset", "run_as_config", "convert", "pipeline", "odd_exports", "scale", "launch"),
-    "forking",
+    *("forking", "checks_bce", "checks_dg", "checks_fhij", "checks_klm", "edits", "command", "ramp", "old_runs"),
 )
 
 TESTS = Path(__file__).parent

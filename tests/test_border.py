@@ -3,6 +3,7 @@
 import ast
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import tokenize
 
 import pytest
 
+from tests import quick_compilation
 from tests.runs import ROOT
 
 MAX_TOKENS = 89_000  # of the project, imported at the end of a run of the quickstart
@@ -129,8 +131,14 @@ def test_without_the_planner_a_step_that_does_not_fit_is_still_an_answer(checkou
     shutil.rmtree(checkout / "src" / "extras" / "plan")
     written = tmp_path / "report.json"
     words = ["configs/quickstart.yml", "compile_topology=cpu-2", f"compile_report={written}"]
+    environment = {**os.environ, **quick_compilation.ENVIRONMENT}
     done = subprocess.run(
-        [sys.executable, "-c", LARGE, *words], capture_output=True, text=True, cwd=checkout, check=False
+        [sys.executable, "-c", LARGE, *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=checkout,
+        check=False,
     )
     assert done.returncode == 3, done.stdout + done.stderr
     assert "does not fit: 20.00 GiB of 15.00 GiB per device" in done.stdout

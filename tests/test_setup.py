@@ -252,10 +252,15 @@ def test_what_pinned_packages_need_is_pinned_too(name):
                 assert requirement.specifier.contains(version, prereleases=True), f"{package} needs {requirement}"
 
 
+@pytest.fixture(scope="module")
+def providers():
+    """The packages that provide each module."""
+    return metadata.packages_distributions()
+
+
 @pytest.mark.parametrize(("folder", "names"), [("src", ["base", "data"]), ("tests", ["base", "data", "dev"])])
-def test_every_import_is_pinned(folder, names):
+def test_every_import_is_pinned(folder, names, providers):
     pinned = {package for name in names for package in pins(name)}
-    providers = metadata.packages_distributions()
     imports = third_party_imports(folder)
     assert "jax" in imports
     # A package that is not installed provides, as far as is known here, the module of its own name.

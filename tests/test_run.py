@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from typing import ClassVar
 
 import pytest
@@ -138,6 +139,15 @@ def test_a_state_that_is_not_good_is_not_saved(tmp_path, monkeypatch):
         start(tmp_path)
     assert raised.value.latest_checkpoint == "there is no checkpoint"
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_what_writes_checkpoints_is_missing_at_the_first_step_not_at_the_first_checkpoint(tmp_path, monkeypatch):
+    """Its files may be edited, or its package be replaced, during the steps before."""
+    monkeypatch.setitem(sys.modules, "src.checkpoint.orbax_manager", None)  # as Python marks what cannot be imported
+    with pytest.raises(ModuleNotFoundError, match="orbax_manager"):
+        start(tmp_path)
+    assert len(runs.lines(tmp_path / "run")) <= 1
+    start(tmp_path / "without", enable_checkpointing="false")
 
 
 def test_without_checkpoints_an_error_saves_nothing(tmp_path, monkeypatch):

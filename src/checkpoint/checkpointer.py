@@ -5,6 +5,7 @@ with the caller's values and each array's shape, dtype and digest, which src/che
 """
 
 import contextlib
+import importlib
 import json
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,6 +56,13 @@ class Checkpointer:
         self._deleter = ThreadPoolExecutor(max_workers=8)
         self._deletions: dict[int, Future[None]] = {}
         self._quiet = contextlib.ExitStack()  # silences Orbax from the first save to the end
+
+    def prepare(self) -> None:
+        """Imports what writes checkpoints, which takes a third of a second: call it while devices compute a step.
+
+        The first save may come hours later, and the files to import may be edited by then, or a package be broken.
+        """
+        importlib.import_module("src.checkpoint.orbax_manager")
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> list[str]:
         """Saves a state, whose arrays may be donated once this returns, and its `meta`, any JSON object.

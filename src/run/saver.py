@@ -52,6 +52,8 @@ class Saver:
 
     def reached(self, done: int, state: TrainState, batch: HostBatch, **meta: Any) -> None:
         """Takes the state after a step, its batch, and further `meta` for its checkpoint."""
+        if self._enabled:
+            self._checkpointer.prepare()
         self._done, self._state, self._batch, self._evaluated = done, state, batch, {}
         self._meta |= meta
 

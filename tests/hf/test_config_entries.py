@@ -378,6 +378,34 @@ def test_entries_together_are_read_as_transformers_reads_them(models, case):
     assert model.agrees(entries)
 
 
+# What published folders have beside a class's fields: of GPT-2 medium and its large sizes, SmolLM 2, Falcon 3, Llama 4
+# Maverick, and any folder that transformers 4.46 to 4.52 saved.
+BESIDE = {
+    "gpt2": {"n_special": 0, "predict_special_tokens": True, "output_past": True, "_num_labels": 1},
+    "llama": {
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"dtype": "q4f16"},
+        "activation": "swiglu",
+    },
+    "llama4_text": {"_attn_implementation_autoset": True, "for_llm_compressor": False},
+    "qwen3": {"_attn_implementation_autoset": True},
+}
+
+
+@pytest.mark.parametrize("model_type", BESIDE)
+def test_what_published_folders_have_beside_the_model_is_read_over(models, model_type):
+    assert models(model_type).agrees(BESIDE[model_type])
+
+
+def test_llama_4s_temperature_is_on_as_its_first_folders_say(models):
+    """Whose 4 transformers 4.51 took for true; later versions refuse it."""
+    model = models("llama4_text")
+    by_value = {value: model.ours({"attn_temperature_tuning": value})[0] for value in (4, 0, False)}
+    assert by_value[4] == model.spec
+    assert by_value[0] == by_value[False] != model.spec
+
+
 REFUSED = {
     **{
         f"{name}, not causal": (name, {"is_causal": False}, "is_causal False, which is not supported")

@@ -179,6 +179,7 @@ INERT = """
     encoder_no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens forced_bos_token_id
     forced_eos_token_id remove_invalid_values exponential_decay_length_penalty output_scores
     return_dict_in_generate unsloth_fixed unsloth_version
+    _attn_implementation_autoset _num_labels output_past is_llama_config transformers.js_config for_llm_compressor
 """
 # Entries for which transformers' class assumes one value, in any family.
 ONLY = {"is_causal": True, "is_encoder_decoder": False}

@@ -63,7 +63,7 @@ GPT2 = Family(
     keys={"mlp_bias": True, "attention_bias": True, "normalization": "layer", "position_type": "learned"},
     only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     inert="""
-        n_ctx reorder_and_upcast_attn attn_pdrop embd_pdrop resid_pdrop
+        n_ctx n_special predict_special_tokens reorder_and_upcast_attn attn_pdrop embd_pdrop resid_pdrop
         summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     """,
     aliases={

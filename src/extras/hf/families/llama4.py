@@ -26,7 +26,8 @@ def _read_layers(hf: Json, keys: Keys) -> Keys:
     without: Keys = {"position_type": "none"}
     for row in TEMPERATURE:
         without.update(row.read(hf, keys))
-    if not entry(hf, "attn_temperature_tuning", True):
+    tuned = hf.get("attn_temperature_tuning")
+    if not (tuned if type(tuned) is int else entry(hf, "attn_temperature_tuning", True)):  # transformers 4.51 wrote 4
         without["attn_temperature_scale"] = 0.0
     layers = [
         {

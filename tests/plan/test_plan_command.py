@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -108,6 +109,24 @@ def test_a_search_that_is_ended_ends_its_compilations(number, tmp_path, monkeypa
     assert not left
     assert end.value.code == 130
     assert "interrupted: 0 points kept; the same command continues from there" in capsys.readouterr().out
+
+
+def test_a_killed_search_ends_its_compilations(tmp_path):
+    """The script in place of Python runs it, and writes how it ended."""
+    compiler, began, ended = (tmp_path / name for name in ("compiler", "began", "ended"))
+    compiler.write_text(
+        f'#!/bin/sh\ntouch {began}\n{sys.executable} "$@"\necho $? > {ended}.part; mv {ended}.part {ended}\n'
+    )
+    compiler.chmod(0o755)
+    words = [*TINY, *FIXED, f"jax_cache_dir={tmp_path}", "top=1"]
+    with subprocess.Popen([sys.executable, "-c", STARTED, str(compiler), *words], cwd=ROOT) as search:
+        wait_until(began.exists, search)
+        search.kill()
+    assert began.exists()
+    while not ended.exists():
+        time.sleep(0.01)
+    assert ended.read_text() == "1\n"
+    assert not list((tmp_path / "plan").glob("*.json"))
 
 
 def still_runs(pid):

@@ -1,5 +1,6 @@
 """Compiles points, each in a process of its own, and keeps what was found in a folder."""
 
+import functools
 import hashlib
 import json
 import os
@@ -7,6 +8,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,9 +106,27 @@ class Folder(NamedTuple):
         with file.with_suffix(".log").open("wb") as log:
             # In a session of its own: Ctrl-C reaches only the search, which then ends the others.
             process = subprocess.Popen(
-                arguments, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": path}, start_new_session=True
-            )
+                arguments, stdin=_open_while_this_process_runs(), stdout=log, stderr=log,
+                env={**os.environ, "PYTHONPATH": path}, start_new_session=True,
+            )  # fmt: skip
         return Running(process, file, time.monotonic())
+
+
+@functools.cache
+def _open_while_this_process_runs() -> int:
+    """Returns the reading end of a pipe that nothing is written to, and that closes however this process ends."""
+    reading, _ = os.pipe()
+    return reading
+
+
+def _end_with_the_search() -> None:
+    """Ends this process once its standard input is closed: the search has ended, perhaps killed."""
+
+    def wait() -> None:
+        os.read(0, 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def rated(topology: Topology) -> Topology:
@@ -132,6 +152,7 @@ def kept(file: Path) -> Record | None:
 
 def main(argv: Sequence[str]) -> None:
     """Compiles the config of a command line as train_compile does, and writes the record `argv[0]`."""
+    _end_with_the_search()
     file, *words = argv
     config = resolve_config.load(words, [], command=COMMAND)
     configure_jax(config.step)

@@ -20,22 +20,19 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
-import jax
 import yaml
 
 from src import FOLDER
 from src.config.schema import size_key
 from src.config.yaml import BASE
 from src.extras.aot.report import readable
-from src.extras.aot.train_compile import checked_topology
 from src.extras.plan import output
-from src.extras.plan.compiling import COMMAND, Folder, rated
+from src.extras.plan.command import read
+from src.extras.plan.compiling import Folder
 from src.extras.plan.costing import Candidate, Costing, cost
 from src.extras.plan.points import SIZES, Space
 from src.extras.plan.search import Result, Search
 from src.parallel.slices import mesh_sizes
-from src.run import resolve_config
-from src.run.run_setup import configure_jax
 from src.system.exit_codes import run_command
 
 SEARCHED = {*SIZES, "remat_policy", "remat_custom", "per_device_batch_size", "gradient_accumulation_steps"}
@@ -113,8 +110,8 @@ def search(name: str, folder: Path, top: int) -> dict[str, Any]:
         file.write_text(yaml.safe_dump({"base_config": str(base), **dict(case.keys)}))
     words = [str(file), *case.words]
     print(f"\n{name}: python -m src.plan {shlex.join(words)}")
-    space = space_of(words)
-    config, topology, costing = space.config, space.topology, cost(space)
+    space, request, _ = read(words)
+    costing = cost(space)
     seconds = {"costing": time.monotonic() - begun}
     published = own_candidate(space)
     print(f"costed {costing.costed:,} of {costing.points:,} points in {seconds['costing']:.0f} s")
@@ -123,8 +120,7 @@ def search(name: str, folder: Path, top: int) -> dict[str, Any]:
     print("\n".join(f"    {each}" for each in found["omitted"]))
     print(f"by estimates: {found['estimated']}")
     if top:
-        request = output.Request(config, words, topology, has_experts=space.has_experts)
-        kept = Folder.of(config, topology)
+        kept = Folder.of(space.config, space.topology)
         searching = Search(costing, space, kept, request.command_words, top)
         searching.run(print)
         seconds["compiling"] = time.monotonic() - begun - seconds["costing"]
@@ -135,16 +131,6 @@ def search(name: str, folder: Path, top: int) -> dict[str, Any]:
         print(f"compiled: {found['compiled']}")
         print("\n".join(output.ranked_lines(output.rows(searching.results, request), request.basis)))
     return found | {"seconds": seconds}
-
-
-def space_of(words: Sequence[str]) -> Space:
-    """Builds the points that `src.plan` searches for a command line, with the configured global batch."""
-    config = resolve_config.load(words, [], command=COMMAND)
-    configure_jax(config.step)
-    jax.config.update("jax_platforms", "cpu")
-    topology = rated(checked_topology(config))
-    rows = config.batch.per_device_batch_size * topology.num_devices * config.step.gradient_accumulation_steps
-    return Space(config, topology, [*map(output.key_of, words)], round(rows))
 
 
 def own_candidate(space: Space) -> Candidate:

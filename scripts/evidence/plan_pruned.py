@@ -19,9 +19,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
-from scripts.evidence.plan_cases import space_of
 from src.extras.aot.report import readable
-from src.extras.plan import output
+from src.extras.plan.command import read
 from src.extras.plan.compiling import Folder
 from src.extras.plan.costing import Candidate, Costing, cost
 from src.extras.plan.points import Point, Space
@@ -41,10 +40,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--above", type=float, default=FASTER)
     arguments = parser.parse_args(argv)
     report = json.loads(arguments.report.read_text())
-    words, first = shlex.split(report["plan"]["config"]), report["rows"][0]
-    space = space_of(words)
-    config, topology, costing = space.config, space.topology, cost(space)
-    request, folder = output.Request(config, words, topology), Folder.of(config, topology)
+    first, (space, request, _) = report["rows"][0], read(shlex.split(report["plan"]["config"]))
+    costing, folder = cost(space), Folder.of(space.config, space.topology)
+    if (points := report["plan"]["points"]) != costing.points:
+        raise UserError(f"{arguments.report}: its search had {points:,} points, but its config has {costing.points:,}")
     speed, better, compiled = first["tokens_per_second"], 0, 0
     print(f"first row: {first['mesh']}, {first['policy']}, batch {first['batch']}")
     for number, candidate in enumerate(random_points(space, costing, arguments.points, arguments.seed), 1):

@@ -68,9 +68,19 @@ def main(argv: Sequence[str]) -> object:
     if (text := help_for(argv, USAGE)) is not None:
         show(text)
         return None
-    own, words = separate(argv, OWN)
+    space, request, own = read(argv)
     if own["top"] and not (own["top"].isdigit() and 1 <= int(own["top"]) <= 1000):
         raise UserError(f"top={own['top']}: expected a number of points to compile, 1 to 1000")
+    check_outputs({kind: own[name] for kind, name in ((REPORT, "report"), (PAGE, "page")) if own[name]})
+    return _search(space, request, own)
+
+
+def read(argv: Sequence[str]) -> tuple[Space, output.Request, dict[str, str]]:
+    """Reads a command line: the points to search, what is asked about them, and the command's own words.
+
+    Raises UserError as `main` does, except for the words that only `main` needs.
+    """
+    own, words = separate(argv, OWN)
     notes: list[str] = []
     config = resolve_config.load(words, notes, command=COMMAND)
     say(notes)
@@ -83,13 +93,11 @@ def main(argv: Sequence[str]) -> object:
         )
     if config.aot.pgle_profile or config.aot.compiled_trainstep_file or config.aot.compile_report:
         raise UserError("pgle_profile, compiled_trainstep_file and compile_report are for one program: leave them out")
-    check_outputs({kind: own[name] for kind, name in ((REPORT, "report"), (PAGE, "page")) if own[name]})
     tokens, price = (_number(own, name) for name in ("train_tokens", "price_per_device_hour"))
     constants = read_calibration(own["calibration"], topology.chip.kind) if own["calibration"] else None
     rows, quantizations = _rows(own, config, topology), _quantizations(own, topology)
     space = Space(config, topology, [*map(output.key_of, words)], rows, quantizations, constants)
-    request = output.Request(config, words, topology, tokens, price, own["calibration"], space.has_experts)
-    return _search(space, request, own)
+    return space, output.Request(config, words, topology, tokens, price, own["calibration"], space.has_experts), own
 
 
 def _search(space: Space, request: output.Request, own: dict[str, str]) -> Plan:

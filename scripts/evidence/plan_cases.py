@@ -208,4 +208,4 @@ def check(row: dict[str, Any], report: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, may_exit=True)

@@ -98,4 +98,4 @@ def choice(point: Point) -> list[Any]:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, may_exit=True)

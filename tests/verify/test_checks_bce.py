@@ -1,6 +1,5 @@
 """verify's checks b, c and e: what they say of clean code, and that they find faults and name the weight."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -17,7 +16,7 @@ from src.model import feed_forward, norm
 from src.model.moe import router
 from src.model.params import Weights, by_path, nested, weight
 from src.parallel import accumulate
-from src.step import loss, matrices, optimizer, plan, train_step
+from src.step import loss, optimizer, plan, train_step
 from tests.parallel.axes import MODELS
 from tests.tiny import load
 from tests.verify.contexts import context
@@ -207,24 +206,25 @@ class TestFirstStepOfAnOptimizer:
         assert "in the second step" in row.note
 
 
-class TestOptimizer:
-    """Faults of the optimizer that move every weight downhill."""
+class TestDecay:
+    """Faults of weight decay, which move every weight downhill."""
 
     RULES = "[{match: attention.query, learning_rate_scale: 0.5}, {match: attention.key, weight_decay: 0.2}]"
 
-    def notes(self, **keys):
-        return {row.name: row.note for row in failed(movement.optimizer(subject("dense", **keys)))}
+    def note(self, **keys):
+        (row,) = failed([movement.decay(subject("dense", **keys))])
+        assert row.figure >= 3 * row.bound
+        return row.note
 
     @pytest.mark.parametrize("keys", [{"optimizer_rules": RULES}, {"opt_type": "muon"}, {"opt_type": "adafactor"}])
     def test_clean_code_passes(self, keys):
-        assert_clean(movement.optimizer(subject("dense", **keys)))
+        assert_clean([movement.decay(subject("dense", **keys))])
 
     def test_a_norm_that_decays_is_named(self, monkeypatch):
         monkeypatch.setattr(norm, "weight", lambda *args, decays, **keys: weight(*args, **keys))
-        notes = self.notes()
-        assert notes.keys() == {"weight decay takes its rate of each weight"}
-        assert "3 of 11 weights are wrong" in next(iter(notes.values()))
-        assert "final_norm.scale" in next(iter(notes.values()))
+        note = self.note()
+        assert "3 of 11 weights are wrong" in note
+        assert "final_norm.scale" in note
 
     def test_a_declaration_that_no_vector_or_matrix_should_have_is_named(self, monkeypatch):
         field = plan.params.field
@@ -236,41 +236,24 @@ class TestOptimizer:
             return nested(found)
 
         monkeypatch.setattr(plan.params, "field", exchanged)
-        (note,) = self.notes().values()
+        note = self.note()
         assert "4 of 11 weights are wrong" in note
         assert "feed_forward.wo" in note
 
-    def test_a_weight_that_muon_leaves_to_adamw_is_named(self, monkeypatch):
-        matrix = matrices._matrix
-
-        def misjudged(axes, fan_in, vocab_size):
-            found = matrix(axes, fan_in, vocab_size)
-            return dataclasses.replace(found, hidden=found.hidden or axes == ("embed", "vocab"))
-
-        monkeypatch.setattr(matrices, "_matrix", misjudged)
-        notes = self.notes(opt_type="muon")
-        assert notes["AdamW's second update follows from its keys"].startswith("output; 1 of 5")
-
     def test_a_rule_that_is_ignored_is_named(self, monkeypatch):
         monkeypatch.setattr(optimizer, "decayed", lambda rules, decays, rate: [optax.add_decayed_weights(rate, decays)])
-        notes = self.notes(optimizer_rules=self.RULES)
-        assert "segments.0.0.attention.key; 1 of" in notes["weight decay takes its rate of each weight"]
+        assert "segments.0.0.attention.key; 1 of" in self.note(optimizer_rules=self.RULES)
 
-    def test_a_learning_rate_scaled_twice_is_named(self, monkeypatch):
-        scaled = optimizer.scaled
-        monkeypatch.setattr(optimizer, "scaled", lambda *args: 2 * scaled(*args))
-        notes = self.notes(optimizer_rules=self.RULES)
-        assert "attention.query; 1 of" in notes["AdamW's second update follows from its keys"]
 
-    def test_gradients_clipped_one_by_one_are_found(self, monkeypatch):
-        def of_its_own(gradients, norm, threshold):
-            factors = jax.tree.map(lambda g: jnp.minimum(1, threshold / jnp.linalg.norm(g.ravel())), gradients)
-            return jax.tree.map(lambda g, factor: g * jnp.where(threshold > 0, factor, 1), gradients, factors)
+def test_gradients_clipped_one_by_one_are_found(monkeypatch):
+    def of_its_own(gradients, norm, threshold):
+        factors = jax.tree.map(lambda g: jnp.minimum(1, threshold / jnp.linalg.norm(g.ravel())), gradients)
+        return jax.tree.map(lambda g, factor: g * jnp.where(threshold > 0, factor, 1), gradients, factors)
 
-        monkeypatch.setattr(train_step, "clip", of_its_own)
-        row = movement.clipping(subject("dense", gradient_clipping_threshold=1.0))
-        assert row.status == FAIL
-        assert row.figure >= 3 * row.bound
+    monkeypatch.setattr(train_step, "clip", of_its_own)
+    row = movement.clipping(subject("dense", gradient_clipping_threshold=1.0))
+    assert row.status == FAIL
+    assert row.figure >= 3 * row.bound
 
 
 def test_a_bias_moved_on_the_wrong_layer_is_found(monkeypatch):

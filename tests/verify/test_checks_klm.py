@@ -1,5 +1,6 @@
 """verify's checks k, l and m: their references equal other implementations, clean code passes, faults are named."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -15,12 +16,13 @@ from src.data import eval_batches
 from src.data.document_stream import DocumentStream
 from src.data.open import train_validation_split
 from src.data.types import InputSpec
-from src.extras.verify import evaluation, schedules, updates
+from src.extras.verify import evaluation, kinds, schedules, updates
 from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS
 from src.extras.verify.subject import LENGTH, Subject
 from src.run import evaluator
-from src.step import adafactor, muon
+from src.step import adafactor, matrices, muon, optimizer, train_step
 from src.step.loss import next_token_loss
+from src.system.errors import Unsupported
 from tests import runs
 from tests.tiny import assert_close, load
 from tests.verify.contexts import context
@@ -99,6 +101,26 @@ def test_a_run_applies_and_logs_the_schedule(monkeypatch):
         row = schedules.of_a_run("rates", model)
     assert row.status == FAIL
     assert "metrics.jsonl" in row.note
+
+
+@pytest.mark.long
+def test_a_run_of_adapters_is_clean():
+    with runs.built_once():
+        assert_clean([schedules.of_a_run("rates", given(lora_rank=2, load_parameters_path="elsewhere").subject)])
+
+
+def test_a_refusal_during_a_run_is_a_fault(monkeypatch):
+    """Only before it may a mesh refuse the model."""
+
+    def refused(*given, **keys):
+        raise Unsupported("an edit's mistake")
+
+    monkeypatch.setattr("src.train.train", refused)
+    with pytest.raises(Unsupported, match="an edit's mistake"):
+        list(schedules.rows(given()))
+    monkeypatch.setattr(Subject, "plan", refused)
+    row = schedules.of_a_run("rates", given().subject)
+    assert (row.status, row.note) == (NOT_APPLICABLE, "an edit's mistake")
 
 
 def without_reports(model, batch, plan):
@@ -212,8 +234,8 @@ def test_muons_reference_equals_pytorchs():
 
 
 def test_a_weight_in_matrices_has_no_padding():
-    kind = updates.Dims((0, 2), (1,), (3,), vocab=(3, 4))
-    found = updates.in_matrices(np.arange(2 * 3 * 2 * 5).reshape(2, 3, 2, 5), kind)
+    kind = kinds.Kind((0, 2), (1,), (3,), vocab=(3, 4))
+    found = kind.matrices(np.arange(2 * 3 * 2 * 5).reshape(2, 3, 2, 5))
     assert found.shape == (4, 3, 4)
     assert found[1].tolist() == [[5, 6, 7, 8], [15, 16, 17, 18], [25, 26, 27, 28]]
 
@@ -244,6 +266,50 @@ def test_another_constant_of_an_optimizer_is_found(monkeypatch, module, name, va
     row = named(updates.rows(given(**keys)))[f"{keys['opt_type']}'s second update is as published"]
     assert row.status == FAIL
     assert row.figure > 3 * row.bound
+
+
+def test_a_weight_that_muon_leaves_to_adamw_is_named(monkeypatch):
+    matrix = matrices._matrix
+
+    def misjudged(axes, fan_in, vocab_size):
+        found = matrix(axes, fan_in, vocab_size)
+        return dataclasses.replace(found, hidden=found.hidden or axes == ("embed", "vocab"))
+
+    monkeypatch.setattr(matrices, "_matrix", misjudged)
+    row = named(updates.rows(given(opt_type="muon")))["adamw's second update is as published"]
+    assert row.status == FAIL
+    assert row.note.startswith("output; 1 of 5")
+
+
+def test_a_learning_rate_scaled_twice_is_named(monkeypatch):
+    scaled = optimizer.scaled
+    monkeypatch.setattr(optimizer, "scaled", lambda *args: 2 * scaled(*args))
+    (row,) = updates.rows(given(optimizer_rules="[{match: attention.query, learning_rate_scale: 0.5}]"))
+    assert row.status == FAIL
+    assert "attention.query; 1 of" in row.note
+
+
+def test_gradients_that_adamw_gets_unclipped_are_found(monkeypatch):
+    """Which plain gradient descent, with which check e looks at the clipping itself, does not tell."""
+    monkeypatch.setattr(train_step, "clip", lambda gradients, norm, threshold: gradients)
+    (row,) = updates.rows(given())
+    assert row.status == FAIL
+    assert row.figure > 3 * row.bound
+
+
+def test_a_mesh_on_which_adafactors_updates_differ_is_found_beside_muon(monkeypatch):
+    scaling = adafactor.adafactor
+
+    def doubled_on_a_mesh(chosen, inputs):
+        factor = 2.0 if jax.tree.leaves(inputs.shardings)[0].mesh.size > 1 else 1.0
+        return [*scaling(chosen, inputs), optax.masked(optax.scale(factor), chosen)]
+
+    monkeypatch.setattr(adafactor, "adafactor", doubled_on_a_mesh)
+    rules = '[{match: "*wi", opt_type: adafactor}]'
+    found = named(updates.rows(given(opt_type="muon", optimizer_rules=rules)))
+    assert [name for name, row in found.items() if row.status == FAIL] == [
+        "adafactor's second update is as published, mesh fsdp 2 x tensor 2"
+    ]
 
 
 def test_a_users_optimizer_is_not_compared(monkeypatch):

@@ -27,6 +27,17 @@ def strong(gradient: np.ndarray, of_all: float) -> np.ndarray:
     return np.abs(gradient) > max(STRONG * float(np.max(np.abs(gradient))), NONE * of_all)
 
 
+def norm(gradients: Mapping[str, np.ndarray]) -> float:
+    """The norm of all gradients together."""
+    return float(np.sqrt(sum(np.sum(np.square(gradient)) for gradient in gradients.values())))
+
+
+def clipped(gradients: Mapping[str, np.ndarray], threshold: float) -> dict[str, np.ndarray]:
+    """Scales all gradients to the norm `threshold` if their norm is larger, unless `threshold` is 0."""
+    factor = min(1.0, (threshold or np.inf) / norm(gradients))
+    return {path: factor * gradient for path, gradient in gradients.items()}
+
+
 def differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> Iterator[tuple[str, float]]:
     """Yields each array's largest difference, relative to its largest value or a thousandth of the largest of all.
 

@@ -8,14 +8,12 @@ import jax
 import numpy as np
 
 from src.config.optimizer_keys import OPTIMIZERS
-from src.extras.verify.comparison import NONE, differences, largest_entry, strong
+from src.extras.verify.comparison import NONE, clipped, differences, largest_entry, norm, strong
 from src.extras.verify.derivatives import LEFT_OUT, Loss
+from src.extras.verify.kinds import decays, rule_of
 from src.extras.verify.rows import PASS, Row, largest, not_applicable, worst
 from src.extras.verify.subject import PLAIN_DESCENT, Context, Subject, flat
-from src.extras.verify.updates import adamw
-from src.model.params import by_path, dotted, matches, nested
-from src.model.selection import Path
-from src.step.optimizer_rules import Rule
+from src.model.params import by_path, dotted, nested
 from src.step.plan import StepPlan
 from src.step.state import TrainState
 from src.system.errors import first_few
@@ -29,13 +27,11 @@ EMA_DECAY, EMA_BOUND = 0.75, 0.05
 # 0.1, and 3e-3 if it is the least; a weight that decays and should not 1. The learning rate is so high that the highest
 # rate takes an eighth of a weight.
 DECAY_BOUND, DECAYED, LEAST_DECAY = 0.03, 0.125, 1e-4
-# Relative to what an entry should move: rounding gives 8e-7, exchanged betas 0.03 to 0.05, a step too many in the count
-# 0.3, and gradients that are clipped one by one 3.
-RATE_BOUND = 5e-3
+# Relative to a weight's largest gradient: rounding gives 8e-7, gradients that are clipped one by one 3.
+CLIP_BOUND = 5e-3
 # More than any score of a router, and little enough for its bias to show a step of 0.001. Changed by it, a weight that
 # is used at least makes the loss round otherwise.
 FAR = 64.0
-UNDECAYED = {"scale", "bias", "norm", "rate"}  # in the names of weights that are not vectors and do not decay either
 
 Arrays = dict[str, np.ndarray]  # by the weights' dotted paths
 
@@ -66,7 +62,7 @@ def rows(context: Context) -> Iterator[Row]:
         error = mean[path] - EMA_DECAY * np.float64(wanted[path]) - (1 - EMA_DECAY) * np.float64(new[path])
         sizes[path] = float(np.max(np.abs(error)) / np.max(np.abs(updates[path])))
     yield worst("average of the new weights", sizes, EMA_BOUND, otherwise="ema_decay is 0")
-    yield from optimizer(subject)
+    yield decay(subject)
     yield clipping(subject)
     yield router_biases(subject)
     yield stuck(old, updates, context.whole.step.weight_dtype)
@@ -79,15 +75,15 @@ def without_gradient(loss: Loss) -> Iterator[Row]:
     such entries of a weight at once leaves the loss as it is, but for rounding. If nothing uses a weight, even the bits
     of the loss stay, however large the change is.
     """
-    norm = max(float(np.linalg.norm(gradient)) for gradient in loss.gradients.values())
+    largest_norm = max(float(np.linalg.norm(gradient)) for gradient in loss.gradients.values())
     least = NONE * largest_entry(loss.gradients)
     unused, sizes, unknown, whole = dict.fromkeys(loss.gradients, 0.0), {}, [], []
     for path, gradient in loss.gradients.items():
         if not np.any(none := np.abs(gradient) <= least):
             continue
-        tried = itertools.islice(loss.slopes(path, norm * BOUND / 4, none), 4)
+        tried = itertools.islice(loss.slopes(path, largest_norm * BOUND / 4, none), 4)
         if slopes := [abs(slope) for slope, _ in tried if slope is not None]:
-            sizes[path] = max(slopes) / norm
+            sizes[path] = max(slopes) / largest_norm
             if np.all(none) and not any(slopes):
                 changes = (FAR * loss.rng.choice([-1.0, 1.0], gradient.shape), np.zeros(gradient.shape))
                 unused[path] = float(len({loss.after(path, change) for change in changes}) == 1)
@@ -122,81 +118,37 @@ def step(subject: Subject, plan: StepPlan, waits: bool = False) -> tuple[TrainSt
     state = subject.first_state(plan)
     before = jax.device_get(dataclasses.replace(state, ema=jax.tree.map(lambda x: x[::-1], state.ema)))
     if waits:
-        ((state, _),) = subject.steps(plan, before, [0.0])
-        before = jax.device_get(state)
-    ((after, _),) = subject.steps(plan, before, [plan.step.learning_rate])
-    return before, jax.device_get(after)
+        before, _ = subject.last(plan, before, [0.0])
+    return before, subject.last(plan, before, [plan.step.learning_rate])[0]
 
 
-def optimizer(subject: Subject) -> Iterator[Row]:
-    """Compares a step of the config's own optimizer with what its keys say of each weight.
+def decay(subject: Subject) -> Row:
+    """Compares a step without decay with one that has it.
 
-    A step without decay differs from it by the weight times its rule's rate, or adam_weight_decay if the weight decays
-    by default. AdamW's second step moves each entry as `updates.adamw` says. The first step has the rate 0, so that
-    weights stay; both gradients are read from such steps of plain gradient descent.
+    They differ by each weight times its rule's rate, or times adam_weight_decay if it decays by default, by its name
+    and dims, or as it is declared. The step is the second, after one at the rate 0, for optimizers whose first one only
+    prepares.
     """
-    names = "weight decay takes its rate of each weight", "AdamW's second update follows from its keys"
-    keys, plan = subject.config.step, subject.reference_plan
-    rules = {dotted(path): _rule(plan, path) for path in by_path(plan.split(plan.shapes).trainable)}
-    decays = {path: rule.weight_decay or 0.0 for path, rule in rules.items()}
-    highest = max(decays.values())
-    rate = DECAYED / max(highest, LEAST_DECAY)
+    name, keys, plan = "weight decay takes its rate of each weight", subject.config.step, subject.reference_plan
+    declared, scales, rates = by_path(plan.decays), dict[str, float](), dict[str, float]()
+    for path, axes in by_path(plan.split(plan.axes).trainable).items():
+        rule, default = rule_of(keys, path), keys.adam_weight_decay * decays(path, axes, declared[path])
+        scales[dotted(path)] = rule.get("learning_rate_scale", 1.0)
+        rates[dotted(path)] = rule.get("weight_decay", default)
+    if (highest := max(rates.values())) < LEAST_DECAY:
+        return not_applicable(name, f"the highest rate is {highest:g}")
+    rate = DECAYED / highest
     without = tuple({**rule, "weight_decay": 0.0} for rule in keys.optimizer_rules)
-    of_one_row = subject.batch["loss_mask"] * (np.arange(subject.rows)[:, None] == 0)
-    batches = [{**subject.batch, "loss_mask": of_one_row}, subject.batch]
-    old = flat(plan.split(subject.weights).trainable)
-    (_, new), (_, plain) = (
-        [
-            flat(jax.device_get(after.weights.trainable))
-            for after, _ in subject.steps(each, jax.device_get(subject.first_state(each)), [0.0, rate], batches)
-        ]
+    new, plain = (
+        flat(subject.last(each, subject.first_state(each), [0.0, rate])[0].weights.trainable)
         for each in (plan, subject.plan(adam_weight_decay=0.0, optimizer_rules=without))
     )
-    descent = subject.plan(**PLAIN_DESCENT)
-    results = subject.result(descent, batches[0]), subject.result(descent, *batches)
-    g, h = (clipped(result.gradients, keys.gradient_clipping_threshold) for result in results)
-    taken, moved, of_all = {}, {}, largest_entry(h)
-    for path, rule in rules.items():
-        scale = rule.learning_rate_scale
-        error = np.float64(plain[path]) - new[path] - rate * scale * decays[path] * np.float64(old[path])
-        taken[path] = float(np.max(np.abs(error)) / np.max(np.abs(old[path]))) / (DECAYED * (scale or 1.0))
-        compared = strong(h[path], of_all)
-        if rule.opt_type == "adamw" and np.any(compared):
-            update = adamw(keys, g[path], h[path])
-            error = np.float64(plain[path]) - old[path] + rate * scale * update
-            moved[path] = float(np.max(np.abs(error[compared]))) / (rate * (scale or 1.0))
-    has_decay = highest >= LEAST_DECAY
-    still = [path for path in decays if not decays[path]]
-    note = f"none of {first_few(still)}" if still else ""
-    otherwise = f"the highest rate is {highest:g}"
-    yield worst(names[0], taken if has_decay else {}, DECAY_BOUND, note, otherwise)
-    factors = keys.mup_base_emb_dim or keys.adam_clip_threshold
-    why = "adam_clip_threshold or mup_base_emb_dim scales updates" if factors else "no weight has opt_type=adamw"
-    yield worst(names[1], {} if factors else moved, RATE_BOUND, otherwise=why)
-
-
-def _rule(plan: StepPlan, path: Path) -> Rule:
-    """What the keys say of a weight's update, by its name and dims.
-
-    Matrices and lookup tables decay by default. Vectors do not, nor do norms, scales, biases and rates. An array that
-    is none of these, such as a convolution's kernel, decays as it is declared.
-    """
-    keys, dims = plan.step, by_path(plan.matrices)[path]
-    is_vector = len(dims.dims) == 1 or UNDECAYED.intersection(path[-1].split("_"))
-    decays = not is_vector and (dims.reduction or by_path(plan.decays)[path])
-    default = Rule(keys.opt_type, weight_decay=keys.adam_weight_decay if decays else 0.0)
-    chosen = next((rule for rule in keys.optimizer_rules if matches(path, [rule["match"]])), {})
-    rule = dataclasses.replace(default, **chosen)
-    is_hidden = not is_vector and dims.reduction and {"segments", "mtp"}.intersection(path)
-    if OPTIMIZERS[rule.opt_type].hidden_only and not is_hidden:
-        return dataclasses.replace(rule, opt_type="adamw")
-    return rule
-
-
-def clipped(gradients: Arrays, threshold: float) -> Arrays:
-    """Scales all gradients to the norm `threshold` if their norm is larger, unless `threshold` is 0."""
-    norm = float(np.sqrt(sum(np.sum(np.square(gradient)) for gradient in gradients.values())))
-    return {path: min(1.0, (threshold or np.inf) / norm) * gradient for path, gradient in gradients.items()}
+    taken = {}
+    for path, old in flat(plan.split(subject.weights).trainable).items():
+        error = np.float64(plain[path]) - new[path] - rate * scales[path] * rates[path] * np.float64(old)
+        taken[path] = float(np.max(np.abs(error)) / np.max(np.abs(old))) / (DECAYED * (scales[path] or 1.0))
+    still = [path for path in rates if not rates[path]]
+    return worst(name, taken, DECAY_BOUND, f"none of {first_few(still)}" if still else "")
 
 
 def clipping(subject: Subject) -> Row:
@@ -204,9 +156,9 @@ def clipping(subject: Subject) -> Row:
     name, gradients = "clipping scales all gradients alike", subject.reference.gradients
     if not subject.config.step.gradient_clipping_threshold:
         return not_applicable(name, "gradient_clipping_threshold is 0")
-    norm = float(np.sqrt(sum(np.sum(np.square(gradient)) for gradient in gradients.values())))
-    found = subject.result(subject.plan(**PLAIN_DESCENT | {"gradient_clipping_threshold": norm / 4}))
-    return worst(name, dict(differences(found.gradients, clipped(gradients, norm / 4))), RATE_BOUND)
+    threshold = norm(gradients) / 4
+    found = subject.result(subject.plan(**PLAIN_DESCENT | {"gradient_clipping_threshold": threshold}))
+    return worst(name, dict(differences(found.gradients, clipped(gradients, threshold))), CLIP_BOUND)
 
 
 def router_biases(subject: Subject) -> Row:

@@ -117,13 +117,13 @@ class Subject:
         zeros: Any = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_state(plan))
         batches = batches or (self.batch,)
         rates = [*[0.0] * (len(batches) - 1), SGD_RATE]
-        *_, (state, metrics) = self.steps(plan, dataclasses.replace(zeros, weights=before), rates, batches)
-        old, new = flat(before.trainable), flat(jax.device_get(state.weights.trainable))
+        state, metrics = self.last(plan, dataclasses.replace(zeros, weights=before), rates, batches)
+        old, new = flat(before.trainable), flat(state.weights.trainable)
         gradients: dict[str, Any] = {path: (np.float64(old[path]) - np.float64(new[path])) / SGD_RATE for path in old}
         numbers: dict[str, float] = {
             name: float(x) for name, x in metrics.items() if not isinstance(x, dict) and np.ndim(x) == 0
         }
-        return Result(gradients, numbers, flat(jax.device_get(state.weights.stats)))
+        return Result(gradients, numbers, flat(state.weights.stats))
 
     def steps(
         self, plan: StepPlan, state: TrainState, rates: Sequence[float], batches: Sequence[dict[str, Any]] = ()
@@ -135,13 +135,21 @@ class Subject:
         self.check_fields(plan)
         abstract = abstract_state(plan)
         train_step, _ = compile_steps(plan, abstract, loss=self.loss)
-        state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, abstract))
+        # A copy, because steps reuse the memory of their state, and the weights may share it.
+        state = jax.device_put(jax.device_get(state), jax.tree.map(lambda leaf: leaf.sharding, abstract))
         for rate, batch in zip(rates, batches or [self.batch] * len(rates), strict=True):
             placed = jax.device_put(batch, batch_sharding(plan.layout, plan.fields))
             hparams = hparams_at(plan.step, self.config.run.steps, 0) | {"learning_rate": np.float32(rate)}
             state, metrics = train_step(state, placed, hparams)
             check_finite(metrics)
             yield state, metrics
+
+    def last(
+        self, plan: StepPlan, state: TrainState, rates: Sequence[float], batches: Sequence[dict[str, Any]] = ()
+    ) -> tuple[TrainState, Any]:
+        """The state and metrics after the last of these `steps`, in the host's memory."""
+        *_, found = self.steps(plan, state, rates, batches)
+        return jax.device_get(found)
 
     def first_state(self, plan: StepPlan) -> TrainState:
         """The state before the first step, with the config's own optimizer and these weights."""

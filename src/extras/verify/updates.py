@@ -1,20 +1,21 @@
 """Check l: what an optimizer makes of two gradients, against its paper's algorithm in float64.
 
-S: matrices that a weight stacks (layers, experts).  I: inputs, O: outputs of a matrix; a vector has I = 1.
+Letters of tensors are as in kinds.py.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from src.config.optimizer_keys import OPTIMIZERS
 from src.config.schema import Step
-from src.extras.verify.comparison import largest_entry, strong
+from src.extras.verify.comparison import clipped, largest_entry, norm, strong
+from src.extras.verify.kinds import LOOKED_UP, Kind, Matrices, kind_of, rule_of
 from src.extras.verify.rows import Row, mesh_name, not_applicable, unless_refused, worst
-from src.extras.verify.subject import PLAIN_DESCENT, SGD_RATE, Context, Subject, flat, mesh_keys
-from src.model.params import STACKED, Axes, by_path, dotted, matches
+from src.extras.verify.subject import PLAIN_DESCENT, SGD_RATE, Context, flat, mesh_keys
+from src.model.params import by_path, dotted
 from src.step.plan import StepPlan
 from src.system.errors import first_few
 
@@ -23,26 +24,12 @@ from src.system.errors import first_few
 # Nesterov's momentum that is left out 1.7, another polynomial 0.2, an update that is not clipped 0.3 to 1.2.
 BOUND = 1e-3
 MESH = {"fsdp": 2, "tensor": 2}  # shards both sides of matrices
-LOOKED_UP = {"vocab", "position"}  # logical axes of tables and of the output projection, which adamw updates
-WIDTHS = {"embed", "expert_embed", "latent"}  # logical axes of what a layer's matrix reads or writes
-VECTORS = ("scale", "bias", "norm", "rate", "conv")  # in names of weights that optimizers treat as vectors
 
 # Jordan et al. 2024, kellerjordan.github.io/posts/muon: the quintic that is iterated five times.
 QUINTIC, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 MUON_RMS = 0.2  # Liu et al. 2025 (arXiv 2502.16982), section 2.2, equation 4
 # Shazeer and Stern 2018 (arXiv 1804.04235), section 9: epsilon_1, epsilon_2, d, and the exponent of the decay rates.
 SMALLEST_SQUARE, SMALLEST_SCALE, LONGEST, EXPONENT = 1e-30, 1e-3, 1.0, 0.8
-
-Matrices = np.ndarray  # [S, I, O], float64
-
-
-class Dims(NamedTuple):
-    """The dims of a weight that stack its matrices, and the matrices' input and output dims; a vector has no inputs."""
-
-    stack: tuple[int, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    vocab: tuple[int, int] | None = None  # the dim of the vocabulary and its size without padding
 
 
 class Past(NamedTuple):
@@ -58,6 +45,7 @@ class Expected(NamedTuple):
     """The update that one weight should get."""
 
     optimizer: str
+    kind: Kind
     update: Matrices  # relative to its learning rate
     rate_scale: float
     strong: np.ndarray  # mask [S, I, O] of the entries to compare
@@ -67,20 +55,30 @@ class Expected(NamedTuple):
 def rows(context: Context) -> Iterator[Row]:
     """Compares the update of each trained weight in the second step with its optimizer's.
 
-    The first step has the rate 0, and neither has decay or a clipped norm, which check e tests. Muon and Adafactor
-    compute with whole matrices, so they are compared on a mesh that shards these, too.
+    The first step has the rate 0, and neither has decay, which check e tests. Muon and Adafactor compute with whole
+    matrices, so they are compared on a mesh that shards these, too. If the config clips gradients, the second step's
+    norm is clipped halfway to the first one's.
     """
     subject, plan = context.subject, context.subject.reference_plan
     keys, of_one_row = plan.step, subject.batch["loss_mask"] * (np.arange(subject.rows)[:, None] == 0)
     # The gradient of a row is longer than the mean of all rows, so that Adafactor clips its second update.
     batches = [subject.batch, {**subject.batch, "loss_mask": of_one_row}]
     gradients = subject.reference.gradients, subject.result(subject.plan(**PLAIN_DESCENT), *batches).gradients
+    threshold = float(np.sqrt(norm(gradients[0]) * norm(gradients[1]))) if keys.gradient_clipping_threshold else 0.0
     without = tuple({**rule, "weight_decay": 0.0} for rule in keys.optimizer_rules)
-    own: dict[str, Any] = {"adam_weight_decay": 0.0, "gradient_clipping_threshold": 0.0, "optimizer_rules": without}
-    own |= {"skip_step_on_spikes": False, "ema_decay": 0.0}
-    expected, left_out, unknown = expected_updates(plan, flat(plan.split(subject.weights).trainable), *gradients)
+    own: dict[str, Any] = {"adam_weight_decay": 0.0, "optimizer_rules": without, "ema_decay": 0.0}
+    own |= {"skip_step_on_spikes": False, "gradient_clipping_threshold": threshold}
+    old = flat(plan.split(subject.weights).trainable)
+    expected, left_out, unknown = expected_updates(plan, old, *(clipped(each, threshold) for each in gradients))
 
-    def compared(name: str, optimizer: str, new: Mapping[str, np.ndarray]) -> Row:
+    @functools.cache
+    def stepped(*sizes: tuple[str, int]) -> dict[str, np.ndarray]:
+        """The trained weights after a step of each batch on a mesh, of which only the last one changes them."""
+        planned = subject.plan(*[4] * bool(sizes), **own, **mesh_keys(dict(sizes)))
+        after, _ = subject.last(planned, subject.first_state(planned), [0.0, SGD_RATE], batches)
+        return flat(after.weights.trainable)
+
+    def compared(name: str, optimizer: str, sizes: Mapping[str, int] = {}) -> Row:
         own = {path: each for path, each in expected.items() if each.optimizer == optimizer}
         without = [f"{path} ({why})" for path, (of, why) in left_out.items() if of == optimizer]
         notes, masks = [], [each.strong for each in own.values()]
@@ -90,24 +88,21 @@ def rows(context: Context) -> Iterator[Row]:
             notes.append(f"left out {weak:,} of {sum(mask.size for mask in masks):,} entries (weak gradients)")
         if without:
             notes.append(f"left out {len(without)} of {len(own) + len(without)} weights: {first_few(without)}")
-        figures = {path: _error(subject, path, each, new) for path, each in own.items()}
+        new = stepped(*sizes.items()) if own else {}
+        figures = {path: _error(old[path].astype(np.float64) - new[path], each) for path, each in own.items()}
         return worst(name, figures, BOUND, "; ".join(notes), "; ".join(notes))
 
     optimizers = dict.fromkeys([*(each.optimizer for each in expected.values()), *(of for of, _ in left_out.values())])
     names = {optimizer: f"{optimizer}'s second update is as published" for optimizer in optimizers}
-    new = _stepped(subject, subject.plan(**own), batches) if expected else {}
     for optimizer, name in names.items():
-        yield compared(name, optimizer, new)
+        yield compared(name, optimizer)
     for optimizer in sorted(unknown):
         note = f"opt_type={optimizer} is not one of {', '.join(UPDATES)}"
         note = "its update is the gradient, which check b compares" if optimizer == "sgd" else note
         yield not_applicable(f"{optimizer}'s second update", note)
-    if of_matrices := {each.optimizer for each in expected.values()} - {"adamw"}:
-        (optimizer, *_), on_mesh = sorted(of_matrices, reverse=True), own | mesh_keys(MESH)
+    for optimizer in [*dict.fromkeys(each.optimizer for each in expected.values() if each.optimizer != "adamw")]:
         name = f"{names[optimizer]}, {mesh_name(MESH)}"
-        yield unless_refused(
-            name, lambda: compared(name, optimizer, _stepped(subject, subject.plan(4, **on_mesh), batches))
-        )
+        yield unless_refused(name, functools.partial(compared, name, optimizer, MESH))
 
 
 def expected_updates(
@@ -120,15 +115,14 @@ def expected_updates(
     keys, expected, left_out, unknown = plan.step, {}, {}, set()
     of_all = largest_entry(h)
     for path, axes in by_path(plan.split(plan.axes).trainable).items():
-        name, rule = dotted(path), next((it for it in keys.optimizer_rules if matches(path, [it["match"]])), {})
+        name, rule, kind = dotted(path), rule_of(keys, path), kind_of(path, axes, plan.spec.vocab_size)
         chosen, scale = rule.get("opt_type", keys.opt_type), rule.get("learning_rate_scale", 1.0)
-        kind = dims_of(name, axes, plan.spec.vocab_size)
         if kind is None:
             left_out[name] = chosen, "its matrices are not known"
             continue
         is_hidden = bool(kind.inputs) and not LOOKED_UP & {*axes}
         optimizer = "adamw" if OPTIMIZERS[chosen].hidden_only and not is_hidden else chosen
-        first, second, weight = (in_matrices(each[name], kind) for each in (g, h, old))
+        first, second, weight = (kind.matrices(each[name]) for each in (g, h, old))
         compared = strong(second, of_all)
         if optimizer not in UPDATES:
             unknown.add(optimizer)
@@ -145,58 +139,15 @@ def expected_updates(
         if keys.mup_base_emb_dim and kind.inputs and axes[0] not in LOOKED_UP:
             # Yang et al. 2022, table 3: the rate of a weight used in matmuls falls with the width.
             update = update * keys.mup_base_emb_dim / plan.spec.emb_dim
-        expected[name] = Expected(optimizer, update, scale, compared, is_clipped)
+        expected[name] = Expected(optimizer, kind, update, scale, compared, is_clipped)
     return expected, left_out, unknown
 
 
-def dims_of(name: str, axes: Axes, vocab_size: int) -> Dims | None:
-    """Finds a weight's matrices by its name and logical axes; None if neither tells. `vocab_size` is without padding.
-
-    A matrix has the model's width, or that of a latent, on one side, which is its first dim or its last one; adapters
-    have their rank there. SwiGLU's two factors, [D, 2, F], are matrices of their own.
-    """
-    own, parts = tuple(dim for dim, axis in enumerate(axes) if axis not in STACKED), name.split(".")
-    stack, kind = tuple(dim for dim in range(len(axes)) if dim not in own), parts[-1]
-    if len(own) == 1 or any(word in kind for word in VECTORS):
-        return Dims(stack, (), own)
-    if parts[0] == "lora":
-        count, of = len(own) - 1 if kind == "down" else 1, parts[-2]
-    elif axes[own[0]] in WIDTHS:
-        count, of = 1, kind
-    elif axes[own[-1]] in WIDTHS:
-        count, of = len(own) - 1, kind
-    else:
-        return None
-    factors = own[1:2] if of == "wi" and len(own) == 3 else ()
-    outputs = tuple(dim for dim in own[count:] if dim not in factors)
-    return Dims(stack + factors, own[:count], outputs, (axes.index("vocab"), vocab_size) if "vocab" in axes else None)
-
-
-def _stepped(subject: Subject, plan: StepPlan, batches: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """The trained weights after a step of each batch, of which only the last one changes them."""
-    state, rates = jax.device_get(subject.first_state(plan)), [0.0, SGD_RATE]
-    *_, (after, _) = subject.steps(plan, state, rates, batches)
-    return flat(jax.device_get(after.weights.trainable))
-
-
-def _error(subject: Subject, path: str, expected: Expected, new: Mapping[str, np.ndarray]) -> float:
-    """The largest error of a weight's update among the compared entries, relative to the root mean square expected."""
-    plan = subject.reference_plan
-    old, axes = flat(plan.split(subject.weights).trainable), flat(plan.split(plan.axes).trainable)
-    kind: Any = dims_of(path, axes[path], plan.spec.vocab_size)
-    moved = in_matrices(old[path].astype(np.float64) - new[path], kind) / (SGD_RATE * expected.rate_scale)
-    size = np.sqrt(np.mean(np.square(expected.update[expected.strong])))
-    return float(np.max(np.abs(moved - expected.update)[expected.strong]) / size)
-
-
-def in_matrices(weight: np.ndarray, kind: Dims) -> Matrices:
-    """Arranges a weight as matrices, without the rows or columns that pad a vocabulary."""
-    weight = weight.astype(np.float64)
-    if kind.vocab:
-        weight = np.take(weight, np.arange(kind.vocab[1]), axis=kind.vocab[0])
-    groups = kind.stack, kind.inputs, kind.outputs
-    sizes = [int(np.prod([weight.shape[dim] for dim in dims], dtype=int)) for dims in groups]
-    return weight.transpose(sum(groups, ())).reshape(sizes)
+def _error(moved: np.ndarray, expected: Expected) -> float:
+    """The largest error of a move, among the compared entries, relative to the expected root mean square."""
+    update, size = expected.update[expected.strong], SGD_RATE * expected.rate_scale
+    found = expected.kind.matrices(moved)[expected.strong] / size
+    return float(np.max(np.abs(found - update)) / np.sqrt(np.mean(np.square(update))))
 
 
 # ---- The published algorithms: from gradients to what the learning rate is multiplied by

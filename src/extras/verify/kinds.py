@@ -1,0 +1,78 @@
+"""What a weight is, by its name and logical axes: independent of the lists that optimizers have.
+
+S: matrices that a weight stacks (layers, experts).  I: inputs, O: outputs of a matrix; a vector has I = 1.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from src.config.schema import Step
+from src.model.params import STACKED, Axes, matches
+from src.model.selection import Path
+
+LOOKED_UP = {"vocab", "position"}  # logical axes of tables and of the output projection, which adamw updates
+WIDTHS = {"embed", "expert_embed", "latent"}  # logical axes of what a layer's matrix reads or writes
+# Words in names of weights that optimizers treat as vectors, whatever their dims. Decay leaves the first ones out, and
+# takes kernels of convolutions as they are declared.
+UNDECAYED, KERNELS = {"scale", "bias", "norm", "rate"}, {"conv"}
+
+Matrices = np.ndarray  # [S, I, O], float64
+
+
+class Kind(NamedTuple):
+    """The dims of a weight that stack its matrices, and the matrices' input and output dims; a vector has no inputs."""
+
+    stack: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    vocab: tuple[int, int] | None = None  # the dim of the vocabulary and its size without padding
+
+    def matrices(self, weight: np.ndarray) -> Matrices:
+        """Arranges a weight as matrices, without the rows or columns that pad a vocabulary."""
+        weight = weight.astype(np.float64)
+        if self.vocab:
+            weight = np.take(weight, np.arange(self.vocab[1]), axis=self.vocab[0])
+        groups = self.stack, self.inputs, self.outputs
+        sizes = [int(np.prod([weight.shape[dim] for dim in dims], dtype=int)) for dims in groups]
+        return weight.transpose(sum(groups, ())).reshape(sizes)
+
+
+def kind_of(path: Path, axes: Axes, vocab_size: int) -> Kind | None:
+    """Finds a weight's matrices; None if neither its name nor its axes tell. `vocab_size` is without padding.
+
+    A matrix has the model's width, or that of a latent, on one side, which is its first dim or its last one; adapters
+    have their rank there. SwiGLU's two factors, [D, 2, F], are matrices of their own.
+    """
+    own, last = tuple(dim for dim, axis in enumerate(axes) if axis not in STACKED), path[-1]
+    stack = tuple(dim for dim in range(len(axes)) if dim not in own)
+    if len(own) == 1 or _words(path) & (UNDECAYED | KERNELS):
+        return Kind(stack, (), own)
+    if path[0] == "lora":
+        count, of = len(own) - 1 if last == "down" else 1, path[-2]
+    elif axes[own[0]] in WIDTHS:
+        count, of = 1, last
+    elif axes[own[-1]] in WIDTHS:
+        count, of = len(own) - 1, last
+    else:
+        return None
+    factors = own[1:2] if of == "wi" and len(own) == 3 else ()
+    outputs = tuple(dim for dim in own[count:] if dim not in factors)
+    return Kind(stack + factors, own[:count], outputs, (axes.index("vocab"), vocab_size) if "vocab" in axes else None)
+
+
+def decays(path: Path, axes: Axes, declared: bool) -> bool:
+    """Whether `adam_weight_decay` applies: to matrices and tables, not to vectors, to others if it is `declared`."""
+    kind, words = kind_of(path, axes, 0), _words(path)
+    is_kernel = kind and len(kind.outputs) > 1 and words & KERNELS and not words & UNDECAYED
+    return declared if kind is None or is_kernel else bool(kind.inputs)
+
+
+def rule_of(keys: Step, path: Path) -> Mapping[str, Any]:
+    """The first of `optimizer_rules` that matches a weight; empty if none does."""
+    return next((rule for rule in keys.optimizer_rules if matches(path, [rule["match"]])), {})
+
+
+def _words(path: Path) -> set[str]:
+    return {*str(path[-1]).split("_")}

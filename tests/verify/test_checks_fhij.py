@@ -28,6 +28,7 @@ BIASED_EXPERTS = {
     **{"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 12, "mlp_bias": "true", "router_bias": "true"},
     **{"capacity_factor": 1.25, "norm_topk_prob": "true"},
 }
+ADAPTED = {"lora_rank": 2, "load_parameters_path": "elsewhere"}
 KINDS = {**MODELS, "hybrid": HYBRID, "biased experts": BIASED_EXPERTS}
 STATE = {"ema_decay": 0.9, "skip_step_on_spikes": "true"}
 
@@ -53,10 +54,10 @@ only_dense = pytest.mark.parametrize(
 
 
 @pytest.mark.long
-@only_dense
-def test_a_resumed_run_is_the_same_and_weights_only_are_not(kind):
+@pytest.mark.parametrize("keys", [{"kind": kind} for kind in KINDS] + [ADAPTED], ids=[*KINDS, "adapted"])
+def test_a_resumed_run_is_the_same_and_weights_only_are_not(keys):
     with runs.built_once():
-        rows = list(resume.rows(context(subject(kind, **STATE))))
+        rows = list(resume.rows(context(subject(**STATE, **keys))))
     assert {*outcomes(rows).values()} == {PASS}
     assert len(rows) == 5
     assert rows[-1].figure <= resume.BOUND / 3

@@ -1,22 +1,19 @@
 """Check f: a run that is killed and resumed makes the same steps, bit for bit, as one that was not."""
 
-import contextlib
-import io
 import json
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from src.config.schema import Config
+from src.extras.verify import short_runs
 from src.extras.verify.rows import FAIL, PASS, Row, largest, none_of, not_applicable, verdict
 from src.extras.verify.subject import Context, mesh_keys
-from src.system.errors import Unsupported
-from src.system.imports import named
 
 STEPS, SAVED = 6, 3  # with a checkpoint halfway
 # Losses on another mesh, the same sums in another order: clean figures of five kinds of model, three seeds each, are at
@@ -38,21 +35,15 @@ def rows(context: Context) -> Iterator[Row]:
     """
     subject, devices = context.subject, len(jax.devices())
     mesh, other_mesh = mesh_keys({"data": devices}), mesh_keys({"data": devices // 2, "fsdp": 2})
-    try:
-        for each in (mesh, other_mesh):
-            subject.plan(devices, **each)
-    except Unsupported as error:
-        yield not_applicable("resume", error)
+    if why := short_runs.obstacle(subject, mesh, other_mesh):
+        yield not_applicable("resume", why)
         return
-    keys: dict[str, Any] = {"steps": STEPS, "checkpoint_period": SAVED, "max_num_checkpoints_to_keep": -1}
-    keys |= {"enable_checkpointing": True, "dataset_type": "synthetic", "per_device_batch_size": 1.0, "quiet": True}
-    if subject.config.step.lora_rank:
-        yield not_applicable("resume", "adapters need saved weights that they add to")
-        return
+    keys = short_runs.KEYS | {"steps": STEPS, "checkpoint_period": SAVED, "max_num_checkpoints_to_keep": -1}
+    keys |= {"enable_checkpointing": True, "per_device_batch_size": 1.0}
     if subject.config.step.learning_rate_schedule_steps == -1:
         keys["learning_rate_schedule_steps"] = STEPS  # also for the runs that end earlier
     with tempfile.TemporaryDirectory() as folder:
-        config = subject.config.replace(**keys, base_output_directory=folder, **mesh)
+        config = short_runs.with_base(subject.config.replace(**keys, base_output_directory=folder, **mesh))
         whole, other, half = _run(config, "whole"), config.replace(**other_mesh), {"steps": SAVED}
         saved = _run(config.replace(**half), "saved")
         yield _same("restored", _resumed(config.replace(**half), "restored"), saved)
@@ -68,12 +59,10 @@ def rows(context: Context) -> Iterator[Row]:
 
 
 def _run(config: Config, name: str) -> End:
-    with contextlib.ExitStack() as exits, contextlib.redirect_stdout(io.StringIO()):
-        state = named("src.train:train")(config.replace(run_name=name), exits).state.by_name()
-    lines = Path(config.run.base_output_directory, name, "metrics.jsonl").read_text().splitlines()
-    losses = {line["step"]: line["loss"] for line in map(json.loads, lines)}
-    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(state))
-    return End({jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}, losses)
+    state, metrics = short_runs.train(config.replace(run_name=name))
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(state.by_name()))
+    arrays = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    return End(arrays, {line["step"]: line["loss"] for line in metrics})
 
 
 def _resumed(config: Config, name: str) -> End:

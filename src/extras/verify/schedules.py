@@ -1,21 +1,17 @@
 """Check k: learning rates of the config's schedule, against closed forms, at its own length and in a short run."""
 
-import contextlib
-import io
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from src.config.schema import Step
-from src.extras.verify.rows import Row, not_applicable, unless_refused, verdict
+from src.extras.verify import short_runs
+from src.extras.verify.rows import Row, not_applicable, verdict
 from src.extras.verify.subject import PLAIN_DESCENT, Context, Subject, mesh_keys
 from src.step.optimizer import hparams_at
-from src.system.imports import named
 
 # Relative to the peak. A rate is a float32, so rounding gives up to 6e-8. In a schedule of a million steps, a cosine
 # that is one step late gives 1.5e-6 and a warm-up 1e-5.
@@ -40,8 +36,7 @@ def rows(context: Context) -> Iterator[Row]:
     found = rates_at(keys, steps, numbers)
     yield as_published(keys, total, numbers, found)
     yield within_limits(total, numbers, found)
-    name = "learning rates that a run applies and logs"
-    yield unless_refused(name, lambda: of_a_run(name, context.subject))
+    yield of_a_run("learning rates that a run applies and logs", context.subject)
 
 
 # ---- Closed forms, of the steps after the warm-up
@@ -143,19 +138,15 @@ def of_a_run(name: str, subject: Subject) -> Row:
     shares, and its number of micro-batches, which must not change the step that the schedule counts.
     """
     config, devices = subject.config, len(jax.devices())
-    if config.step.lora_rank:
-        return not_applicable(name, "adapters need saved weights that they add to")
-    keys: dict[str, Any] = PLAIN_DESCENT | {"learning_rate": RUN_RATE, "learning_rate_schedule_steps": RUN}
-    keys |= {"steps": RUN + 2, "log_internals": 1, "enable_checkpointing": False, "quiet": True}
+    keys = short_runs.KEYS | PLAIN_DESCENT | {"learning_rate": RUN_RATE, "learning_rate_schedule_steps": RUN}
+    keys |= {"steps": RUN + 2, "log_internals": 1, "enable_checkpointing": False}
     keys |= {"loss": ""}  # a user's loss may lack what is logged of layers, and rates do not depend on it
-    keys |= {"dataset_type": "synthetic", "per_device_batch_size": float(config.step.gradient_accumulation_steps)}
-    keys |= mesh_keys({"data": devices})
-    subject.plan(devices, **keys)
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as exits:
-        config = config.replace(**keys, base_output_directory=folder, run_name="rates")
-        with contextlib.redirect_stdout(io.StringIO()):
-            named("src.train:train")(config, exits)
-        entries = [json.loads(line) for line in (Path(folder) / "rates" / "metrics.jsonl").read_text().splitlines()]
+    keys |= {"per_device_batch_size": float(config.step.gradient_accumulation_steps), **mesh_keys({"data": devices})}
+    if why := short_runs.obstacle(subject, keys):
+        return not_applicable(name, why)
+    with tempfile.TemporaryDirectory() as folder:
+        config = short_runs.with_base(config.replace(**keys, base_output_directory=folder, run_name="rates"))
+        entries = short_runs.train(config).metrics
     logged = np.array([entry["learning_rate"] for entry in entries if "learning_rate" in entry]) / RUN_RATE
     norms = [entry for entry in entries if any(name.startswith("update_norm/") for name in entry)]
     applied = np.array([_norm(each, "update_norm/") / _norm(each, "gradient_norm/") for each in norms]) / RUN_RATE

@@ -5,10 +5,17 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
-from src.extras.verify.logits import NO_PATTERNS, adapters_merged, evaluated, single_layers, unlimited
+from src.extras.verify.logits import (
+    NO_PATTERNS,
+    adapters_merged,
+    evaluated,
+    log_softmax,
+    of_ids,
+    single_layers,
+    unlimited,
+)
 from src.extras.verify.rows import FAIL, PASS, Row, attempted, not_applicable, verdict
 from src.extras.verify.subject import Context, Subject
 from src.model.params import Weights
@@ -67,9 +74,9 @@ def _compared(name: str, subject: Subject, prepare: Prepare, temperature: float)
     figure, note = 0.0, ""
     for row, (text, found) in enumerate(texts):
         start = len(text) - len(found)
-        log_probs = np.float64(jax.nn.log_softmax(logits[0, 0, row, start - 1 : len(text) - 1]))
-        expected = np.take_along_axis(log_probs, text[start:, None], axis=-1)[:, 0]
-        likeliest = expected if temperature else np.max(log_probs, axis=-1)
+        of_vocabulary = log_softmax(logits[0, 0, row, start - 1 : len(text) - 1])
+        expected = of_ids(of_vocabulary, text[start:])
+        likeliest = expected if temperature else np.max(of_vocabulary, axis=-1)
         sizes = np.maximum(np.abs(found - expected), likeliest - expected) / np.max(np.abs(logits))
         figure = max(figure, float(np.nan_to_num(np.max(sizes), nan=np.inf)))
         for at in np.flatnonzero(~(sizes <= BOUND))[: 1 - bool(note)]:

@@ -9,7 +9,7 @@ import numpy as np
 from src.data.packing import empty_batch, fill_row
 from src.data.types import Document
 from src.extras.verify.locate import UNROLLED, forward_values, parting
-from src.extras.verify.logits import Arrays, evaluated, single_layers, unlimited
+from src.extras.verify.logits import Arrays, evaluated, log_softmax, of_ids, single_layers, unlimited
 from src.extras.verify.rows import FAIL, PASS, Row, attempted, not_applicable, unless_refused, verdict
 from src.extras.verify.subject import PLAIN_DESCENT, Context, Subject, mesh_keys
 from src.model.parts import mixer
@@ -145,12 +145,11 @@ def _of_steps(subject: Subject, logits: np.ndarray) -> Iterator[Row]:
 def _of_loss(name: str, batch: Arrays, logits: np.ndarray, metrics: Mapping[str, float]) -> Row:
     """Takes means over logits [1 + P, B, T, V] without the vocabulary's padding, in float64."""
     means = []
-    for ahead, logits_BTV in enumerate(logits.astype(np.float64)):
+    for ahead, logits_BTV in enumerate(logits):
         targets, mask, segments = (np.roll(batch[it], -ahead, axis=1) for it in ("targets", "loss_mask", "segment_ids"))
         mask = mask * (segments == batch["segment_ids"])
         mask[:, mask.shape[1] - ahead :] = 0
-        log_probs = logits_BTV - np.log(np.sum(np.exp(logits_BTV), axis=-1, keepdims=True))
-        means.append(-np.sum(np.take_along_axis(log_probs, targets[..., None], -1)[..., 0] * mask) / np.sum(mask))
+        means.append(-np.sum(of_ids(log_softmax(logits_BTV), targets) * mask) / np.sum(mask))
     expected = {"loss": means[0]} | ({"mtp_loss": np.mean(means[1:])} if means[1:] else {})
     sizes = {metric: abs(metrics[metric] / value - 1) for metric, value in expected.items()}
     wrong = [f"{it} is {metrics[it]:.7f}, not {expected[it]:.7f}" for it in sizes if not sizes[it] <= BOUND]

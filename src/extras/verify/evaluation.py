@@ -14,7 +14,7 @@ from src.data.eval_batches import EvalBatches
 from src.data.open import train_validation_split
 from src.data.types import END, Document, EvalSet, InputSpec, RowArrays, Source
 from src.extras.verify import scores
-from src.extras.verify.logits import evaluated, unlimited
+from src.extras.verify.logits import evaluated, log_softmax, of_ids, unlimited
 from src.extras.verify.rows import Row, largest, none_of, not_applicable, verdict
 from src.extras.verify.subject import Context, Subject
 from src.model.params import by_path, nested
@@ -182,8 +182,8 @@ def _means(
     plan, config = subject.reference_plan, subject.config
     sequences = [ids[: subject.length + 1] for ids in documents if len(ids) > 1][: BATCH + 2]
     texts = [_one_per_row(sequences[first : first + BATCH], subject.length) for first in (0, BATCH)]
-    log_probs = _log_probs(subject, [*batches, *texts])
-    of_batches, of_texts = log_probs[: len(batches)], log_probs[len(batches) :]
+    of_all = _log_probs(subject, [*batches, *texts])
+    of_batches, of_texts = of_all[: len(batches)], of_all[len(batches) :]
     expected = _mean(of_batches, batches)
 
     data, weights = EvalSet("", Texts(documents), -1), subject.placed(plan)
@@ -207,19 +207,13 @@ def _means(
 def _log_probs(subject: Subject, batches: Sequence[RowArrays]) -> np.ndarray:
     """Log-probabilities [n, B, T, V] of all tokens of the vocabulary, in float64."""
     logits, _ = evaluated(subject, subject.reference_plan, batches)
-    logits = np.float64(logits[:, 0])
-    largest = np.max(logits, axis=-1, keepdims=True)
-    return logits - largest - np.log(np.sum(np.exp(logits - largest), axis=-1, keepdims=True))
-
-
-def _of_targets(log_probs: np.ndarray, batch: RowArrays) -> np.ndarray:
-    return np.take_along_axis(log_probs, batch["targets"][..., None], axis=-1)[..., 0]
+    return log_softmax(logits[:, 0])
 
 
 def _mean(log_probs: np.ndarray, batches: Sequence[RowArrays]) -> float:
     """Nats per token that is not padding."""
     pairs = list(zip(log_probs, batches, strict=True))
-    nats = sum(-np.sum(_of_targets(each, batch)[batch["segment_ids"] > 0]) for each, batch in pairs)
+    nats = sum(-np.sum(of_ids(each, batch["targets"])[batch["segment_ids"] > 0]) for each, batch in pairs)
     return float(nats / sum(np.sum(batch["segment_ids"] > 0) for batch in batches))
 
 
@@ -263,7 +257,7 @@ def _of_bytes(
     nats, total = 0.0, 0
     for each, batch, text in zip(log_probs, batches, of_text, strict=True):
         is_text = (text["text_bytes"] >= 0) & (batch["segment_ids"] > 0)
-        nats -= float(np.sum(_of_targets(each, batch)[is_text]))
+        nats -= float(np.sum(of_ids(each, batch["targets"])[is_text]))
         total += int(np.sum(text["text_bytes"][is_text]))
     if inputs.batch.packing or inputs.batch.long_documents == "split":
         total = sum(int(np.sum(each[each >= 0])) for each in lengths)  # of the documents, and not of the batches

@@ -52,6 +52,17 @@ def evaluated(subject: Subject, plan: StepPlan, batches: Sequence[Arrays]) -> tu
     return logits[..., in_order, : plan.spec.vocab_size], sums
 
 
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities of the whole vocabulary [..., V], in float64."""
+    above = logits.astype(np.float64) - np.max(logits, axis=-1, keepdims=True)
+    return above - np.log(np.sum(np.exp(above), axis=-1, keepdims=True))
+
+
+def of_ids(log_probs: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Picks from the vocabulary's log-probabilities [..., V] that of each id [...]."""
+    return np.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0]
+
+
 def unlimited(subject: Subject) -> tuple[Subject, list[Row]]:
     """Gives experts capacity for all tokens, and a row that says so if they have not."""
     spec, name = subject.reference_plan.spec, "capacity_factor"

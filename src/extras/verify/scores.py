@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from src.extras.verify.logits import of_ids
 from src.extras.verify.rows import Row, largest, not_applicable, verdict
 from src.extras.verify.subject import Subject
 from src.system.imports import optional
@@ -41,11 +42,11 @@ def of_texts(subject: Subject, sequences: Sequence[np.ndarray], log_probs: Seque
     if len(found) != len(sequences):
         return verdict(name, np.inf, BOUND, f"{len(found)} of {len(sequences)} texts have scores")
     errors = {}
-    for number, (ids, (scores, likeliest), of_ids) in enumerate(zip(sequences, found, log_probs, strict=True)):
+    for number, (ids, (scores, likeliest), of_words) in enumerate(zip(sequences, found, log_probs, strict=True)):
         if scores.shape != (len(ids) - 1,):
             return verdict(name, np.inf, BOUND, f"text {number} has {len(scores)} scores, not {len(ids) - 1}")
-        wanted = np.take_along_axis(of_ids, ids[1:, None], axis=-1)[:, 0]
-        differ = (likeliest != (np.argmax(of_ids, axis=-1) == ids[1:])) & is_clear(of_ids)
+        wanted = of_ids(of_words, ids[1:])
+        differ = (likeliest != (np.argmax(of_words, axis=-1) == ids[1:])) & is_clear(of_words)
         errors[number] = float(np.max(np.where(differ, np.inf, np.abs(scores - wanted))))
     worst = largest(errors)
     failure = f"text {worst} of {len(errors)}, of {len(sequences[worst])} ids"
@@ -59,14 +60,14 @@ def of_answers(subject: Subject, sequences: Sequence[np.ndarray], log_probs: Seq
         return not_applicable(name, DELETED)
     config, plan = subject.config, subject.reference_plan
     pairs, wanted, certain = [], [], []
-    for ids, of_ids in zip(sequences, log_probs, strict=True):
+    for ids, of_words in zip(sequences, log_probs, strict=True):
         cut = (len(ids) + 1) // 2
-        of_second = np.take_along_axis(of_ids, ids[1:, None], axis=-1)[cut - 1 :, 0]
-        is_likeliest = bool(np.all(np.argmax(of_ids[cut - 1 :], axis=-1) == ids[cut:]))
-        best = int(np.argmax(of_ids[cut - 1]))
+        of_second = of_words[cut - 1 :]
+        is_likeliest = bool(np.all(np.argmax(of_second, axis=-1) == ids[cut:]))
+        best = int(np.argmax(of_second[0]))
         pairs += [(_text(ids[:cut]), _text(ids[cut:])), (_text(ids[:cut]), _text([best]))]
-        wanted += [(float(np.sum(of_second)), is_likeliest), (float(of_ids[cut - 1, best]), True)]
-        certain += [bool(np.all(is_clear(of_ids[cut - 1 :]))), bool(is_clear(of_ids[cut - 1]))]
+        wanted += [(float(np.sum(of_ids(of_second, ids[cut:]))), is_likeliest), (float(of_second[0, best]), True)]
+        certain += [bool(np.all(is_clear(of_second))), bool(is_clear(of_second[0]))]
     sections = config.evaluation, config.batch, config.decoding
     found = answers.Answers(*sections, plan, subject.placed(plan), Letters()).log_likelihoods(pairs)
     errors, which = {}, ("the second half of text", "the likeliest id after the first half of text")

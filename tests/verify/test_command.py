@@ -230,6 +230,13 @@ def test_an_interrupted_command_continues_with_the_same_code_and_config(checks, 
     assert ran == ["a", "b"]
 
 
+def test_a_report_is_written_once_per_check(checks, monkeypatch, tmp_path):
+    written, write = [], report_file.write
+    monkeypatch.setattr(report_file, "write", lambda *given: (written.append([*given[-1]]), write(*given)))
+    command.main([*TINY, "checks=ab", f"report={tmp_path / 'report.json'}"])
+    assert written == [["b"], []]
+
+
 def test_code_outside_of_the_checkout_is_run_again():
     assert report_file.digest_of(resolve_config.load([*TINY, "loss=my_loss:smoothed"]), {}) == ""
 

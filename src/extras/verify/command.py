@@ -103,8 +103,8 @@ def main(argv: Sequence[str]) -> Report | None:
     head = {"model_name": config["model_name"], "digest": digest, "kept": small.kept, "hidden": small.hidden}
     checks = [(letter, *CHECKS[letter]) for letter in letters]
     checks += [("golden", "golden", "the bits of a few steps")] * bool(own["golden"])
-    before, rows = report.finished(own["report"], digest), list[Row]()
-    unfinished, begun = [letter for letter, *_ in checks], time.monotonic()
+    begun, rows = time.monotonic(), list[Row]()
+    unfinished, before = [letter for letter, *_ in checks], report.finished(own["report"], digest)
     try:
         for letter, module, title in checks:
             show(f"{letter}  {title}{' (completed before an interruption)' * (letter in before)}")
@@ -116,13 +116,12 @@ def main(argv: Sequence[str]) -> Report | None:
             except MemoryError as error:
                 rows.append(Row(module, FAIL, note=f"memory is full: {first_line(error)}", check=letter))
                 show(_line(rows[-1]))
-            report.write(own["report"], head, rows, unfinished)
+            finally:
+                report.write(own["report"], head, rows, unfinished)
     except KeyboardInterrupt:
         again = "; the same command continues with the others" if own["report"] and digest else ""
         show(f"interrupted: the checks above were completed{again}")
         raise
-    finally:
-        report.write(own["report"], head, rows, unfinished)
     counts = {status: sum(row.status == status for row in rows) for status in (PASS, FAIL, NOT_APPLICABLE)}
     listed = ", ".join(f"{count} {status}" for status, count in counts.items())
     show(f"{listed}; {time.monotonic() - begun:.0f} s")

@@ -1,8 +1,8 @@
 """Runs `src.verify` on every config that ships, and prints a table: python scripts/evidence/verify_shipped.py FOLDER.
 
-Configs whose small versions and meshes are equal are run once. FOLDER takes a report per config; an interrupted run
-continues, because configs with a report are not run again. `--checks abde` chooses the checks; names of configs choose
-the configs.
+Configs whose small versions and meshes are equal are run once. FOLDER takes a report and the costs of each; an
+interrupted run continues, because configs with a report are not run again. `--checks abde` chooses the checks; names of
+configs choose the configs and their order.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -47,41 +48,64 @@ def alike(paths: list[Path], checks: str) -> list[list[Path]]:
     return list(groups.values())
 
 
-def line(paths: list[Path], report: dict, seconds: str) -> str:
-    """A row of the table: counts of outcomes, the share that applied, and the largest clean figure."""
+class Costs(NamedTuple):
+    """What a command took."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_gib: float  # of resident memory
+
+
+def run(command: list[str], log: Path) -> tuple[int, Costs]:
+    """Runs a command that prints to a file; returns its exit code and costs."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    begun = time.monotonic()
+    with log.open("w") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    used = usage.ru_utime + usage.ru_stime
+    return process.returncode, Costs(time.monotonic() - begun, used, usage.ru_maxrss / 2**20)
+
+
+def line(paths: list[Path], report: dict, costs: Costs) -> str:
+    """A row of the table: counts of outcomes, the share that applied, the largest clean figure and its row, costs."""
     rows = report["rows"]
     passed, failed = (sum(row["status"] == status for row in rows) for status in ("PASS", "FAIL"))
-    shares = [row["figure"] / row["bound"] for row in rows if row["bound"] and row["status"] == "PASS"]
+    shares = {row["name"]: row["figure"] / row["bound"] for row in rows if row["bound"] and row["status"] == "PASS"}
+    most = max(shares, key=lambda name: shares[name], default="none")
     names = ", ".join(path.stem for path in paths)
-    return f"| {names} | {passed} | {failed} | {passed / len(rows):.0%} | {max(shares, default=0):.2f} | {seconds} |"
+    cells = names, passed, failed, len(rows), f"{passed / len(rows):.0%}", f"{shares.get(most, 0):.2f}", most
+    return f"| {' | '.join(map(str, cells))} | {costs.seconds:.0f} | {costs.cpu_seconds:.0f} | {costs.peak_gib:.1f} |"
 
 
-def main() -> None:
-    """Runs the command."""
+def main() -> int:
+    """Runs the command; returns 1 if a config could not be verified."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--checks", default="abde")
     parser.add_argument("names", nargs="*")
-    given = parser.parse_args()
+    given, exit_code = parser.parse_args(), 0
     jax.config.update("jax_platforms", "cpu")
     os.chdir(ROOT)
     given.folder.mkdir(parents=True, exist_ok=True)
-    every = [path for kind in ("models", "recipes") for path in sorted(Path("configs", kind).glob("*.yml"))]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    print("| config | pass | fail | share that applied | largest figure of its bound | seconds |", flush=True)
-    print("|---|---:|---:|---:|---:|---:|", flush=True)
-    for paths in alike([path for path in every if path.stem in given.names or not given.names], given.checks):
-        report, start, seconds = given.folder / f"{paths[0].stem}.json", time.monotonic(), "-"
-        if not report.exists():
+    every = {path.stem: path for kind in ("models", "recipes") for path in sorted(Path("configs", kind).glob("*.yml"))}
+    heads = "config", "pass", "fail", "rows", "share that applies", "largest figure of its bound", "its row"
+    heads += "seconds", "CPU seconds", "peak GiB"
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
+    for paths in alike([every[name] for name in given.names or every], given.checks):
+        report, costs = (given.folder / f"{paths[0].stem}.{kind}" for kind in ("json", "costs"))
+        if not costs.exists():
             command = [sys.executable, "-m", "src.verify", *words(paths[0]), f"checks={given.checks}"]
-            done = subprocess.run(
-                [*command, f"report={report}"], env=environment, capture_output=True, text=True, check=False
-            )
-            if done.returncode not in (0, 3):
-                sys.exit(f"{paths[0]}: {done.stdout[-1000:]}{done.stderr[-1000:]}")
-            seconds = f"{time.monotonic() - start:.0f}"
-        print(line(paths, json.loads(report.read_text()), seconds), flush=True)
+            code, took = run([*command, f"report={report}"], log := report.with_suffix(".log"))
+            if code not in (0, 3):
+                print(f"{paths[0]}: exit code {code}, see {log}", flush=True)
+                exit_code = 1
+                continue
+            costs.write_text(json.dumps(took._asdict()))
+        print(line(paths, json.loads(report.read_text()), Costs(**json.loads(costs.read_text()))), flush=True)
+    return exit_code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

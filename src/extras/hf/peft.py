@@ -63,7 +63,7 @@ def adapted(folder: Path, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
             f"{folder / ADAPTER_CONFIG} has {listed}: only plain LoRA is supported; merge the others with peft"
         )
     if not isinstance(entries.get("lora_alpha"), int | float):
-        raise UserError(f"{folder / ADAPTER_CONFIG} has no number lora_alpha, which scales the adapters: write it there")
+        raise UserError(f"{folder / ADAPTER_CONFIG} has no number lora_alpha, which scales adapters: write it there")
     if not file.is_file():
         raise UserError(f"{folder} has {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS}: fetch the whole folder again")
     stored, merged = open_tensors(file), dict(base)

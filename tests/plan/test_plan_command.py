@@ -18,7 +18,7 @@ from src.run import resolve_config
 from src.system.errors import UserError
 from src.system.exit_codes import run_command
 from tests import quick_compilation
-from tests.runs import BASE
+from tests.runs import BASE, ROOT, wait_until
 
 TINY = [BASE, "base_emb_dim=32", "base_mlp_dim=64", "base_num_decoder_layers=2", "base_num_query_heads=4"]
 TINY += ["base_num_kv_heads=2", "head_dim=8", "vocab_size=97", "max_target_length=16", "compile_topology=cpu-8"]
@@ -109,6 +109,16 @@ def test_a_search_that_is_ended_ends_its_compilations(number, tmp_path, monkeypa
     assert not left
     assert end.value.code == 130
     assert "interrupted: 0 points kept; the same command continues from there" in capsys.readouterr().out
+
+
+STARTED = """
+import sys
+from src.system.exit_codes import run_command
+from src.extras.plan import command
+
+sys.executable = sys.argv.pop(1)
+run_command(command.main)
+"""
 
 
 def test_a_killed_search_ends_its_compilations(tmp_path):

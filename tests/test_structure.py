@@ -18,7 +18,7 @@ COMMANDS = {path.stem for path in (ROOT / "src").glob("[a-z]*.py")}
 FOLDERS = sorted({path.parent.name for path in (ROOT / "src").glob("*/*.py")})
 MAX_LEVELS = 10
 MAX_LINES = 400
-MAX_CORE_LINES = 4_200
+MAX_CORE_LINES = 4_300
 MAX_CORE_TOKENS = 30_350  # about 30,000, and room for all edits of docs/forking.md together
 MAX_FILES_OF_THE_WHOLE_CONFIG = 13
 

@@ -14,17 +14,29 @@ _GOLDEN = np.uint32(0x9E3779B1)  # 2**32 / golden ratio, odd: spreads positions 
 
 def digests(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Digests each array as uint32[], independent of its device, memory and sharding."""
-    whole = {name: x for name, x in arrays.items() if isinstance(x, jax.Array) and len(x.sharding.device_set) == 1}
-    in_memory = {
-        name: _digest_in_pieces(np.asarray(x)) for name, x in whole.items() if next(iter(x.devices())).platform == "cpu"
-    }
-    return in_memory | _digests_on_devices({name: x for name, x in arrays.items() if name not in in_memory})
+    found: dict[str, jax.Array] = {}
+    on_devices: dict[str, jax.Array] = {}
+    for name, x in arrays.items():
+        is_whole = isinstance(x, jax.Array) and len(x.sharding.device_set) == 1
+        if is_whole and next(iter(x.devices())).platform == "cpu":
+            found[name] = _digest_in_pieces(np.asarray(x))
+        elif isinstance(x, jax.Array) and x.sharding.memory_kind == "pinned_host":
+            # One after the other, because the devices may lack the memory for all of them.
+            found[name] = jax.block_until_ready(digest_from_host(x))
+        else:
+            on_devices[name] = x
+    return found | _digests_on_devices(on_devices)
 
 
 @jax.jit
 def _digests_on_devices(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    arrays = jax.device_put(arrays, jax.memory.Space.Device)  # nothing is computed in pinned host memory
     return {name: digest(array) for name, array in arrays.items()}
+
+
+@jax.jit
+def digest_from_host(x: jax.Array) -> jax.Array:
+    """Digests an array in pinned host memory: devices compute nothing there, so it is copied to them."""
+    return digest(jax.device_put(x, jax.memory.Space.Device))
 
 
 def _digest_in_pieces(x: np.ndarray) -> jax.Array:

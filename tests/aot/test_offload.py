@@ -1,11 +1,17 @@
 """What lies in host memory, by the TPU compiler's own count: the optimizer's state, and what blocks keep."""
 
+import math
+
+import jax
 import pytest
 
+from src.checkpoint.digest import digest_from_host
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.memory import memory
 from src.extras.aot.topology import parse_topology
-from src.step.trace import trace_train_step
+from src.parallel.mesh import make_layout
+from src.step.state import abstract_state
+from src.step.trace import plan_step, trace_train_step
 from tests.compilers import needs_libtpu
 from tests.tiny import TINY, load
 
@@ -52,6 +58,21 @@ def test_the_optimizers_state_on_the_host_leaves_its_room_to_the_step():
     assert saved == pytest.approx(moments, rel=0.02)
     # It comes to the device when activations have gone.
     assert on_host.temp_size_in_bytes - on_device.temp_size_in_bytes < 0.2 * moments
+
+
+@pytest.mark.long
+@needs_libtpu
+def test_a_digest_brings_a_single_array_of_the_optimizers_state_to_the_device():
+    """A checkpoint has the digest of every array; all together may not fit beside the weights."""
+    keys = load(**{**MODEL, **ON_HOST})
+    plan = plan_step(keys, make_layout(keys.mesh, abstract_devices(parse_topology("v5p-8", 1))))
+    on_host = [x for x in jax.tree.leaves(abstract_state(plan)) if x.sharding.memory_kind == "pinned_host"]
+    sizes = [x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in on_host]
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    assert sum(sizes) > 4 * sizes[largest]
+    found = digest_from_host.lower(on_host[largest]).compile().memory_analysis()
+    assert found.host_argument_size_in_bytes == pytest.approx(sizes[largest], rel=0.02)
+    assert found.temp_size_in_bytes < 1.1 * sizes[largest]
 
 
 @pytest.mark.long

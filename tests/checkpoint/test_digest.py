@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from src.checkpoint import digest as digest_module
 from src.checkpoint.digest import digest, digests
 
 DTYPES = ["float32", "bfloat16", "float16", "int32", "uint32", "int8", "uint8", "bool", "float8_e4m3fn"]
@@ -34,6 +35,28 @@ def test_is_the_same_under_every_sharding(spec, axis_type):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(axis_type,) * 2)
     placed = {dtype: jax.device_put(array, NamedSharding(mesh, spec)) for dtype, array in arrays.items()}
     assert jax.device_get(digests(placed)) == jax.device_get(digests(arrays))
+
+
+def test_arrays_in_host_memory_are_copied_to_the_devices_one_after_the_other(monkeypatch):
+    """An optimizer's state in host memory may be larger than the memory of the devices."""
+    before, copied = [], []
+
+    def alone(x, from_host=digest_module.digest_from_host):
+        assert all(each.is_ready() for each in before), "the array before may still be on the devices"
+        copied.append(x)
+        before.append(from_host(x))
+        return before[-1]
+
+    monkeypatch.setattr(digest_module, "digest_from_host", alone)
+    arrays = {name: random_array((16, 8, 4), "float32", seed) for seed, name in enumerate("abc")}
+    mesh = jax.make_mesh((8,), ("a",))
+    kinds = {"a": "pinned_host", "b": "device", "c": "pinned_host"}
+    placed = {
+        name: jax.device_put(array, NamedSharding(mesh, P("a"), memory_kind=kinds[name]))
+        for name, array in arrays.items()
+    }
+    assert jax.device_get(digests(placed)) == jax.device_get(digests(arrays))
+    assert list(map(id, copied)) == [id(placed["a"]), id(placed["c"])]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])

@@ -338,6 +338,24 @@ TOGETHER = {
         "gemma3_text",
         {"rope_parameters": None, "rope_theta": 50.0, "rope_local_base_freq": 30.0, "rope_scaling": LINEAR},
     ),
+    "gemma3, windows in yarn of its own": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "sliding_attention": {**YARN, "rope_theta": 30.0, "original_max_position_embeddings": 16},
+                "full_attention": {**YARN, "attention_factor": 0.7, "original_max_position_embeddings": 8},
+            }
+        },
+    ),
+    "olmo3, proportional beside windows that are not": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+                "full_attention": {"rope_type": "proportional", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+            }
+        },
+    ),
     "gemma3, a final cap": ("gemma3_text", {"final_logit_softcapping": 1.5}),
     "gemma3, pattern": ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 2}),
     "gemma3, another name of the pattern": ("gemma3_text", {"layer_types": None, "_sliding_window_pattern": 2}),

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any
 
+from src.config.schema import KEYS
 from src.extras.hf import family
 from src.extras.hf.family import UNSET, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with, require
 from src.system.errors import UserError
@@ -104,11 +105,13 @@ def read_kinds(hf: Json, keys: Keys, global_every: int, theta: float, local_thet
     for parameters in (windowed, everywhere):
         require(parameters, truncate=True)  # transformers always truncates here, ignoring this entry
     longest = {"max_position_embeddings": hf.get("max_position_embeddings")}
+    of_all = read_rope({**longest, "rope_theta": theta, "rope_parameters": everywhere}, keys)
     local = read_rope({**longest, "rope_theta": local_theta, "rope_parameters": windowed}, keys)
-    return {
-        **read_rope({**longest, "rope_theta": theta, "rope_parameters": everywhere}, keys),
-        **read_windowed_layers(hf, keys, global_every, **local),
-    }
+    # A key of full attention's positions must not reach windowed layers that read it but don't give it.
+    kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == local["rope_type"])
+    read = {row.key for row in (_SHARE, *ROPE_PARAMETERS[kind])} & of_all.keys()
+    local = {**{key: KEYS[key].default for key in sorted(read)}, **local}
+    return {**of_all, **read_windowed_layers(hf, keys, global_every, **local)}
 
 
 def read_rotated_layers(hf: Json, keys: Keys) -> list[Any]:

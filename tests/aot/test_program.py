@@ -502,7 +502,7 @@ def test_steps_for_accelerators_are_made_of_the_same_names(tmp_path, topology, k
         if "needs the package" in str(error):
             pytest.skip(str(error))
         raise
-    assert re.search(rf"attention +{kernel}\n", capsys.readouterr().out)
+    assert re.search(rf"attention +{kernel}\b", capsys.readouterr().out)
     names = Names(parts((tmp_path / "step").read_bytes())[2])
     names.load()
     assert names.found <= program.PICKLED

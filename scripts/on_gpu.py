@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Distributions that a run on synthetic data imports, or whose versions it reports.
 NEEDED = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "ml_collections", "absl-py", "PyYAML")
-NEEDED += ("tensorboardX", "protobuf", "tensorstore", "etils", "rich")
+NEEDED += ("tensorboardX", "protobuf", "etils", "rich")
 STEPS, WARM_UP = 20, 5  # steps of a run, and untimed ones among these
 # About 1.1B parameters at 4,096 tokens, with the fastest settings that fit an H100, and its replacement on a CPU.
 # Other models need more memory with these, and are compared with a scanned run.

@@ -97,6 +97,28 @@ def test_a_run_is_not_measured_on_what_it_trained_on(trained, tmp_path):
             evaluate.main([str(tmp_path / "all"), *more])
 
 
+def test_nor_are_weights_on_what_their_run_trained_on(trained, tmp_path, monkeypatch):
+    """A config file with a run's weights says nothing of what that run held out, nor do texts cut in another way."""
+    monkeypatch.chdir(tmp_path)
+    keys = {"max_target_length": 16, "base_output_directory": tmp_path, "steps": 1}
+    corpus = trained[0].parent / "corpus"
+    runs.run_here(**keys, dataset_path=corpus, run_name="all")
+    named = {"eval_interval": 1, "eval_steps": 1, "eval_dataset_path": corpus}
+    runs.run_here(**keys, **named, dataset_path=corpus, run_name="named")
+    for weights, why in (
+        (tmp_path / "all", "eval_interval=-1"),
+        (f"{tmp_path}/all/checkpoints/1/", "eval_interval=-1"),
+        ("all/checkpoints", "eval_interval=-1"),
+        (tmp_path / "named", "its own evaluation data are named"),
+    ):
+        argv = runs.arguments(**keys, dataset_path=f"{corpus}/../corpus", load_parameters_path=weights)
+        for more in ([], ["max_document_bytes=100"]):
+            with pytest.raises(UserError, match=f"held nothing out .{why}.*eval_dataset_path=FILES"):
+                evaluate.main([*argv, *more])
+    argv = runs.arguments(**keys, load_parameters_path=tmp_path / "all", dataset_path=corpus)
+    assert "eval_loss" in evaluate.main([*argv, f"eval_dataset_path={corpus}", "eval_steps=1"])
+
+
 def test_what_would_not_work_is_not_printed(tmp_path, capsys):
     """Random tokens have no text to ask for, a run without evaluation held nothing out."""
     keys = {"dataset_type": "synthetic", "steps": 1}

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from ml_collections import ConfigDict
 from src import installing
 from src.checkpoint.run_rules import run_rules
 from src.config import schema
-from src.config.dataset_spec import names_eval_data, train_specs
-from src.config.run_configs import run_folder
+from src.config.dataset_spec import DatasetSpec, names_eval_data, train_specs
+from src.config.load import from_yaml
+from src.config.run_configs import CONFIG, run_folder
 from src.config.usage import Usage
 from src.config.yaml import file_name
 from src.data.open import open_eval_sets
@@ -28,7 +30,6 @@ from src.extras.evaluation.scoring import TextBytes, score_texts, write_logits
 from src.extras.generation.loaded_model import load_model
 from src.run.evaluator import Evaluator, means
 from src.run.metrics import eval_key
-from src.run.resolve_config import load
 from src.run.run_setup import configured
 from src.step.eval_step import compile_eval_step
 from src.system.errors import UserError, say
@@ -45,12 +46,17 @@ python -m src.evaluate CONFIG load_parameters_path=PATH tokens_path=IN.npy logit
 )
 
 
-def _check_held_out(run: Path, trained: schema.Data, eval_interval: int, data: schema.Data) -> None:
-    if names_eval_data(data) or train_specs(data) != train_specs(trained):
+def _check_held_out(run: Any, data: schema.Data) -> None:
+    """Raises UserError if a run, given by its folder, trained on the part of `data` that would be held out here."""
+    keys = from_yaml((run / CONFIG).read_text())
+    of_run = schema.Config.of({key: value for key, value in keys.items() if key in schema.KEYS})
+    trained, interval = of_run.data, of_run.evaluation.eval_interval
+    if names_eval_data(data) or _places(train_specs(data)) != _places(train_specs(trained)):
         return
-    if eval_interval == -1:
+    if interval == -1 or names_eval_data(trained):
+        why = "eval_interval=-1" if interval == -1 else "its own evaluation data are named"
         raise UserError(
-            f"{run} held nothing out (eval_interval=-1) and trained on all of its data: name other data to evaluate on "
+            f"{run} held nothing out ({why}) and trained on all of its data: name other data to evaluate on "
             "by eval_dataset_path=FILES or dataset_path=FILES"
         )
     if trained.eval_fraction != data.eval_fraction:
@@ -58,6 +64,25 @@ def _check_held_out(run: Path, trained: schema.Data, eval_interval: int, data: s
             f"{run} held out eval_fraction={trained.eval_fraction} of its data: "
             f"eval_fraction={data.eval_fraction} would select other data, which it may have trained on"
         )
+
+
+def _places(specs: Sequence[DatasetSpec]) -> list[tuple[str, ...]]:
+    """Names the documents of each dataset, however they are cut."""
+    paths = [spec.dataset_path for spec in specs]
+    full = [path if not path or "://" in path else os.path.realpath(os.path.expanduser(path)) for path in paths]
+    return [
+        (spec.dataset_type, path, spec.dataset_name, spec.split, spec.dataset_factory)
+        for spec, path in zip(specs, full, strict=True)
+    ]
+
+
+def _run_of(weights: str) -> Any:
+    """Finds the folder of the run that `load_parameters_path` names, perhaps by a checkpoint in it; None for others."""
+    path = weights.rstrip("/")
+    folder, _, last = path.rpartition("/")
+    path = folder if last.isdecimal() else path
+    path = path.removesuffix("/checkpoints")
+    return run_folder(file_name(path)) if path else None
 
 
 def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
@@ -74,9 +99,9 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         check_outputs(outputs)
         for path in outputs.values():
             Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
-    if run and not scores:
-        trained = load([str(run)])
-        _check_held_out(run, trained.data, trained.evaluation.eval_interval, config.data)
+    if not scores:
+        for trained in filter(None, (run, _run_of(config.checkpoint.load_parameters_path))):
+            _check_held_out(trained, config.data)
     needed_by = "tasks" if config.harness.tasks else "texts_path" * bool(config.evaluation.texts_path)
     tokenizer = make_tokenizer(config.data, config.model.vocab_size, needed_by)
     if config.harness.tasks:

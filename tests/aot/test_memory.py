@@ -107,6 +107,13 @@ def test_what_is_kept_follows_the_mesh_and_the_micro_batches():
             assert twice[part] == once[part] > 0
 
 
+def test_sums_over_heads_are_whole_before_they_are_scattered():
+    split = {"logical_axis_rules__norm_length": "[context, tensor]"}
+    whole, scattered = (memory(traced(**MESHES[1], **keys)[1]).temporaries for keys in ({}, split))
+    assert scattered["kept for the backward pass"] < whole["kept for the backward pass"]
+    assert scattered["what a block computes"] == whole["what a block computes"] > 0
+
+
 def test_devices_that_share_rows_have_fewer_logits_each():
     """Four devices share the rows' shards, each of twice as many rows, and two each row."""
     logits = [

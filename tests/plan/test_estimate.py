@@ -52,6 +52,7 @@ def estimated(**keys):
         {"remat_policy": "minimal", "opt_type": "sgd", "shard_optimizer_over_data": True},
         {"remat_policy": "save_qkv_proj", "ema_decay": 0.9, **LATENT},
         {"remat_policy": "minimal", **EXPERTS},
+        {"remat_policy": "full", "logical_axis_rules__norm_length": "[context, tensor]"},
     ],
 )
 def test_memory_is_that_of_the_traced_step(mesh, keys):

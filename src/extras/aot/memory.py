@@ -126,7 +126,7 @@ def _saved_bytes(traced: TracedTrainStep) -> int:
         in_pipeline = schedule and array.shape[0] == schedule.iterations and not _is_activation(traced, shape)
         if in_pipeline and _is_activation(traced, shape[1:]):
             shape = shape[1:]
-        total += array.size * array.dtype.itemsize // _shards(traced, shape)
+        total += array.size * array.dtype.itemsize // _shards(traced, shape, between_blocks=True)
     return total
 
 
@@ -140,8 +140,12 @@ def stored_in_backward(jaxpr: Jaxpr) -> Iterator[Any]:
     return (array for body in _backward_bodies(jaxpr) for array in _matmuls(body))
 
 
-def _shards(traced: TracedTrainStep, shape: tuple[int, ...]) -> int:
-    """Infers an array's number of shards from its shape: a weight's, or an activation's [rows, length, ...]."""
+def _shards(traced: TracedTrainStep, shape: tuple[int, ...], between_blocks: bool) -> int:
+    """Infers an array's number of shards from its shape: a weight's, or an activation's [rows, length, ...].
+
+    A residual stream has the shards that it has `between_blocks`, or those of a matmul's output, which is a sum over
+    heads or hidden units, and whole until it is scattered.
+    """
     layout, spec = traced.plan.layout, traced.plan.spec
     if not _is_activation(traced, shape):
         return layout.shards("embed")
@@ -154,7 +158,7 @@ def _shards(traced: TracedTrainStep, shape: tuple[int, ...]) -> int:
     for axis, sizes in (*sorted(sharded), ("vocab", (spec.padded_vocab_size,))):
         if set(sizes).intersection(shape[2:]):
             return batch_shards * layout.shards("length") * layout.shards(axis)
-    if shape[2:] == (spec.emb_dim,):
+    if shape[2:] == (spec.emb_dim,) and between_blocks:
         return batch_shards * layout.shards("norm_length") * layout.shards("activation_embed")
     return batch_shards * layout.shards("length")
 
@@ -210,7 +214,7 @@ def _block_bytes(traced: TracedTrainStep) -> int:
     """Returns a device's bytes of matmul and kernel outputs in an iteration of the reversed loop with the most."""
     blocks = [
         sum(
-            array.size * array.dtype.itemsize // _shards(traced, array.shape)
+            array.size * array.dtype.itemsize // _shards(traced, array.shape, between_blocks=False)
             for array in _matmuls(body)
             if _is_activation(traced, array.shape)
         )

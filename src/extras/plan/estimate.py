@@ -108,8 +108,10 @@ def estimate_memory(step: Step) -> Memory:
     computed = [0.0]
     for layer, count in all_layers(spec).items():
         arrays = block_arrays(layer, placed, step.execution)
-        saved += count * passes * _bytes(arrays.saved, layout)
-        computed.append(in_block * _bytes(arrays.computed, layout))
+        between = layout.shards("norm_length") / layout.shards("length") * layout.shards("activation_embed")
+        saved += count * passes * _bytes(arrays.saved, layout, between)
+        # A matmul's output is a sum over heads or hidden units, which is whole until it is scattered.
+        computed.append(in_block * _bytes(arrays.computed, layout, 1))
     gathered = dict.fromkeys((weight.block for weight in model.weights), 0.0)
     for weight in model.weights:
         elements, on_stage = gathered_elements(weight, layout), stages if "layers" in weight.axes else 1
@@ -139,14 +141,11 @@ def _axes(weight: DeclaredWeight, layout: AbsentLayout) -> list[str]:
     return [name for axis in weight.axes if axis for name in layout.axes(axis)]
 
 
-def _bytes(arrays: Sequence[TokenArray], layout: AbsentLayout) -> float:
-    """Adds up arrays' bytes per token of a device's sequences, with each array's own sharding."""
+def _bytes(arrays: Sequence[TokenArray], layout: AbsentLayout, of_stream: float) -> float:
+    """Adds up arrays' bytes per token of a device's sequences; arrays as wide as the stream have `of_stream` shards."""
     total = 0.0
     for each in arrays:
-        if each.axis == "norm_length":
-            shards = layout.shards("norm_length") / layout.shards("length") * layout.shards("activation_embed")
-        else:
-            shards = 1 if each.axis == "length" else layout.shards(each.axis)
+        shards = {"norm_length": of_stream, "length": 1}.get(each.axis) or layout.shards(each.axis)
         # Between devices, experts' rows have spare room.
         slack = BUFFER_SLACK if each.of_experts and layout.shards("expert") > 1 else 1
         total += each.bytes * slack / shards

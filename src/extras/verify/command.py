@@ -1,4 +1,4 @@
-"""Shrinks a config, runs checks on it, and prints and writes what they found."""
+"""Shrinks a config, runs checks on it, prints their rows, and writes them to the file `report=`."""
 
 import sys
 import sysconfig
@@ -28,7 +28,7 @@ from src.run.run_setup import configured
 from src.system.errors import UserError, show
 from src.system.imports import named
 
-CHECKS = {  # each is `rows` of the module of its name beside this one
+CHECKS = {  # letter: the module of this folder whose `rows` runs the check, and the check's title
     "a": ("meshes", "a mesh computes what one device does"),
     "b": ("derivatives", "gradients are the loss's derivatives"),
     "c": ("rewrites", "micro-batches, remat, tiles, unrolled layers and stages change nothing"),
@@ -53,18 +53,18 @@ python -m src.verify CONFIG [key=value ...] [checks=abc|all] [mesh=all|as_config
 {"".join(f"    {letter}  {title}{chr(10)}" for letter, (_, title) in CHECKS.items())}Without checks=: {DEFAULT}."""
 )
 FAILED = 3  # exit code
-# Code that works on the arrays of others: an error there comes from the line that called it.
+# Code that is called with other modules' arrays: errors raised in it are reported at the calling line.
 TOOLS = ("src/parallel/", "src/system/", "src/model/params.py", "src/model/matmul.py", "src/model/low_precision.py")
 
 
 class Report(NamedTuple):
-    """What was found."""
+    """The rows of all checks of the command, including those that an interrupted command completed."""
 
     rows: list[Row]
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command: 3 if a check failed."""
+        """Exit code of the command: 3 if any row failed, otherwise 0."""
         return FAILED * any(row.status == FAIL for row in self.rows)
 
 
@@ -72,14 +72,15 @@ class Prepared(NamedTuple):
     """A small config, and the meshes on which it is checked."""
 
     small: Shrunk
-    where: list[dict[str, int]]  # its steps run
-    compiled: list[dict[str, int]]  # its program is looked at
+    where: list[dict[str, int]]  # meshes on which check a runs a step
+    compiled: list[dict[str, int]]  # meshes for which check j compiles the step
 
 
 def main(argv: Sequence[str]) -> Report | None:
     """Runs the command line `argv`; returns its report, None for --help.
 
-    Raises UserError if the config or an argument is wrong, or the config cannot be shrunk.
+    Raises UserError if the config or an argument is wrong, the config cannot be shrunk, or the report cannot be
+    written. Errors in a check become failed rows.
     """
     own, words = separate(argv, OWN)
     letters = _letters(own["checks"])
@@ -129,7 +130,10 @@ def main(argv: Sequence[str]) -> Report | None:
 
 
 def prepared(config: Config, mesh: str, letters: str) -> Prepared:
-    """Shrinks a config, and reads `mesh=` for these checks; raises UserError as `shrink` and `meshes.chosen`."""
+    """Shrinks a config, and chooses meshes by `mesh`, the argument `mesh=`.
+
+    If `letters` has a or j, sizes stay divisible by their meshes. Raises UserError like `shrink` and `meshes.chosen`.
+    """
     has_chunks = any(layer.attention_type == "gated_delta" for layer, _ in layer_models(config.model))
     length = LONGER if has_chunks else LENGTH
     small = shrink(config, length)
@@ -140,9 +144,12 @@ def prepared(config: Config, mesh: str, letters: str) -> Prepared:
 
 
 def _found(context: Context, letter: str, module: str) -> Iterator[Row]:
-    """Runs a check; its last row has the error if it fails. Raises MemoryError if memory is full."""
+    """Yields a check's rows; if it raises, the last row has the error: NOT APPLICABLE for NotApplicable, else FAIL.
+
+    Raises MemoryError if memory is full, also if JAX reports that.
+    """
     before = jax.config.values["jax_disable_most_optimizations"]
-    # Compiling takes most of the time. Optimizations change no result beyond rounding, only the program of j.
+    # Compiling takes most of the time. XLA's optimizations change results only by rounding, but check j's program more.
     jax.config.update("jax_disable_most_optimizations", letter != "j")
     checked = _checked(nnx.Variable.__init__, context.whole.mesh.logical_axis_rules)
     try:
@@ -162,7 +169,11 @@ def _found(context: Context, letter: str, module: str) -> Iterator[Row]:
 
 
 def _checked(declare: Callable[..., None], rules: Mapping[str, Sequence[str]]) -> Callable[..., None]:
-    """Declares a weight after a look at its logical axes: later errors would not come from the line that has them."""
+    """Wraps `declare`, the constructor of weights, to check the logical axes that a weight names.
+
+    The wrapper raises ValueError for an axis that is not in `rules` or STACKED, or if there is not one per dim. Its
+    error comes from the line that declares the weight; JAX's later ones would not.
+    """
 
     def declare_checked(self: nnx.Variable, value: Any, *rest: Any, **facts: Any) -> None:
         axes, known = facts.get("out_sharding") or (), [None, *STACKED, *rules]
@@ -181,17 +192,18 @@ def _line(row: Row) -> str:
 
 
 def _described(error: Exception) -> str:
-    """The message of an error, and the line of the project or of a user's module that it comes from."""
-    if isinstance(error, UserError) and error.__cause__:  # from a user's function, whose line it names
+    """Returns the first line of an error's message, its type unless it is a UserError, and its `_edited_line`."""
+    if isinstance(error, UserError) and error.__cause__:  # raised for a user's function; the message names its line
         return first_line(error)
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     return f"{kind}{first_line(error)}, {_edited_line(error)}"
 
 
 def _edited_line(error: BaseException) -> str:
-    """Finds the innermost line of the traceback in the project or a user's module, but not in this folder or TOOLS.
+    """Formats the innermost frame of the traceback in code that may have been edited, as `file:line: code`.
 
-    Without one, finds the innermost line outside installed packages, or else the innermost of all.
+    That excludes installed packages, this folder and TOOLS. If no frame is left, only installed packages are excluded,
+    and then none.
     """
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sys.prefix)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(installed)]
@@ -202,7 +214,7 @@ def _edited_line(error: BaseException) -> str:
 
 
 def _letters(text: str) -> str:
-    """Reads `checks=`; raises UserError for an unknown check."""
+    """Reads `checks=`: DEFAULT if it is empty, every letter for all; raises UserError for an unknown letter."""
     if text in ("", "all"):
         return DEFAULT if not text else "".join(CHECKS)
     letters = "".join(dict.fromkeys(text.replace(",", "")))

@@ -1,4 +1,4 @@
-"""Compares two training steps, and names what differs and the first place that does."""
+"""Compares two training steps; names the quantity that differs most, and where the difference begins."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -7,41 +7,45 @@ import numpy as np
 from src.extras.verify.rows import Row, attempted, largest, verdict
 from src.extras.verify.subject import Result
 
-# Parts of the weights' paths in the order in which a forward pass uses them; other weights are a mixer's.
+# Substrings of weights' paths, in the order of the forward pass. A path with none of them is ranked like a mixer's.
 ORDER = ("embedding", "attention_norm", "attention.", "attention.out", "feed_forward_norm", "router", "wi", "wo")
 ORDER += ("final_norm", "mtp", "output")
-LAST, AFTER = ORDER.index("wo"), (-1, 99)  # the last rank of a layer; the groups of weights before and after layers
-LEAST_LOSS = 1e-3  # a user's loss may be zero but for rounding
-# Of the largest entry of a weight's gradient, and of all gradients: smaller entries may be rounding.
+LAST, AFTER = ORDER.index("wo"), (-1, 99)  # rank of a layer's last weight; group number of weights before, after layers
+LEAST_LOSS = 1e-3  # differences are relative to at least this: a user's loss may be zero up to rounding
+# A gradient's entries may be rounding below STRONG times its largest entry, or NONE times the largest of all gradients.
 STRONG, NONE = 0.01, 1e-6
-MOST_REPEATS = 8  # of a shrunk group of layers: a longer first dim is not the layers'
+MOST_REPEATS = 8  # most layers in a group of a shrunk config: a longer first dim does not stack layers
 
 
 def largest_entry(arrays: Mapping[str, np.ndarray]) -> float:
-    """The largest magnitude in all arrays."""
+    """Returns the largest absolute value in any of the arrays."""
     return max(float(np.max(np.abs(each))) for each in arrays.values())
 
 
 def strong(gradient: np.ndarray, of_all: float) -> np.ndarray:
-    """Masks the entries of a weight's gradient that are not rounding; `of_all` is the largest entry of all."""
+    """Returns the mask of a gradient's entries that are too large to be rounding.
+
+    `of_all` is the `largest_entry` of all gradients.
+    """
     return np.abs(gradient) > max(STRONG * float(np.max(np.abs(gradient))), NONE * of_all)
 
 
 def norm(gradients: Mapping[str, np.ndarray]) -> float:
-    """The norm of all gradients together."""
+    """Returns the global L2 norm of the gradients."""
     return float(np.sqrt(sum(np.sum(np.square(gradient)) for gradient in gradients.values())))
 
 
 def clipped(gradients: Mapping[str, np.ndarray], threshold: float) -> dict[str, np.ndarray]:
-    """Scales all gradients to the norm `threshold` if their norm is larger, unless `threshold` is 0."""
+    """Scales all gradients by one factor so that their global norm is at most `threshold`; 0 does not limit it."""
     factor = min(1.0, (threshold or np.inf) / norm(gradients))
     return {path: factor * gradient for path, gradient in gradients.items()}
 
 
 def differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> Iterator[tuple[str, float]]:
-    """Yields each array's largest difference, relative to its largest value or a thousandth of the largest of all.
+    """Yields each path and the largest difference of its arrays, relative to the largest expected value in the array.
 
-    Some gradients are zero but for rounding: a bias of all keys moves no softmax.
+    That scale is at least a thousandth of the largest value in all expected arrays, because some gradients are zero up
+    to rounding: adding the same bias to all keys does not change a softmax.
     """
     most = largest_entry(expected)
     for path, wanted in expected.items():
@@ -50,10 +54,11 @@ def differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarr
 
 
 def compared(name: str, found: Result, expected: Result, bound: float, parting: Callable[[], str] = str) -> Row:
-    """Compares two steps: token counts exactly, then losses, gradients and routers' biases.
+    """Compares two steps: token counts exactly; losses, grad_norm, gradients and routers' new biases within `bound`.
 
-    Names the quantity that differs most. If a loss differs, `parting` names where the forward passes part; if only
-    gradients differ, the weight nearest to the loss is where the backward pass goes wrong first.
+    Differences are relative. A failed row names the quantity that differs most. If a loss differs, it also has the text
+    of `parting()`: where the forward passes begin to differ. Otherwise it names the wrong gradient that the backward
+    pass computes first.
     """
     counts = [result.metrics["tokens"] for result in (found, expected)]
     if counts[0] != counts[1]:
@@ -85,7 +90,7 @@ def compared(name: str, found: Result, expected: Result, bound: float, parting: 
 
 
 def _nearest(found: Result, expected: Result, bound: float) -> str:
-    """Names the wrong gradient, of a layer if the weight is stacked, that the backward pass computes first."""
+    """Names the wrong gradient that the backward pass computes first, with the layer's index if it is stacked."""
     places = {}
     for path, wanted in expected.gradients.items():
         layers = len(wanted) if path.startswith("segments.") and wanted.ndim > 1 else 1

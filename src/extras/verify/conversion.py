@@ -1,4 +1,4 @@
-"""Check i: a Hugging Face folder of the weights reads back bit for bit, and transformers computes the same logits."""
+"""Check i: weights written as a Hugging Face folder read back bit for bit, and give transformers the same logits."""
 
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,16 +22,22 @@ from src.step.plan import StepPlan
 from src.system.errors import UserError
 from src.system.imports import optional
 
-# Times what the logits move if each weight is rounded otherwise, because models differ in how they amplify rounding: by
-# 3e-6 to 3e-5 of the logits' standard deviation, 1e-4 with the gated delta rule, 6e-3 in Gemma 4. Clean figures of five
-# families, three seeds each, are 0.3 to 1.3 times that; two tensors swapped give 1 and more standard deviations.
+# In units of how far the logits move if each weight changes by about one float32 epsilon, because models differ in how
+# they amplify rounding: by 3e-6 to 3e-5 of the logits' standard deviation, 1e-4 with the gated delta rule, 6e-3 in
+# Gemma 4. Clean figures of five families, three seeds each, are 0.3 to 1.3 units; swapping two tensors moves the logits
+# by one standard deviation or more.
 BOUND = 10
-LARGEST_BOUND = 0.1  # of the standard deviation of logits: a larger one says nothing, if the logits agree roughly
-SURELY_WRONG = 0.5  # of it
+# In standard deviations of the logits. If the bound is larger than LARGEST_BOUND, a difference below it proves nothing;
+# one above both the bound and SURELY_WRONG still fails.
+LARGEST_BOUND = 0.1
+SURELY_WRONG = 0.5
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Exports the random weights, reads them back, and lets transformers load them if it and torch are installed."""
+    """Exports the random weights, reads them back, and compares logits with transformers if it and torch are installed.
+
+    A model without a Hugging Face family is not applicable, unless it is an `unchanged_model`: then the row fails.
+    """
     if not optional("hf") or not optional("evaluation"):
         yield not_applicable("Hugging Face folder", "src/extras/hf or src/extras/evaluation is missing")
         return
@@ -62,9 +68,9 @@ def rows(context: Context) -> Iterator[Row]:
 
 
 def unchanged_model(config: Config) -> str:
-    """Names the Hugging Face folder or the file of configs/models that a config's model is; empty if keys change it.
+    """Returns `model_name` if it is a Hugging Face model or in configs/models, and no key changes the model; else "".
 
-    Each of them has a family. The vocabulary and dropout may be the run's own.
+    Each such model has a family. Changes of `vocab_size` and `dropout_rate` do not count.
     """
     name = config["model_name"]
     is_known = is_hf_folder(name) or name.startswith(HUB) or (CONFIGS / "models" / f"{name}.yml").is_file()
@@ -76,7 +82,7 @@ def unchanged_model(config: Config) -> str:
 
 
 def _same_bits(plan: StepPlan, weights: Mapping, found: Mapping) -> Row:
-    """Compares all weights; padding of the vocabulary is not written."""
+    """Compares the bits of all weights, except the vocabulary's padding, which is not written."""
     different = []
     for path, axes in by_path(plan.axes).items():
         kept = tuple(slice(plan.spec.vocab_size if axis == "vocab" else None) for axis in axes)
@@ -86,7 +92,10 @@ def _same_bits(plan: StepPlan, weights: Mapping, found: Mapping) -> Row:
 
 
 def _same_logits(subject: Subject, plan: StepPlan, weights: Mapping, folder: str) -> Row:
-    """Compares our logits with what transformers computes, relative to their standard deviation."""
+    """Compares the logits of src with the logits of transformers, relative to their standard deviation.
+
+    A failed row names the first layer whose output differs.
+    """
     name = "logits of transformers"
     if missing := [package for package in ("torch", "transformers") if not find_spec(package)]:
         return not_applicable(name, f"{' and '.join(missing)} is not installed")

@@ -1,4 +1,4 @@
-"""Check h: the parameters and FLOPs of reports and the MFU, against the arrays and the matmuls of a traced step."""
+"""Check h: counts of parameters and FLOPs, for reports and the MFU, against the arrays and matmuls of a traced step."""
 
 import itertools
 import math
@@ -20,17 +20,21 @@ from src.step.plan import StepPlan
 from src.step.state import TrainState, abstract_batch, abstract_state
 from src.step.train_step import compile_steps
 
-# Each matmul is made once and for all keys, and each row by the experts that it is sent to.
+# With these keys the step computes each matmul once, scores for all keys, and only the experts that a token is sent to.
 PLAIN: dict[str, Any] = {
     **{"scan_layers": "false", "remat_policy": "none", "attention": "dot_product", "num_vocab_tiling": 1},
     **{"gradient_accumulation_steps": 1, "lora_rank": 0, "trainable_parameters": (), "capacity_factor": -1.0},
     **PLAIN_DESCENT,
 }
-MOST_TERMS = 3  # that a wrong count is explained by
+MOST_TERMS = 3  # most terms whose sum may explain the error of a count
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Compares integers, so the bound is 0; neither side counts elementwise operations, softmax and lookups."""
+    """Compares counts of parameters, keys that tokens attend to, and FLOPs of a step; they must be equal.
+
+    Neither side counts elementwise operations, softmax or lookups. If a type of layer counts its operations token by
+    token, only the FLOPs of matmuls with weights are compared.
+    """
     subject = context.subject
     plan, arrays = subject.plan(**PLAIN), by_path(subject.weights)
     spec, tokens = plan.spec, ROWS * subject.length
@@ -71,21 +75,21 @@ def rows(context: Context) -> Iterator[Row]:
 
 
 def visible(length: int, window: int, chunk: int) -> np.ndarray:
-    """Tells which keys [T, S] a token of a single document attends to; a size of 0 does not limit them."""
+    """Returns the mask [T, S] of keys that each token of a single document attends to; 0 is no window or no chunk."""
     T = np.arange(length)
     ahead = T[:, None] - T
     return (ahead >= 0) & (ahead < (window or length)) & (T[:, None] // (chunk or length) == T // (chunk or length))
 
 
 def traced_step(plan: StepPlan, state: TrainState, loss: LossFunction, length: int) -> jax.stages.Traced:
-    """Traces a training step on rows of `length` tokens, without arrays."""
+    """Traces a training step on abstract arrays: ROWS rows of `length` tokens per micro-batch."""
     train_step, _ = compile_steps(plan, state, loss=loss)
     batch = abstract_batch(plan, ROWS * plan.accumulation.micro_batches, length)
     return train_step.trace(state, batch, hparams_at(plan.step, 1, 0))
 
 
 def _compared(name: str, found: int, counted: int, terms: Mapping[str, int]) -> Row:
-    """Compares two counts, and names the fewest terms that add up to the difference."""
+    """Compares two counts; names the fewest of `terms`, at most MOST_TERMS, that add up to the difference."""
     difference = abs(found - counted)
     named = {label: size for label, size in terms.items() if size}
     sums = (chosen for number in range(1, MOST_TERMS + 1) for chosen in itertools.combinations(named, number))
@@ -95,7 +99,7 @@ def _compared(name: str, found: int, counted: int, terms: Mapping[str, int]) -> 
 
 
 def _useless(spec: ModelSpec) -> int:
-    """FLOPs of a token that the MFU leaves out: padded logits, and experts' biases, added by one-hot matmuls."""
+    """FLOPs per token that the MFU leaves out: logits of padded ids, and the one-hot matmuls of experts' biases."""
     flops = 6 * (1 + spec.mtp_num_layers) * spec.emb_dim * (spec.padded_vocab_size - spec.vocab_size)
     for layer, count in all_layers(spec).items():
         for each in block_weights(layer, spec):
@@ -106,13 +110,16 @@ def _useless(spec: ModelSpec) -> int:
 
 
 def matmuls(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, bool, int]]:
-    """Yields each matmul's equation, whether it has a batch dim (scores and recurrences have one), and its FLOPs."""
+    """Yields each matmul's equation, whether it has a batch dim (scores and recurrences have one), and its FLOPs.
+
+    The FLOPs are multiplied by `times` and by the lengths of the scans around the matmul.
+    """
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             (summed, _), (batch, _) = eqn.params["dimension_numbers"]
             terms = math.prod(eqn.invars[0].aval.shape[dim] for dim in summed)
             yield eqn, bool(batch), 2 * times * math.prod(eqn.outvars[0].aval.shape) * terms
-        elif eqn.primitive.name == "ragged_dot_general":  # each row of the left meets one group's matrix
+        elif eqn.primitive.name == "ragged_dot_general":  # each row of the left is multiplied by one group's matrix
             left, right = (each.aval.shape for each in eqn.invars[:2])
             dims = eqn.params["ragged_dot_dimension_numbers"]
             (_, summed), (_, batch) = dims.dot_dimension_numbers

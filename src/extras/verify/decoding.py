@@ -1,4 +1,4 @@
-"""Check g: generation with caches gives each token the log-probability that the forward pass without them does."""
+"""Check g: decoding with caches gives each new token the same log-probability as the forward pass without caches."""
 
 import functools
 import itertools
@@ -22,15 +22,18 @@ from src.model.params import Weights
 from src.step.plan import StepPlan
 from src.system.imports import optional
 
-# Relative to the largest logit: 1e-6 over three seeds, 1.1e-5 in Gemma 4, whose scores are large. A cache
-# one slot late gives 0.7, prompts' padding in a state 0.4.
+# Relative to the largest logit: rounding gives 1e-6 over three seeds, 1.1e-5 in Gemma 4, whose scores are large. A
+# cache that is one slot late gives 0.7, padding of prompts that enters a recurrent state 0.4.
 BOUND = 1e-4
 Prepare = Callable[[StepPlan, Weights], tuple[StepPlan, Weights]]
-Text = tuple[np.ndarray, np.ndarray]  # prompt and new tokens, [t]; the new tokens' log-probabilities
+Text = tuple[np.ndarray, np.ndarray]  # ids of prompt and new tokens [t]; log-probabilities of the new tokens
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Continues prompts of unequal lengths in one batch, and one by itself; scores the texts without caches."""
+    """Compares the decoding of src.decode and of a run's samples with the forward pass, and checks merged adapters.
+
+    Prompts of unequal lengths are continued in one batch, and the first of them by itself.
+    """
     if not optional("generation"):
         yield not_applicable("decoding", "src/extras/generation is missing")
         return
@@ -38,10 +41,10 @@ def rows(context: Context) -> Iterator[Row]:
     from src.extras.generation.inference_weights import unrolled
 
     subject = context.subject
-    yield adapters_merged(subject, BOUND)  # src.decode loads adapters so
+    yield adapters_merged(subject, BOUND)  # as src.decode loads adapters
     subject, limited = unlimited(Subject(subject.config.replace(**NO_PATTERNS), subject.seed))
     yield from limited
-    # Sampled, because greedy texts repeat themselves: a wrong slot of the cache could hold the right values.
+    # src.decode samples here: greedy texts repeat themselves, so a wrong slot of the cache could hold the right values.
     for name, prepare, temperature in (("src.decode", unrolled, 1.0), ("a run's sample", in_training, 0.0)):
         row = _compared(f"decoding of {name}", subject, prepare, temperature)
         alone = functools.partial(_alone, subject, prepare, temperature)
@@ -49,7 +52,7 @@ def rows(context: Context) -> Iterator[Row]:
 
 
 def _alone(subject: Subject, prepare: Prepare, temperature: float) -> str:
-    """Lists the layers that decode wrongly as a model of their own."""
+    """Says which kinds of layers also decode wrongly as one-layer models."""
     wrong = [
         f"layer {number} ({alone.reference_plan.spec.layers[0].attention_type} attention)"
         for number, alone in single_layers(subject)
@@ -59,12 +62,13 @@ def _alone(subject: Subject, prepare: Prepare, temperature: float) -> str:
 
 
 def _compared(name: str, subject: Subject, prepare: Prepare, temperature: float) -> Row:
+    """Compares new tokens' log-probabilities and, at temperature 0, checks that each is the likeliest token."""
     from src.extras.generation.generate import Generator, Sampling
 
     plan, T = subject.reference_plan, np.arange(subject.length)
     weights = subject.placed(plan)
     generator = Generator(*prepare(plan, weights), Sampling(temperature, 0, 1.0), seed=0, length=len(T))
-    # Shorter and longer than windows, chunks, and the length from which RoPE is stretched.
+    # Prompts shorter and longer than windows, chunks, and the length from which RoPE is stretched.
     prompts = [subject.batch["tokens"][row, :length] for row, length in enumerate((3, len(T) - 10, 11, 17))]
     texts: list[Text] = [*_continued(generator, prompts), *_continued(generator, prompts[:1])]
     tokens = np.stack([np.pad(text, (0, len(T) - len(text))) for text, _ in texts])
@@ -86,7 +90,7 @@ def _compared(name: str, subject: Subject, prepare: Prepare, temperature: float)
 
 
 def _continued(generator: Any, prompts: list[np.ndarray]) -> list[Text]:
-    """Continues prompts until the longest text has all tokens that the caches are for."""
+    """Continues prompts in one batch, all by the same number of tokens: until the longest text fills the caches."""
     tokens_BT, lengths_B = generator.padded(prompts, 4)
     steps = generator.tokens(tokens_BT, lengths_B, np.arange(len(lengths_B), dtype=np.int32))
     count = generator.length - max(map(len, prompts))

@@ -1,8 +1,8 @@
 """Check b: the gradient of one device against finite differences of the loss that the step minimises.
 
 A random direction moves every entry of one weight by the same amount, up or down. If a part of the gradient is missing
-or doubled, the slope along such directions is wrong by about the norm of that part, whatever angle it has with the
-rest: a tied embedding's two gradients are nearly orthogonal.
+or doubled, the slope along such directions is wrong by about the norm of that part, whatever its angle to the rest: a
+tied embedding's two gradients are nearly orthogonal.
 """
 
 from collections.abc import Iterator
@@ -23,16 +23,21 @@ from src.step.train_step import with_dropout_keys
 # Relative to the gradient's norm. Three seeds of seven kinds of models gave at most 0.005. A tenth of a gradient that
 # is missing or counted twice gives 0.1, half of it 0.4 to 1.
 BOUND = 0.02
-WEAK = 30  # times smaller than the largest norm of a gradient: the slopes along a smaller one would be rounding
-SEQUENCES, TOKENS = 3, 12  # for models with experts: tried one after the other, and the first of one
-DIRECTIONS, ATTEMPTS = 3, 20  # per weight: used, and tried at most
+# A gradient whose norm is more than WEAK times smaller than the largest one is compared at that scale: slopes along it
+# are mostly rounding.
+WEAK = 30
+SEQUENCES, TOKENS = 3, 12  # for models with experts: sequences that are tried in turn, and leading tokens of each
+DIRECTIONS, ATTEMPTS = 3, 20  # directions per weight: compared, and at most tried
 # Changes of an entry, largest first; a weight's entries have a standard deviation of 0.2 (`Subject.weights`).
 STEPS = tuple(2.0**-power for power in range(4, 14))
 LEFT_OUT = "left out directions in which, at every step size, rounding is too large or a router chooses otherwise"
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Compares each trained weight's gradient with slopes of the loss."""
+    """Compares each trained weight's gradient with slopes of the loss in random directions.
+
+    A weight's figure is the root mean square error of DIRECTIONS slopes, relative to the gradient's norm.
+    """
     subject, name, figures, dropped = context.subject, "gradient against slopes of the loss", {}, 0
     weak = list[str]()
     unknown = [*subject.reference.gradients]
@@ -69,11 +74,12 @@ def smooth(activations: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Loss:
-    """The loss that a step minimises, as a function of one weight, and its gradients.
+    """The loss that a step minimises, as a function of one weight, and the gradients of that step.
 
-    Gelu replaces relu, because slopes across a kink are wrong. If a small change of a weight makes a router choose
-    other experts for a token, the loss jumps. For models with experts, the batch is therefore a few tokens: then a
-    change can be large enough for its slope not to be rounding, and leave all choices as they were.
+    Relu is replaced by gelu, because finite differences across a kink are wrong. The loss also jumps if a changed
+    weight makes a router choose other experts for a token. For models with experts, the batch is therefore only the
+    first TOKENS tokens of row `sequence`: a change that is large compared with rounding then often leaves all choices
+    as they were.
     """
 
     def __init__(self, subject: Subject, sequence: int = 0) -> None:
@@ -104,21 +110,22 @@ class Loss:
         self.rng = np.random.default_rng(subject.seed)
 
     def after(self, path: str, change: np.ndarray) -> float:
-        """The loss after a change of one weight; NaN if tokens then choose other experts."""
+        """The loss after `change` is added to one weight; NaN if it changes the load of an expert."""
         changed = {**self.trainable, path: (self.trainable[path] + change).astype(np.float32)}
         total, loads = jax.device_get(self.total(changed, self.batch))
         return float(total) if all(map(np.array_equal, loads, self.loads)) else np.nan
 
     def slopes(self, path: str, tolerance: float, among: Any = 1.0) -> Iterator[tuple[float | None, np.ndarray]]:
-        """Yields slopes in random directions of ones and minus ones, zero outside the mask `among`."""
+        """Yields ATTEMPTS pairs: a `slope`, its random direction of ones and minus ones, 0 outside the mask `among`."""
         for _ in range(ATTEMPTS):
             direction = among * self.rng.choice([-1.0, 1.0], self.trainable[path].shape)
             yield self.slope(path, direction, tolerance), direction
 
     def slope(self, path: str, direction: np.ndarray, tolerance: float) -> float | None:
-        """Derivative along a direction by three steps, each half of the last, that agree; None if no three do.
+        """Estimates the derivative along a direction by central differences; None if no estimate is reliable.
 
-        To agree is to differ by at most `tolerance`, or by a 400th of a slope that is steeper than was expected.
+        Halves the step until three successive estimates differ by at most `tolerance`, or a 400th of the slope if that
+        is more, and returns the second of them. Gives up once the rounding of the loss would exceed that.
         """
         rises, slopes = [], []
         for step in STEPS:

@@ -1,4 +1,4 @@
-"""Check d: logits depend on a token's own document up to the token, and the loss is a mean over the right tokens."""
+"""Check d: logits depend only on a token's document up to the token, and the loss is a mean over unmasked targets."""
 
 import functools
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -15,15 +15,15 @@ from src.extras.verify.subject import PLAIN_DESCENT, Context, Subject, mesh_keys
 from src.model.parts import mixer
 from src.system.errors import Unsupported
 
-# Sums in another order: 6e-8 to 1.3e-6 over three seeds of six kinds of models, 7.5e-6 for Qwen3-Next, and at most 2e-7
-# for the loss. Positions that do not restart give 0.9, a loss with the padded vocabulary 0.03, and targets in another
-# document 0.003.
+# Relative. Sums in another order give 6e-8 to 1.3e-6 over three seeds of six kinds of models, 7.5e-6 for Qwen3-Next,
+# and at most 2e-7 for the loss. Positions that do not restart give 0.9, a loss with the padded vocabulary 0.03, and
+# targets in another document 0.003.
 BOUND = 5e-5
-OFTEN = 4  # pairs of tokens: of that many scores one is large enough to change a logit
+OFTEN = 4  # with this many pairs of tokens at a distance, at least one score is large enough to change a logit
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Changes one token at a time and compares logits bit by bit; compares packed rows and the loss by value."""
+    """Changes one token at a time and compares logits exactly; compares packed rows and the loss within BOUND."""
     subject, limited = unlimited(context.subject)
     yield from limited
     yield _of_packer(subject)
@@ -38,7 +38,7 @@ def rows(context: Context) -> Iterator[Row]:
 
 
 def _of_packer(subject: Subject) -> Row:
-    """Packs the documents of a batch again, as training does."""
+    """Packs the documents of the batch again with the packer of training, which must give the same arrays."""
     name, batch = "the packer's rows", subject.batch
     if not subject.config.batch.packing:
         return not_applicable(name, "packing=false: a row has one document")
@@ -53,6 +53,7 @@ def _of_packer(subject: Subject) -> Row:
 
 
 def _of_model(subject: Subject, devices: int, keys: Mapping[str, Any], where: str) -> Generator[Row, None, np.ndarray]:
+    """Checks what each token's logits depend on, on `devices`; returns the batch's logits [1 + P, B, T, V]."""
     plan, unrolled = subject.plan(devices, **keys), subject.plan(devices, **keys, **UNROLLED)
     base, segments = subject.batch, subject.batch["segment_ids"]
     odd, T = np.arange(subject.rows)[:, None] % 2 == 1, np.arange(subject.length)
@@ -61,12 +62,13 @@ def _of_model(subject: Subject, devices: int, keys: Mapping[str, Any], where: st
     logits, sums = evaluated(subject, plan, [base, *changes, *alone])
     effects = np.any(logits[1 : len(changes) + 1, 0] != logits[0, 0], axis=-1) & (segments > 0)  # [changes, B, T]
     effects[-1] &= odd
-    # The document of each change, [changes, B, 1]: 0 for padding and -1 for another row; how far each token is after it
+    # `key` [changes, B, 1]: the changed token's document in each row, 0 if padding is changed, -1 if other rows are.
+    # `ahead`: how far each token is after the changed one.
     key = np.concatenate([segments.T, [[0] * subject.rows, [-1] * subject.rows]])[..., None]
     ahead = T - np.append(T, [0, 0])[:, None, None]
 
     def through(change: int, at: np.ndarray) -> str:
-        """Names the first array that a change of tokens changes at a token."""
+        """Names the first array that differs after a change, at the tokens of the mask `at` [B, T]."""
         found, expected = (forward_values(subject, unrolled, batch) for batch in (changes[change], base))
         return parting(found, expected, at, 0.0)
 
@@ -94,6 +96,7 @@ def _of_model(subject: Subject, devices: int, keys: Mapping[str, Any], where: st
 
 
 def _of_layer(subject: Subject, number: int) -> Row:
+    """Checks which tokens a one-layer model's logits depend on, by its window, its chunk, and documents."""
     layer, base = subject.reference_plan.spec.layers[0], {name: array.copy() for name, array in subject.batch.items()}
     # A row with a document that is longer than any window, and one whose last document begins near the end.
     T, last = np.arange(subject.length), subject.length - 10
@@ -106,7 +109,7 @@ def _of_layer(subject: Subject, number: int) -> Row:
     visible = (segments > 0) & (blocks.T[..., None] == blocks) & (ahead >= 0) & (ahead < (window or len(T)))
     within = f" of window {window}" * (window > 0) + f" of chunk {chunk}" * (chunk > 0)
     row = _exact(f"layer {number}: {layer.attention_type} attention{within}", effects & (segments > 0) & ~visible)
-    if row.status == PASS and mixer(layer).costs(layer).scores:  # attention: all visible tokens have a weight
+    if row.status == PASS and mixer(layer).costs(layer).scores:  # softmax gives all visible keys a weight
         far = [at for at in T if np.sum(visible & (ahead == at)) >= OFTEN and not np.any(effects & (ahead == at))]
         if far:
             return row._replace(status=FAIL, figure=float(len(far)), note=f"no token sees the one {far[0]} before it")
@@ -114,7 +117,7 @@ def _of_layer(subject: Subject, number: int) -> Row:
 
 
 def _of_dropout(subject: Subject) -> Row:
-    """Repeats one row: a mask of its own must make each of the copies differ."""
+    """Evaluates copies of one row with dropout: their logits must all differ, because each row has its own mask."""
     name, plan = "equal rows with other dropout", subject.plan(**UNROLLED)
     if not any(layer.dropout_rate for layer in plan.spec.layers):
         return not_applicable(name, "dropout_rate is 0")
@@ -125,7 +128,7 @@ def _of_dropout(subject: Subject) -> Row:
 
 
 def _of_steps(subject: Subject, logits: np.ndarray) -> Iterator[Row]:
-    """Compares a step's losses with means over these logits, also if one of two devices has only padding."""
+    """Compares a step's losses with means over `logits`, also if one of two devices has only padding."""
     title, batch = "the step's loss from these logits", subject.batch
     if subject.config.step.loss or subject.config.model.dropout_rate:
         yield not_applicable(title, "loss= is another objective, or dropout is random")
@@ -143,7 +146,10 @@ def _of_steps(subject: Subject, logits: np.ndarray) -> Iterator[Row]:
 
 
 def _of_loss(name: str, batch: Arrays, logits: np.ndarray, metrics: Mapping[str, float]) -> Row:
-    """Takes means over logits [1 + P, B, T, V] without the vocabulary's padding, in float64."""
+    """Compares a step's losses with means of the cross-entropy of `logits` [1 + P, B, T, V], in float64.
+
+    The logits are those without the vocabulary's padding.
+    """
     means = []
     for ahead, logits_BTV in enumerate(logits):
         targets, mask, segments = (np.roll(batch[it], -ahead, axis=1) for it in ("targets", "loss_mask", "segment_ids"))
@@ -157,7 +163,11 @@ def _of_loss(name: str, batch: Arrays, logits: np.ndarray, metrics: Mapping[str,
 
 
 def _exact(name: str, wrong: np.ndarray, through: Callable[[int, np.ndarray], str] | None = None) -> Row:
-    """A row that fails if anything is true of [changes, B, T]; after a change of each token, all padding and rows."""
+    """A row that fails if `wrong` [changes, B, T] is true anywhere; it names the first such place.
+
+    The changes are of the token at each position, then of all padding, then of all other rows. `through` names the
+    first array that differs after a change.
+    """
     note = ""
     for change, row, token in np.argwhere(wrong)[:1]:
         what = [f"the token at {change}", "all padding", "all other rows"][max(change - wrong.shape[-1] + 1, 0)]
@@ -174,12 +184,15 @@ def _since(find: Callable[[], str]) -> str:
 
 
 def _changed(batch: Arrays, where: np.ndarray) -> Arrays:
-    """The batch with other tokens at some positions."""
+    """The batch with other tokens where the mask `where` is true."""
     return {**batch, "tokens": np.where(where, np.abs(batch["tokens"] - 1), batch["tokens"])}
 
 
 def _first(batch: Arrays, segment: int) -> tuple[Arrays, np.ndarray]:
-    """Each row's document of this number, alone and in first place, and the columns [B, T] of it in the batch."""
+    """Moves document `segment` of each row to the row's start, and turns the rest into padding.
+
+    Also returns the column [B, T] in `batch` that each token comes from.
+    """
     T = np.arange(batch["tokens"].shape[1])
     at = (np.argmax(batch["segment_ids"] == segment, axis=1)[:, None] + T) % len(T)
     moved = {name: np.take_along_axis(array, at, axis=1) for name, array in batch.items()}

@@ -1,4 +1,4 @@
-"""Check m: evaluations begin at the right document, read each once, and average over tokens."""
+"""Check m: evaluations begin at the document that eval_mode asks for, read each one once, and average over tokens."""
 
 import dataclasses
 import itertools
@@ -22,19 +22,22 @@ from src.run.evaluator import Evaluator, means
 from src.step.eval_step import compile_eval_step
 from src.step.plan import StepPlan
 
-# Most error of an evaluation's mean, relative to it. The rounding of float32 sums of at most a few hundred tokens gives
-# at most 4e-7 over three seeds of five kinds of models. A mean of batches' means gives 2e-3 or more, padding that
-# counts 0.1.
+# Largest relative error of an evaluation's metrics. Rounding of float32 sums over at most a few hundred tokens gives at
+# most 4e-7 over three seeds of five kinds of models. A mean of batches' means gives 2e-3 or more, padding that counts
+# 0.1.
 BOUND = 1e-5
-BATCH, DOCUMENTS = 4, 13  # rows of a batch; documents, so that the last batch has padding
-HELD_OUT, MANY = 0.1, 2000  # share of the documents; so many that hashes come near it
+BATCH, DOCUMENTS = 4, 13  # rows of a batch; number of documents, chosen so that the last batch has padding
+HELD_OUT, MANY = 0.1, 2000  # fraction to hold out; number of documents with which a split by hashes comes near it
 LN_2 = float(np.log(2))
 
-Pairs = Counter[tuple[int, int]]  # inputs and their targets
+Pairs = Counter[tuple[int, int]]  # how often each pair of an input id and its target occurs
 
 
 class Texts(Source):
-    """Documents of known ids, as texts that name them or as ids."""
+    """A source of documents with given ids; `as_text`: of strings that hold the documents' indices instead.
+
+    `keys` are the hashes that `document_keys` returns.
+    """
 
     def __init__(self, documents: Sequence[np.ndarray], as_text: bool = False, keys: Any = None) -> None:
         self.documents, self._as_text, self._keys = documents, as_text, keys
@@ -46,16 +49,16 @@ class Texts(Source):
         return str(i) if self._as_text else self.documents[i]
 
     def document_keys(self) -> Any:
-        """Pieces of a document have the same key."""
+        """Returns the given keys, uint64 [documents], equal for pieces of one text; None if there are none."""
         return self._keys
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Counts the documents."""
+        """Returns only the number of documents."""
         return {"documents": len(self.documents)}
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Evaluates on documents in memory, and compares with sums in float64 over logits of the same documents."""
+    """Checks which documents evaluations read and hold out, and their metrics against float64 sums over logits."""
     subject = context.subject
     if subject.config.batch.batch_transform:
         yield not_applicable("batch_transform", "it may change which tokens count: evaluations are checked without it")
@@ -80,7 +83,7 @@ def _batches(inputs: InputSpec, documents: Sequence[np.ndarray], steps: int) -> 
     return EvalBatches(inputs, EvalSet("", Texts(documents), steps), range(BATCH), BATCH)
 
 
-# ---- Which documents an evaluation has
+# ---- Which documents an evaluation reads
 
 
 def _pairs(documents: Sequence[np.ndarray]) -> Pairs:
@@ -88,7 +91,7 @@ def _pairs(documents: Sequence[np.ndarray]) -> Pairs:
 
 
 def _counted(batches: Sequence[RowArrays]) -> Pairs:
-    """Inputs and targets whose loss counts; all that are not padding should."""
+    """Counts the pairs of input and target whose `loss_mask` is above 0, which should be all except padding."""
     found: Pairs = Counter()
     for batch in batches:
         at = batch["loss_mask"] > 0
@@ -97,7 +100,7 @@ def _counted(batches: Sequence[RowArrays]) -> Pairs:
 
 
 def _documents(name: str, inputs: InputSpec, documents: Sequence[np.ndarray], batches: Sequence[RowArrays]) -> Row:
-    """Counts the tokens that an epoch lacks, or has too often."""
+    """Counts tokens that an epoch lacks or repeats, or that as long a beginning of an endless stream lacks."""
     found, longest = _counted(batches), None
     if not inputs.batch.packing and inputs.batch.long_documents == "truncate":
         longest = inputs.batch.max_target_length + 1
@@ -115,10 +118,10 @@ def _documents(name: str, inputs: InputSpec, documents: Sequence[np.ndarray], ba
 
 
 def _positions(name: str, subject: Subject, inputs: InputSpec, documents: Sequence[np.ndarray]) -> Row:
-    """Counts evaluations that do not read the documents that `eval_mode` asks for.
+    """Counts evaluations that read other batches than `eval_mode` and `eval_steps` ask for.
 
-    With reset, they are the first batches of an endless stream, or a whole epoch; with rolling, the batches after the
-    previous evaluation's, also in a resumed run.
+    With reset, each reads the first `eval_steps` batches of an endless stream, or one epoch if that is -1. With
+    rolling, each reads the batches that follow the previous evaluation's, also in a resumed run.
     """
     whole, epoch = list(_batches(inputs, documents, 3)), list(_batches(inputs, documents, -1))
     weights, plan, step = subject.placed(subject.reference_plan), subject.reference_plan, cast(Any, _as_read)
@@ -139,7 +142,7 @@ def _positions(name: str, subject: Subject, inputs: InputSpec, documents: Sequen
 
 
 def _as_read(_: Any, batch: RowArrays) -> RowArrays:
-    """The batch, for an evaluator that makes losses of it."""
+    """Returns the batch: used as `eval_step`, it makes `Evaluator.sums` return the batches themselves."""
     return batch
 
 
@@ -151,9 +154,9 @@ def _same(some: Sequence[RowArrays], others: Sequence[RowArrays]) -> bool:
 
 
 def _held_out(name: str) -> Row:
-    """Counts documents on both sides of the split or on neither, also if some are pieces of the same document.
+    """Counts documents that `train_validation_split` puts in both parts or in neither, also if pieces share a key.
 
-    Of a few documents at least one must be on each side, and of many about the share that is asked for.
+    Of DOCUMENTS documents, each part must get at least one; of MANY, the held-out part must get half to twice HELD_OUT.
     """
     wrong: list[str] = []
     for count, has_pieces in itertools.product((DOCUMENTS, MANY), (False, True)):
@@ -173,7 +176,7 @@ def _held_out(name: str) -> Row:
     return none_of(name, wrong)
 
 
-# ---- What it computes of them
+# ---- The metrics of an evaluation
 
 
 def _means(
@@ -211,14 +214,16 @@ def _log_probs(subject: Subject, batches: Sequence[RowArrays]) -> np.ndarray:
 
 
 def _mean(log_probs: np.ndarray, batches: Sequence[RowArrays]) -> float:
-    """Nats per token that is not padding."""
+    """Mean cross-entropy of the targets that are not padding, in nats."""
     pairs = list(zip(log_probs, batches, strict=True))
     nats = sum(-np.sum(of_ids(each, batch["targets"])[batch["segment_ids"] > 0]) for each, batch in pairs)
     return float(nats / sum(np.sum(batch["segment_ids"] > 0) for batch in batches))
 
 
 def _of_average(subject: Subject, evaluator: Evaluator, batches: Sequence[RowArrays]) -> Row:
-    """Evaluates a state whose EMA differs from its trained weights: both losses must be those of their own weights."""
+    """Evaluates a state whose EMA differs from its weights, and compares eval_loss and eval_ema_loss with the losses
+    of the weights and of their EMA.
+    """
     name, plan = "the loss of the averaged weights", subject.reference_plan
     if not subject.config.step.ema_decay:
         return not_applicable(name, "ema_decay is 0")
@@ -242,7 +247,10 @@ def _of_bytes(
     batches: Sequence[RowArrays],
     log_probs: np.ndarray,
 ) -> Row:
-    """Evaluates the same documents as texts: their first and last ids are not text, and others have 0 to 4 bytes."""
+    """Compares eval_bits_per_byte of documents that come from text.
+
+    Their first and last ids are END, which counts neither nats nor bytes, and the others have 0 to 4 bytes.
+    """
     rng = np.random.default_rng(subject.seed)
     lengths = [rng.integers(0, 5, len(ids), dtype=np.int32) for ids in documents]
     for each in lengths:
@@ -260,7 +268,7 @@ def _of_bytes(
         nats -= float(np.sum(of_ids(each, batch["targets"])[is_text]))
         total += int(np.sum(text["text_bytes"][is_text]))
     if inputs.batch.packing or inputs.batch.long_documents == "split":
-        total = sum(int(np.sum(each[each >= 0])) for each in lengths)  # of the documents, and not of the batches
+        total = sum(int(np.sum(each[each >= 0])) for each in lengths)  # from the documents, so that lost bytes show
     values = {
         "eval_bits_per_byte": (found.get("eval_bits_per_byte", np.nan), nats / LN_2 / total),
         "eval_loss": (found["eval_loss"], _mean(log_probs, batches)),
@@ -269,7 +277,7 @@ def _of_bytes(
 
 
 def _one_per_row(sequences: Sequence[np.ndarray], length: int) -> RowArrays:
-    """A batch with one sequence in each row, in one segment with its padding."""
+    """Makes a batch [BATCH, length] of one sequence per row; padding is in the same segment and unmasked."""
     batch = {name: np.zeros((BATCH, length), np.int32) for name in ("tokens", "targets")}
     for row, ids in enumerate(sequences):
         batch["tokens"][row, : len(ids) - 1], batch["targets"][row, : len(ids) - 1] = ids[:-1], ids[1:]
@@ -279,7 +287,7 @@ def _one_per_row(sequences: Sequence[np.ndarray], length: int) -> RowArrays:
 
 
 def _close(name: str, values: Mapping[str, tuple[float, float]]) -> Row:
-    """Compares each value with the one that it should be: the error is relative to it, unless it is 0."""
+    """Compares pairs of a found and an expected value; the error is relative to the latter, or absolute if it is 0."""
     errors = {what: abs(found - wanted) / (abs(wanted) or 1.0) for what, (found, wanted) in values.items()}
     wrong = [what for what in errors if not errors[what] <= BOUND]
     failure = "; ".join(f"{what} is {values[what][0]:.7g}, not {values[what][1]:.7g}" for what in wrong)

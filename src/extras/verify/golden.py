@@ -1,4 +1,4 @@
-"""Compares the bits of a few training steps with an earlier version of the code's: `golden=FILE`, for refactoring."""
+"""`golden=FILE`: compares the bits of a few training steps with the ones that earlier code wrote, for refactoring."""
 
 import hashlib
 import json
@@ -17,13 +17,13 @@ from src.extras.verify.subject import Context, Subject, flat
 from src.system.errors import UserError, first_few
 
 STEPS, PROJECTIONS = 3, 4
-# Relative differences up to which these words are used: of losses and norms, and of how far a weight moved.
+# Largest relative differences of losses and gradient norms that a row describes by these words; larger ones fail.
 LAST_BITS, ROUNDING = 1e-6, 1e-5
-MOVED = 100  # how much larger the latter may be: an optimizer enlarges the rounding of small gradients
+MOVED = 100  # times these for the movement of a weight: optimizers amplify the rounding of small gradients
 
 
 def check_file(path: Path, config: Config) -> None:
-    """Raises UserError if the file cannot be written, or was written for another config."""
+    """Raises UserError if the folder is missing, or the file is not from src.verify or is for another config."""
     if not path.exists():
         if not path.parent.is_dir():
             raise UserError(f"golden={path}: there is no folder {path.parent}")
@@ -37,9 +37,9 @@ def check_file(path: Path, config: Config) -> None:
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Writes the file if there is none; otherwise says of losses, gradient norms and weights how far they changed.
+    """Writes the file if there is none; otherwise compares losses, gradient norms and weights with it.
 
-    Raises UserError as `check_file`, or if the model has other weights.
+    Raises UserError like `check_file`, and if the model has other weights.
     """
     subject, path = context.subject, context.golden
     assert path
@@ -67,10 +67,10 @@ def rows(context: Context) -> Iterator[Row]:
 
 
 def _steps(subject: Subject) -> dict[str, list[Any]]:
-    """Runs some steps with the config's optimizer at the peak of the learning rate.
+    """Runs STEPS steps with the config's optimizer at the peak learning rate.
 
-    Returns of each figure a digest, and numbers that measure changes: of a weight, projections on random directions of
-    how far it moved, because it moves little beside its size.
+    Returns, for each loss, gradient norm and weight, a digest of its bits and numbers by which to measure a change: its
+    value, or PROJECTIONS random projections of a weight's movement, which is small compared with the weight.
     """
     plan, rng = subject.reference_plan, np.random.default_rng(1)
     start, state, figures = flat(subject.weights), subject.first_state(plan), {}
@@ -87,7 +87,7 @@ def _steps(subject: Subject) -> dict[str, list[Any]]:
 
 
 def _digest(config: Config) -> str:
-    """Of the keys that are not at their default: an edit may add a key."""
+    """Digests only the keys that are not at their defaults, because an edit may add a key."""
     keys = {key: value for key, value in config.items() if value != frozen(KEYS[key].default)}
     return hashlib.sha256(dump(keys).encode()).hexdigest()
 

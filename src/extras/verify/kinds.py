@@ -1,4 +1,4 @@
-"""What a weight is, by its name and logical axes: independent of the lists that optimizers have.
+"""Derives a weight's matrices, and whether it decays, from its name and logical axes, without the optimizers' lists.
 
 S: matrices that a weight stacks (layers, experts).  I: inputs, O: outputs of a matrix; a vector has I = 1.
 """
@@ -14,8 +14,8 @@ from src.model.selection import Path
 
 LOOKED_UP = {"vocab", "position"}  # logical axes of tables and of the output projection, which adamw updates
 WIDTHS = {"embed", "expert_embed", "latent"}  # logical axes of what a layer's matrix reads or writes
-# Words in names of weights that optimizers treat as vectors, whatever their dims. Decay leaves the first ones out, and
-# takes kernels of convolutions as they are declared.
+# Words in names of weights that optimizers treat as vectors, whatever their dims. UNDECAYED ones have no weight decay;
+# kernels of convolutions decay if they are declared so.
 UNDECAYED, KERNELS = {"scale", "bias", "norm", "rate"}, {"conv"}
 
 Matrices = np.ndarray  # [S, I, O], float64
@@ -30,7 +30,7 @@ class Kind(NamedTuple):
     vocab: tuple[int, int] | None = None  # the dim of the vocabulary and its size without padding
 
     def matrices(self, weight: np.ndarray) -> Matrices:
-        """Arranges a weight as matrices, without the rows or columns that pad a vocabulary."""
+        """Arranges a weight as matrices [S, I, O] in float64, without the rows or columns that pad a vocabulary."""
         weight = weight.astype(np.float64)
         if self.vocab:
             weight = np.take(weight, np.arange(self.vocab[1]), axis=self.vocab[0])
@@ -40,10 +40,10 @@ class Kind(NamedTuple):
 
 
 def kind_of(path: Path, axes: Axes, vocab_size: int) -> Kind | None:
-    """Finds a weight's matrices; None if neither its name nor its axes tell. `vocab_size` is without padding.
+    """Finds the dims of a weight's matrices; None if neither its name nor its axes tell. `vocab_size` is unpadded.
 
-    A matrix has the model's width, or that of a latent, on one side, which is its first dim or its last one; adapters
-    have their rank there. SwiGLU's two factors, [D, 2, F], are matrices of their own.
+    One side of a matrix is a single dim, the first or the last one: the width of the model or of a latent, or the rank
+    of an adapter. SwiGLU's two factors, [D, 2, F], are separate matrices.
     """
     own, last = tuple(dim for dim, axis in enumerate(axes) if axis not in STACKED), path[-1]
     stack = tuple(dim for dim in range(len(axes)) if dim not in own)
@@ -63,7 +63,10 @@ def kind_of(path: Path, axes: Axes, vocab_size: int) -> Kind | None:
 
 
 def decays(path: Path, axes: Axes, declared: bool) -> bool:
-    """Whether `adam_weight_decay` applies: to matrices and tables, not to vectors, to others if it is `declared`."""
+    """Whether `adam_weight_decay` applies: to matrices and tables, and not to vectors.
+
+    Kernels of convolutions and weights that `kind_of` does not know decay if that is `declared`.
+    """
     kind, words = kind_of(path, axes, 0), _words(path)
     is_kernel = kind and len(kind.outputs) > 1 and words & KERNELS and not words & UNDECAYED
     return declared if kind is None or is_kernel else bool(kind.inputs)

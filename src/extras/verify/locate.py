@@ -1,6 +1,6 @@
-"""Finds where two forward passes part: the first array, by its layer and name, that differs.
+"""Finds where two forward passes begin to differ: the first array that does, by its layer and name.
 
-The arrays are those that the model names for its remat policies (`checkpoint_name`), which a new mixer does too.
+The arrays are those that layers, also new mixers, name for remat policies with `checkpoint_name`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,24 +19,25 @@ from src.step.plan import StepPlan
 from src.step.train_step import with_dropout_keys
 
 UNROLLED: dict[str, Any] = {"scan_layers": "false", "remat_policy": "none"}
-LAYER = "decoder_layer_input"  # the first name of every layer
-EMBEDDED = "the embedded tokens"  # the first layer's input
+LAYER = "decoder_layer_input"  # the first named array of every layer
+EMBEDDED = "the embedded tokens"  # label of the first layer's input
 INLINED = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
 
-Values = list[tuple[str, np.ndarray]]  # what a forward pass computes, in its order
+Values = list[tuple[str, np.ndarray]]  # labels and arrays of a forward pass, in the order of computation
 
 
 def forward_values(subject: Subject, plan: StepPlan, batch: Mapping[str, Any]) -> Values:
-    """Computes the model's named arrays for a batch, with tokens in the text's order.
+    """Computes the model's named arrays for a batch, its final hidden states and its logits without padded ids.
 
-    Arrays within loops and shard_map, which no policy can save by name either, are left out.
+    Tokens are in the batch's order, also if `plan` shards sequences in zigzag order. Named arrays within loops and
+    shard_map are left out, and with pipeline stages all of them.
     """
     names: list[str] = []
 
     def evaluate(weights: Weights) -> list[jax.Array]:
         decoder, keyed = plan.decoder(weights), with_dropout_keys({**batch}, jnp.int32(0), plan)
         hidden_BTD, context, _ = hidden_states(decoder, in_zigzag(keyed, plan.layout), plan)
-        # The vocabulary's padding has logits that are larger than all others.
+        # Logits of padded ids are masked with a number that is larger in magnitude than all others.
         return [hidden_BTD, decoder.logits(hidden_BTD, context)[..., : plan.spec.vocab_size]]
 
     placed = subject.placed(plan)
@@ -61,7 +62,10 @@ def forward_values(subject: Subject, plan: StepPlan, batch: Mapping[str, Any]) -
 
 
 def parting_of(subject: Subject, devices: int, keys: Mapping[str, Any], batch: Mapping[str, Any], bound: float) -> str:
-    """Says which array of a forward pass with other keys differs first; "" for keys that unrolling replaces."""
+    """Says which array of a forward pass with `keys` on `devices` is the first to differ from one device's.
+
+    Both passes run with UNROLLED. Returns "" for `keys` that it would replace. `bound` is as in `parting`.
+    """
     if UNROLLED.keys() & keys.keys():
         return ""
     found = forward_values(subject, subject.plan(devices, **{**keys, **UNROLLED}), batch)
@@ -73,8 +77,8 @@ def parting_of(subject: Subject, devices: int, keys: Mapping[str, Any], batch: M
 def parting(found: Values, expected: Values, real: np.ndarray, bound: float) -> str:
     """Names the first array that differs at a token where `real` [B, T] is true; "" if none does.
 
-    `bound` is relative to the largest value; 0 compares bits. Arrays that a mesh has in other shapes, or in a loop, are
-    not compared.
+    `bound` is relative to the largest value of the expected array; 0 asks for equality. Arrays that `expected` lacks or
+    has in another shape are skipped.
     """
     theirs: dict[str, list[np.ndarray]] = {}
     for label, array in expected:
@@ -92,7 +96,7 @@ def parting(found: Values, expected: Values, real: np.ndarray, bound: float) -> 
 
 
 def _run(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], found: list[tuple[str, Any]]) -> list[Any]:
-    """Evaluates a program, and adds its named arrays to `found`."""
+    """Evaluates a jaxpr, with the calls in it inlined, and appends its named arrays to `found`; returns its outputs."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
     def read(variable: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The logits of whole batches, for checks that change tokens and compare."""
+"""Computes logits of whole batches, and makes variants of a subject, for checks that compare logits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,19 +16,19 @@ from src.parallel.sequence import to_zigzag, zigzag_order
 from src.step.loss import hidden_states, in_zigzag
 from src.step.plan import Batch, StepPlan
 
-# For a model with other layers, which patterns of these keys may not name.
+# Resets keys whose patterns may match no weight of a model with other layers.
 NO_PATTERNS: dict[str, Any] = {"lora_rank": 0, "trainable_parameters": (), "optimizer_rules": ()}
 
 ONE_LAYER = {**NO_PATTERNS, "decoder_segments": (), "base_num_decoder_layers": 1, "mtp_num_layers": 0}
 
-Arrays = dict[str, Any]  # a batch, of NumPy's arrays
+Arrays = dict[str, Any]  # a batch of NumPy arrays
 
 
 def evaluated(subject: Subject, plan: StepPlan, batches: Sequence[Arrays]) -> tuple[np.ndarray, np.ndarray]:
     """Computes logits [n, 1 + P, B, T, V] of the model and its P multi-token prediction layers, and sums over tokens.
 
-    The sums are of the losses, and of what the routers of its layers report. One program computes all n batches, so
-    that equal inputs give equal bits. Raises NotApplicable if batches have further fields.
+    The sums [n, ...] are of the loss, the z-loss, the MTP losses, and the reports of routers. V is without padding. One
+    program computes all n batches, so that equal inputs give equal bits. Raises NotApplicable like `check_fields`.
     """
     subject.check_fields(plan)
     stacked = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
@@ -59,12 +59,12 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def of_ids(log_probs: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Picks from the vocabulary's log-probabilities [..., V] that of each id [...]."""
+    """Picks the log-probability of each id [...] from `log_probs` [..., V]."""
     return np.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0]
 
 
 def unlimited(subject: Subject) -> tuple[Subject, list[Row]]:
-    """Gives experts capacity for all tokens, and a row that says so if they have not."""
+    """Gives experts capacity for all tokens; if their capacity was limited, also returns a row that says so."""
     spec, name = subject.reference_plan.spec, "capacity_factor"
     if not spec.has_capacity:
         return subject, []
@@ -75,7 +75,7 @@ def unlimited(subject: Subject) -> tuple[Subject, list[Row]]:
 
 
 def single_layers(subject: Subject) -> Iterator[tuple[int, Subject]]:
-    """Yields each kind of layer as a model of its own, with its number in the whole one."""
+    """Yields a one-layer model of each kind of layer, after the index of the first such layer in the whole model."""
     seen = set()
     for number, (model, _) in enumerate(layer_models(subject.config.model)):
         keys = {key: getattr(model, key) for key in keys_of("model")} | ONE_LAYER
@@ -86,7 +86,7 @@ def single_layers(subject: Subject) -> Iterator[tuple[int, Subject]]:
 
 
 def adapters_merged(subject: Subject, bound: float) -> Row:
-    """Compares the logits of the model with adapters, and of weights with the adapters merged into them."""
+    """Compares logits with adapters and with weights into which `merge` added them, relative to the largest logit."""
     name, step = "adapters merged into their weights", subject.config.step
     if not step.lora_rank:
         return not_applicable(name, "lora_rank is 0")
@@ -105,7 +105,7 @@ def adapters_merged(subject: Subject, bound: float) -> Row:
 
 
 def _furthest(subject: Subject, merged: Mapping[str, Any]) -> str:
-    """Names the weight that a merge changes most wrongly, in relation to what it should add."""
+    """Names the weight with the largest error of its merge, relative to what its adapters should add."""
     step, axes, wrong = subject.config.step, by_path(subject.reference_plan.axes), {}
     weights = by_path(subject.weights)
     for path in (path[1:-1] for path in weights if path[0] == "lora"):

@@ -14,13 +14,16 @@ from src.model.spec import model_spec
 from src.system.errors import UserError
 
 DEVICES = 8  # virtual ones
-# The same sums in another order: clean figures are 1e-6 to 3e-5 (Gemma 2, whose logits are capped), and a term that is
-# missing or counted twice gives 0.04 or more.
+# Relative. Sums in another order give 1e-6 to 3e-5 (Gemma 2, whose logits are capped), and a term that is missing or
+# counted twice gives 0.04 or more.
 BOUND = 3e-4
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Compares a step on each mesh with the step of one device."""
+    """Compares a step on each mesh with the step of one device.
+
+    A mesh that the model refuses is not applicable, or fails if it `is_own`.
+    """
     if not context.meshes:
         yield not_applicable("mesh", "the config's mesh has one device")
         return
@@ -38,16 +41,19 @@ def _of_mesh(subject: Subject, sizes: Sizes, expected: Result) -> Row:
 
 
 def is_own(sizes: Sizes, configured: Mesh) -> bool:
-    """Whether the config's own mesh has these axes, so that a refusal of them is a fault.
+    """Whether the config's own mesh has these axes, in multiples of these sizes, so that refusing them is a fault.
 
-    An axis of -1 may have any number of devices, but a mesh of only such axes is not asked for.
+    An axis of -1 may have any number of devices, but a mesh of only such axes does not count as the config's own.
     """
     pairs = [(_devices(configured, axis), size) for axis, size in sizes.items()]
     return any(own > 1 for own, _ in pairs) and all(own == -1 or own % size == 0 for own, size in pairs)
 
 
 def usable(axis: str, config: Config) -> bool:
-    """Whether the model has what two devices along an axis of the mesh share."""
+    """Whether a model can use two devices along a mesh axis.
+
+    The axis expert needs experts, and stage needs a group of layers with an even number of repeats.
+    """
     spec = model_spec(config.model, config.step, config.batch.max_target_length)
     if axis == "expert":
         return spec.has_experts
@@ -55,10 +61,12 @@ def usable(axis: str, config: Config) -> bool:
 
 
 def chosen(text: str, config: Config, configured: Mesh) -> list[dict[str, int]]:
-    """Reads `mesh=`: all (every pair of axes, in threes), as_configured, "" (that, and single axes), or axis=size,...
+    """Reads `mesh=`: all, as_configured, axis=size,... or "".
 
-    `configured` is the mesh of the whole config; its axes of more than one device become 2. Raises UserError for an
-    unknown axis, a size below 2, or more devices than there are.
+    as_configured gives the axes that may have more than one device in `configured`, the mesh of the whole config, at
+    most three in a mesh, with two devices along each. "" gives these and each usable axis by itself; all gives each
+    axis by itself and meshes of three axes in which each pair occurs. Raises UserError for an unknown axis, a size
+    below 2, or more than DEVICES devices.
     """
     if text and text not in ("all", "as_configured"):
         return [_parsed(text)]
@@ -74,16 +82,16 @@ def chosen(text: str, config: Config, configured: Mesh) -> list[dict[str, int]]:
 
 
 def compiled(config: Config, configured: Mesh) -> list[dict[str, int]]:
-    """Chooses the meshes whose programs are looked at: the config's, and if it shards weights only by fsdp, tensor too.
+    """Chooses meshes for check j: as configured, but fsdp and tensor if those have no axes besides data and fsdp.
 
-    Tensors are sharded over both axes then, of which one is gathered and one is not.
+    Weights are then sharded over an axis along which they are gathered, and one along which they are not.
     """
     found = chosen("as_configured", config, configured)
     return found if any({*sizes} - {"data", "fsdp"} for sizes in found) else [{"fsdp": 2, "tensor": 2}]
 
 
 def _covering(axes: Sequence[str]) -> list[dict[str, int]]:
-    """Meshes of three axes that have every pair of axes together at least once."""
+    """Chooses meshes of three of the axes, two devices along each, so that every pair of axes is in one of them."""
     pairs, found = set(itertools.combinations(axes, 2)), []
     while pairs:
         three = max(
@@ -96,7 +104,7 @@ def _covering(axes: Sequence[str]) -> list[dict[str, int]]:
 
 
 def _devices(mesh: Mesh, axis: str) -> int:
-    """Devices along an axis in the config, -1 (the rest) where any number may be."""
+    """Devices along an axis in the config; -1 if it may have any number."""
     sizes = [getattr(mesh, f"{kind}_{MESH_AXES[axis]}_parallelism") for kind in ("ici", "dcn")]
     ici, dcn = sizes
     if ici == -1 or (dcn == -1 and axis != "data"):  # dcn_data_parallelism is -1 by default: one slice or host

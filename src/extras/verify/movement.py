@@ -1,4 +1,4 @@
-"""Check e: a step with the config's own optimizer moves every trained weight downhill, and nothing else."""
+"""Check e: a step with the config's optimizer moves every trained weight downhill, and no frozen weight."""
 
 import dataclasses
 import itertools
@@ -18,26 +18,30 @@ from src.step.plan import StepPlan
 from src.step.state import TrainState
 from src.system.errors import first_few
 
-# Relative to the largest gradient's norm: rounding alone gave at most 5e-5, a gradient that is missing 0.3 to 1.4.
+# Relative to the largest gradient's norm: rounding gave at most 5e-5, a missing gradient 0.3 to 1.4.
 BOUND = 3e-3
-# A decay near 1 would hide in rounding which weights were averaged. Relative to the update: rounding gives 1e-5, stale
-# weights 0.25.
+# With an EMA decay near 1, rounding would hide which weights were averaged. The bound is relative to the update:
+# rounding gives 1e-5, stale weights 0.25.
 EMA_DECAY, EMA_BOUND = 0.75, 0.05
-# What decay takes from a weight, relative to what the highest rate of the config takes: rounding gives 3e-6 if that is
-# 0.1, and 3e-3 if it is the least; a weight that decays and should not 1. The learning rate is so high that the highest
-# rate takes an eighth of a weight.
+# The bound is relative to what the config's highest decay rate takes from a weight: rounding gives 3e-6 if that rate is
+# 0.1 and 3e-3 if it is LEAST_DECAY; a weight that should not decay, but does, gives 1. The learning rate is chosen so
+# that the highest decay rate takes DECAYED, an eighth, of a weight.
 DECAY_BOUND, DECAYED, LEAST_DECAY = 0.03, 0.125, 1e-4
 # Relative to a weight's largest gradient: rounding gives 8e-7, gradients that are clipped one by one 3.
 CLIP_BOUND = 5e-3
-# More than any score of a router, and little enough for its bias to show a step of 0.001. Changed by it, a weight that
-# is used at least makes the loss round otherwise.
+# Larger than any score of a router, but a float32 bias of this size can still change by 0.001. If a weight that is used
+# changes by it, at least the rounding of the loss changes.
 FAR = 64.0
 
 Arrays = dict[str, np.ndarray]  # by the weights' dotted paths
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Checks gradients that are zero, and what a step changes at the largest learning rate of the schedule."""
+    """Checks zero gradients, then what a step at the peak learning rate changes: weights, EMA and routers' biases.
+
+    Weight decay and gradient clipping have rows of their own. The last row, with `weight_dtype` below float32, reports
+    only how many updates that dtype would round away.
+    """
     subject = context.subject
     yield from without_gradient(Loss(subject))
     plan = subject.plan(ema_decay=EMA_DECAY if subject.config.step.ema_decay else 0.0)
@@ -69,11 +73,11 @@ def rows(context: Context) -> Iterator[Row]:
 
 
 def without_gradient(loss: Loss) -> Iterator[Row]:
-    """Finds entries whose gradient is zero although the loss depends on them, and weights that it does not depend on.
+    """Finds entries whose gradient is zero although the loss depends on them, and weights that nothing uses.
 
-    Experts that no token chose, tokens that are not in the batch and a bias of all keys have no gradient: changing all
-    such entries of a weight at once leaves the loss as it is, but for rounding. If nothing uses a weight, even the bits
-    of the loss stay, however large the change is.
+    Experts that no token chose, ids that are not in the batch and a bias of all keys rightly have no gradient: changing
+    all such entries of a weight at once changes the loss only by rounding. If nothing uses a weight, even a large
+    change leaves all bits of the loss as they were.
     """
     largest_norm = max(float(np.linalg.norm(gradient)) for gradient in loss.gradients.values())
     least = NONE * largest_entry(loss.gradients)
@@ -99,7 +103,10 @@ def without_gradient(loss: Loss) -> Iterator[Row]:
 
 
 def _stay(gradients: Arrays, plan: StepPlan, before: TrainState, after: TrainState) -> dict[str, float]:
-    """Counts each weight's entries that stay, or move uphill with all others, although their gradient is large."""
+    """Counts, by weight, the entries with a `strong` gradient that do not move; all of them if the weight moves uphill.
+
+    0 for a weight whose learning_rate_scale is 0.
+    """
     old, new, rules = flat(before.weights.trainable), flat(after.weights.trainable), flat(plan.rules)
     stay = {}
     of_all = largest_entry(gradients)
@@ -111,9 +118,9 @@ def _stay(gradients: Arrays, plan: StepPlan, before: TrainState, after: TrainSta
 
 
 def step(subject: Subject, plan: StepPlan, waits: bool = False) -> tuple[TrainState, TrainState]:
-    """The states before and after a step at the peak of the learning rate; the average begins far from the weights.
+    """Returns the states before and after a step at the peak learning rate, or with `waits` after one at the rate 0.
 
-    If it `waits`, it is the second, after one at the rate 0.
+    The EMA begins as the weights reversed along their first dims, so that it differs from them.
     """
     state = subject.first_state(plan)
     before = jax.device_get(dataclasses.replace(state, ema=jax.tree.map(lambda x: x[::-1], state.ema)))
@@ -123,11 +130,11 @@ def step(subject: Subject, plan: StepPlan, waits: bool = False) -> tuple[TrainSt
 
 
 def decay(subject: Subject) -> Row:
-    """Compares a step without decay with one that has it.
+    """Compares a step without weight decay with one that has it.
 
-    They differ by each weight times its rule's rate, or times adam_weight_decay if it decays by default, by its name
-    and dims, or as it is declared. The step is the second, after one at the rate 0, for optimizers whose first one only
-    prepares.
+    They should differ by each weight times its learning rate and its decay rate: its rule's rate, if it has one, or
+    else adam_weight_decay if the weight `decays`. Each step follows one at the rate 0, for optimizers whose first step
+    only prepares.
     """
     name, keys, plan = "weight decay takes its rate of each weight", subject.config.step, subject.reference_plan
     declared, scales, rates = by_path(plan.decays), dict[str, float](), dict[str, float]()
@@ -152,7 +159,7 @@ def decay(subject: Subject) -> Row:
 
 
 def clipping(subject: Subject) -> Row:
-    """Clips all gradients to a quarter of their norm, with plain gradient descent: each must be a quarter."""
+    """Sets the clipping threshold to a quarter of the global norm: each gradient must become a quarter of itself."""
     name, gradients = "clipping scales all gradients alike", subject.reference.gradients
     if not subject.config.step.gradient_clipping_threshold:
         return not_applicable(name, "gradient_clipping_threshold is 0")
@@ -164,8 +171,9 @@ def clipping(subject: Subject) -> Row:
 def router_biases(subject: Subject) -> Row:
     """Checks that each router's bias moves by its own layer's loads.
 
-    In every layer all tokens choose one expert of one half of them, and in the next layer one of the other half: its
-    bias must fall, and the bias of the next layer's expert, which no token chooses here, must rise.
+    The biases are set so that all tokens choose one expert in each layer, which is in the first half of the experts in
+    one layer and in the second half in the next. This expert's bias must fall in its layer, and the bias of the next
+    layer's expert, which no token chooses here, must rise.
     """
     name, weights, popular = "routers' biases that their loads do not move", by_path(subject.weights), {}
     stats = [path for path in weights if dotted(path) in subject.reference.stats]
@@ -191,7 +199,7 @@ def router_biases(subject: Subject) -> Row:
 
 
 def stuck(old: Arrays, updates: Arrays, dtype: str) -> Row:
-    """Tells the share of entries that keep their value in a dtype of low precision: their update is too small."""
+    """Reports the fraction of updates that are too small to change a weight stored in `dtype`; always passes."""
     name = f"updates that {dtype} rounds away"
     if dtype == "float32":
         return not_applicable(name, "weight_dtype is float32")

@@ -1,4 +1,4 @@
-"""Check j: the step compiled for a mesh of virtual devices: copies, donation, dtypes, what devices exchange."""
+"""Check j: the step as compiled for virtual devices: replicated arrays, donation, collectives, dtypes of matmuls."""
 
 import itertools
 import math
@@ -25,7 +25,10 @@ from src.system.imports import optional
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Compiles the step for each mesh without running it."""
+    """Compiles the step for each mesh without running it, and checks the program's text.
+
+    A mesh that the model refuses is not applicable, or fails if it `is_own`.
+    """
     if not optional("aot"):
         yield not_applicable("compiled program", "src/extras/aot is missing")
         return
@@ -49,7 +52,7 @@ def _of_mesh(subject: Subject, sizes: Sizes) -> Iterator[Row]:
     yield none_of(f"{mesh}: arrays whole on every device", [*wrong, *_whole(plan, state)])
     header = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
     aliased = {int(number) for number in re.findall(r"\{(\d+)\}: \(", header[1] if header else "")}
-    leaves = jax.tree_util.tree_leaves_with_path(state)  # also the first outputs
+    leaves = jax.tree_util.tree_leaves_with_path(state)  # the first inputs and the first outputs
     lost = [jax.tree_util.keystr(path) for number, (path, _) in enumerate(leaves) if number not in aliased]
     yield none_of(f"{mesh}: arrays of the state that are not donated", lost)
     yield none_of(f"{mesh}: gathered along a sharded dim", _gathered(plan, text, subject.length))
@@ -57,7 +60,7 @@ def _of_mesh(subject: Subject, sizes: Sizes) -> Iterator[Row]:
 
 
 def _dtypes(subject: Subject, dtype: str) -> Row:
-    """Finds matmuls with weights that are wider than the config's dtype."""
+    """Finds matmuls with weights in which an operand has more than the 16 bits of `dtype`; routers are exempt."""
     if dtype == "float32":
         return not_applicable("dtypes of matmuls", "dtype=float32")
     plan, wide = subject.plan(dtype=dtype, matmul_precision="default"), []
@@ -65,7 +68,7 @@ def _dtypes(subject: Subject, dtype: str) -> Row:
     traced = traced_step(plan, abstract_state(plan), subject.loss, subject.length)
     for eqn, is_batched, _ in matmuls(traced.jaxpr.jaxpr):
         place, arrays = f"/{eqn.source_info.name_stack}", [each.aval for each in (*eqn.invars[:2], *eqn.outvars)]
-        given = {each.size for each in arrays}  # the backward pass multiplies to a weight's gradient
+        given = {each.size for each in arrays}  # in the backward pass, the product is a weight's gradient
         near = [
             each for each in weights if given & {math.prod(each.shape) // count for count in each.counts(each.shape)}
         ]
@@ -81,13 +84,13 @@ def _dtypes(subject: Subject, dtype: str) -> Row:
 
 
 class Weight(NamedTuple):
-    """What a plan says of a weight."""
+    """A weight's declaration and its sharding in a plan."""
 
     name: str
     axes: Axes
     shape: tuple[int, ...]
     dims: MatrixDims
-    sharding: list[list[str]]  # mesh axes of several devices, for each dim
+    sharding: list[list[str]]  # for each dim, the mesh axes of several devices that shard it
     trained: bool
 
     @property
@@ -96,7 +99,7 @@ class Weight(NamedTuple):
         return {axis for axes in self.sharding for axis in axes}
 
     def counts(self, shape: Sequence[int]) -> set[int]:
-        """Counts the arrays into which a program may divide it: layers, a feed-forward layer's factors, or both."""
+        """Numbers of arrays into which a program may split it: by layers, by the factors of feed-forwards, or both."""
         loops = [shape[dim] for dim in self.dims.batch if self.axes[dim] != "expert"]
         return {math.prod(chosen) for chosen in _subsets(loops)}
 
@@ -112,9 +115,10 @@ def _weights(plan: StepPlan) -> list[Weight]:
 
 
 def _whole(plan: StepPlan, state: TrainState) -> list[str]:
-    """Lists matrices in layers that nothing shards, and arrays of the state that are whole though their weight is not.
+    """Lists hidden matrices that are replicated, and replicated arrays of the state whose weight is sharded.
 
-    A matrix may be whole if the mesh has neither fsdp nor an axis for one of the matrix's logical axes.
+    A hidden matrix may be replicated if the mesh has neither fsdp nor an axis for one of its logical axes. An array of
+    the state is matched with weights by its shape.
     """
     weights, layout = _weights(plan), plan.layout
     wrong = []
@@ -130,11 +134,11 @@ def _whole(plan: StepPlan, state: TrainState) -> list[str]:
 
 
 def _gathered(plan: StepPlan, text: str, length: int) -> list[str]:
-    """Lists the arrays that devices gather along a dim of a weight that stays sharded.
+    """Lists the all-gathers along a dim of a weight that should stay sharded.
 
-    Devices with other tokens gather weights along the axes of rows and sequences. No device needs more than its part
-    of heads, the feed-forward width, experts or the vocabulary, whose mesh axes shard no tokens, or along which tokens
-    travel. An array is found by its shape: a layer's weight, or one with a size that only such a dim has.
+    Weights are gathered along the mesh axes that shard the batch and sequences. Heads, the feed-forward width, experts
+    and the vocabulary should stay sharded if their mesh axes shard no tokens, and experts always, because tokens travel
+    to them. An array is recognised by its shape: a layer's weight, or one with a size that only such a dim has.
     """
     from src.extras.aot.hlo import collectives, first_array, found, parse
 
@@ -169,10 +173,10 @@ def _gathered(plan: StepPlan, text: str, length: int) -> list[str]:
 
 
 def _match(dims: Sequence[tuple[str | None, int]], axis: str, shape: Sequence[int], layout: MeshLayout) -> int:
-    """Compares an array of `shape` with a weight of `dims` that is whole along `axis` and may be sharded along others.
+    """Tells whether an array of `shape` can be a weight that is whole along `axis`.
 
-    Returns 2 if its dims have these sizes in this order, 1 in another order, 0 if they do not. Dims of size 1 do not
-    count.
+    `dims` are the weight's logical axes and sizes; along the other axes it may be whole or sharded. Returns 2 if the
+    sizes match in this order, 1 if in another, and 0 if they do not or the weight lacks `axis`. Sizes of 1 are ignored.
     """
     choices = [{size, size if each == axis else size // layout.size(layout.axes(each))} for each, size in dims]
     sizes = [size for size in shape if size > 1]
@@ -182,7 +186,7 @@ def _match(dims: Sequence[tuple[str | None, int]], axis: str, shape: Sequence[in
 
 
 def _summed(name: str, plan: StepPlan, text: str) -> Row:
-    """Finds matrices whose gradients are not summed over devices that have other tokens, and lists the collectives."""
+    """Finds matrices whose gradients are not summed along a mesh axis that shards tokens; lists the collectives."""
     from src.extras.aot.hlo import collectives, parse
 
     layout, kinds, sums = plan.layout, Counter[str](), defaultdict[str, Counter[int]](Counter)
@@ -190,7 +194,7 @@ def _summed(name: str, plan: StepPlan, text: str) -> Row:
     for each in collectives(text, layout.mesh):
         kinds[f"{each.kind} over {' x '.join(each.axes)}"] += each.times * each.whole_bytes
         if each.kind in ("all-reduce", "reduce-scatter"):
-            shards = layout.size(each.axes) if each.kind == "reduce-scatter" else 1  # whose type is a shard
+            shards = layout.size(each.axes) if each.kind == "reduce-scatter" else 1  # its result is one shard
             for shape in re.findall(r"\w+\[([\d,]+)\]", named[each.name].type):
                 for axis in each.axes:
                     sums[axis][shards * math.prod(map(int, shape.split(",")))] += each.times
@@ -202,15 +206,15 @@ def _summed(name: str, plan: StepPlan, text: str) -> Row:
 
 
 def _not_summed(plan: StepPlan, axis: str, sums: Counter[int]) -> Iterator[str]:
-    """Names matrices without a sum of their gradient along a mesh axis that shards tokens.
+    """Names matrices without a sum of their gradient along `axis`, a mesh axis that shards tokens.
 
-    `sums` counts arrays that are summed along it, by their number of entries. A gradient may be summed whole or in
-    parts, divided along the axes of its weight that shard no tokens, and perhaps along others; one sum may fit several
-    weights. Vectors are left out, because XLA sums them in other parts. An expert's tokens travel to it along the axis
-    expert.
+    `sums` counts the arrays that are summed along it, by their number of entries. Devices hold a gradient sharded along
+    the axes of its weight that shard no tokens; it may be summed like this, or divided further along other axes and
+    into layers. One sum may fit several weights, so the sums are also counted per size and in total. Vectors are left
+    out, because XLA sums them in other parts, and experts along the axes on which their tokens travel to them.
     """
     layout, least = plan.layout, 0
-    only = defaultdict[int, Counter[str]](Counter)  # the sums that weights need, if they can be of only one size
+    only = defaultdict[int, Counter[str]](Counter)  # size -> sums that each weight needs, if no other size fits it
     wide = {each for each, size in layout.mesh.shape.items() if size > 1}
     for each in (each for each in _weights(plan) if each.trained and each.dims.reduction):
         travels = layout.axes("expert") if "expert" in each.axes else ()
@@ -247,7 +251,7 @@ def _compiled(lowered: jax.stages.Lowered) -> tuple[str, str]:
         os.dup2(file.fileno(), 2)
         jax.config.update("jax_enable_compilation_cache", False)  # a cached program comes without warnings
         try:
-            # The program is not run, so its code is not optimized; that does not change its collectives.
+            # The program is not run, so LLVM need not optimize its code. This does not change its collectives.
             text = lowered.compile({"xla_backend_optimization_level": 0}).as_text() or ""
         finally:
             jax.config.update("jax_enable_compilation_cache", cached)

@@ -1,4 +1,4 @@
-"""The file `report=`: what was found, and of which config and code, so that an interrupted command can continue."""
+"""The file `report=`: the rows found, and a digest of config and code, so that an interrupted command can continue."""
 
 import json
 import math
@@ -13,16 +13,19 @@ from src.extras.code_digest import code_digest
 from src.extras.command_files import write_output
 from src.extras.verify.rows import Row
 
-KIND = "report of src.verify"  # in messages
+KIND = "report of src.verify"  # of the file, in command_files.py and in messages
 
 
 def write(path: str, head: Mapping[str, Any], rows: Sequence[Row], unfinished: Sequence[str]) -> None:
-    """Writes the rows, and the letters of the checks that are not completed; does nothing for an empty path."""
+    """Writes `head`, the rows and the letters of unfinished checks as JSON; does nothing for an empty path.
+
+    Raises UserError like `write_output`.
+    """
     if path:
         listed = [row._asdict() for row in rows]
         for row in listed:
             figure = row["figure"]
-            # JSON has no number that is not finite.
+            # JSON has no infinity or NaN.
             row["figure"] = figure if figure is None or math.isfinite(figure) else str(figure)
         text = json.dumps({**head, "unfinished": unfinished, "rows": listed}, indent=2, allow_nan=False)
         write_output(KIND, path, f"{text}\n".encode())
@@ -31,7 +34,7 @@ def write(path: str, head: Mapping[str, Any], rows: Sequence[Row], unfinished: S
 def finished(path: str, digest: str) -> dict[str, list[Row]]:
     """Reads the rows of the checks that an interrupted command completed, by the check's letter.
 
-    Empty if the last command with this report came to its end, or had another digest.
+    Empty if there is no such report, the last command with it came to its end, or its digest is empty or another.
     """
     if not digest or not path or not Path(path).is_file() or not Path(path).stat().st_size:
         return {}

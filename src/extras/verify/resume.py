@@ -16,22 +16,23 @@ from src.extras.verify.rows import FAIL, PASS, Row, largest, none_of, not_applic
 from src.extras.verify.subject import Context, mesh_keys
 
 STEPS, SAVED = 6, 3  # with a checkpoint halfway
-# Losses on another mesh, the same sums in another order: clean figures of five kinds of model, three seeds each, are at
-# most 1e-7, and a lost optimizer state gives 5e-4.
+# Relative, for losses on another mesh: sums in another order give at most 1e-7 over three seeds of five kinds of
+# models, a lost optimizer state 5e-4.
 BOUND = 5e-6
 
 
 class End(NamedTuple):
-    """What a run leaves: every array of its state, and the losses in metrics.jsonl by step."""
+    """Every array of a run's last state by its path, and the losses in its metrics.jsonl by step."""
 
     arrays: dict[str, np.ndarray]
     losses: dict[int, float]
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Trains in one go, from the checkpoint of half the steps on two meshes, and from that checkpoint's weights.
+    """Compares a run with runs that resume from its checkpoint of step SAVED, on the same mesh and on another.
 
-    Raises UserError if a run or its checkpoint is refused.
+    A run that begins with only the checkpoint's weights must differ, or else the comparison could not fail. Raises
+    UserError if a run or its checkpoint is refused.
     """
     subject, devices = context.subject, len(jax.devices())
     mesh, other_mesh = mesh_keys({"data": devices}), mesh_keys({"data": devices // 2, "fsdp": 2})
@@ -66,7 +67,7 @@ def _run(config: Config, name: str) -> End:
 
 
 def _resumed(config: Config, name: str) -> End:
-    """Resumes in a copy of the first run's folder as a kill after its first checkpoint leaves it."""
+    """Resumes in a copy of the whole run's folder, as a kill after its first checkpoint would leave it."""
     folder = Path(config.run.base_output_directory)
     shutil.copytree(folder / "whole", folder / name, ignore=shutil.ignore_patterns(str(STEPS)))
     log = folder / name / "metrics.jsonl"
@@ -75,7 +76,7 @@ def _resumed(config: Config, name: str) -> End:
 
 
 def _same(name: str, found: End, expected: End) -> Row:
-    """Compares the bits of all losses and arrays."""
+    """Compares all losses exactly, and all arrays bit for bit."""
     steps = [step for step in expected.losses if found.losses.get(step) != expected.losses[step]]
     paths = [path for path, array in expected.arrays.items() if found.arrays[path].tobytes() != array.tobytes()]
     wrong = [*(f"the loss of step {step}" for step in steps), *paths]

@@ -15,10 +15,10 @@ from src.extras.verify.subject import PLAIN_DESCENT, Context, Result, Subject, m
 from src.model.attention_kernels import blocked
 from src.step.plan import Batch
 
-# The same sums in another order: clean figures are at most 1.6e-6 for the quickstart, over three seeds, and with one
-# seed 8e-6 for Mixtral 8x7B and 5e-5 for Qwen3-Next. A tile's gradient times 1.1 gives 0.1, a dropped sequence or
-# micro-batch 0.7 to 2.
-BOUND = 3e-4  # as of meshes
+# Relative. Sums in another order give at most 1.6e-6 for the quickstart, over three seeds, and with one seed 8e-6 for
+# Mixtral 8x7B and 5e-5 for Qwen3-Next. A tile's gradient times 1.1 gives 0.1, a dropped sequence or micro-batch 0.7 to
+# 2.
+BOUND = 3e-4  # as in meshes.py
 TILE = 16  # tokens in a tile of blocked attention, so that a sequence has several
 KERNELS = ("dot_product", "blocked")
 BY_DESIGN = "; without the load-balance loss, which is a mean over micro-batches"
@@ -30,12 +30,15 @@ class Rewrite(NamedTuple):
     name: str
     keys: Mapping[str, Any]
     devices: int = 1
-    splits: bool = False  # into other micro-batches than the reference
+    splits: bool = False  # the batch into other micro-batches than the reference
     masked: bool = False  # on `masked_batch`
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Compares each rewrite with the reference, on the same batch."""
+    """Compares each rewrite with a step of the config on one device, on the same batch.
+
+    Rewrites that split the batch are compared with one micro-batch, without the load-balance loss.
+    """
     subject = context.subject
 
     @functools.cache
@@ -44,7 +47,7 @@ def rows(context: Context) -> Iterator[Row]:
             return subject.reference
         plan = subject.plan(**PLAIN_DESCENT, **one_batch())
         result = subject.result(plan, masked_batch(subject) if masked else subject.batch)
-        # It is reported as a mean over micro-batches too.
+        # The metric load_balance_loss is a mean over micro-batches too.
         return result._replace(metrics={key: x for key, x in result.metrics.items() if key != "load_balance_loss"})
 
     def row(rewrite: Rewrite, wanted: Result) -> Row:
@@ -65,7 +68,7 @@ def rows(context: Context) -> Iterator[Row]:
 
 
 def repeated_stages(subject: Subject) -> Row:
-    """Compares two pipeline stages of two parts each with one device, for twice as many layers."""
+    """Compares two pipeline stages with two repeats each with one device, for a model with twice the layers."""
     name, config = "2 pipeline stages, num_pipeline_repeats=2", subject.config
     if config.model.decoder_segments:
         return not_applicable(name, "the model has several kinds of layers")
@@ -80,12 +83,12 @@ def repeated_stages(subject: Subject) -> Row:
 
 
 def rewrites(subject: Subject) -> Iterator[Rewrite]:
-    """The rewrites that any model has, but those that the config has already."""
+    """Yields the rewrites, except those that set what the config already has."""
     step, kernel = subject.config.step, subject.reference_plan.kernel
     for count in (1, 2, 4):
         if count != step.gradient_accumulation_steps:
             yield Rewrite(f"gradient_accumulation_steps={count}", {"gradient_accumulation_steps": count}, splits=True)
-    yield Rewrite("num_vocab_tiling=2", {"num_vocab_tiling": 2})  # of the vocabulary; if it is sharded, of sequences
+    yield Rewrite("num_vocab_tiling=2", {"num_vocab_tiling": 2})  # of the vocabulary, or of sequences if it is sharded
     yield Rewrite("num_vocab_tiling=2 on mesh tensor 2", {**mesh_keys({"tensor": 2}), "num_vocab_tiling": 2}, 2)
     policies = [policy for policy in ("none", *REMAT_POLICIES) if policy != step.remat_policy]
     yield from (Rewrite(f"remat_policy={policy}", {"remat_policy": policy}) for policy in policies)
@@ -103,11 +106,11 @@ def rewrites(subject: Subject) -> Iterator[Rewrite]:
 
 
 def one_batch() -> dict[str, Any]:
-    """Keys without micro-batches, and without the loss that depends on them."""
+    """Keys for a single micro-batch, without the load-balance loss, which depends on micro-batches."""
     return {"gradient_accumulation_steps": 1, "load_balance_loss_weight": 0.0}
 
 
 def masked_batch(subject: Subject) -> Batch:
-    """The batch with no token that counts in the first of two micro-batches, and none on the first of two shards."""
+    """The batch with every target masked in the first of two micro-batches, and on the first of two devices."""
     mask = jnp.asarray(subject.batch["loss_mask"])
     return {**subject.batch, "loss_mask": mask.at[::2].set(0).at[: len(mask) // 2].set(0)}

@@ -15,8 +15,8 @@ class Row(NamedTuple):
 
     name: str  # what was compared
     status: str
-    figure: float | None = None
-    bound: float | None = None
+    figure: float | None = None  # the error, or the number of wrong things
+    bound: float | None = None  # the largest figure that passes
     note: str = ""  # why it does not apply, or where and how it differs
     check: str = ""  # letter; the command fills it in
 
@@ -31,7 +31,7 @@ def not_applicable(name: str, why: str | Exception) -> Row:
 
 
 def unless_refused(name: str, find: Callable[[], Row], required: bool = False) -> Row:
-    """Makes a row; if the model cannot run on that mesh, it does not apply, or fails if it is `required` to."""
+    """Returns `find()`; if that raises Unsupported, a row that is not applicable, or fails if running is `required`."""
     try:
         return find()
     except Unsupported as error:
@@ -39,7 +39,7 @@ def unless_refused(name: str, find: Callable[[], Row], required: bool = False) -
 
 
 def verdict(name: str, figure: float, bound: float, note: str = "", failure: str = "") -> Row:
-    """A row that passes if the figure is at most its bound, with the note `failure`, if there is one, if not."""
+    """A row that passes if the figure is at most its bound; NaN fails. A failed row has the note `failure`, if any."""
     figure = float(np.nan_to_num(figure, nan=np.inf))
     return Row(name, PASS, figure, bound, note) if figure <= bound else Row(name, FAIL, figure, bound, failure or note)
 
@@ -50,7 +50,7 @@ def none_of(name: str, wrong: Sequence[str], note: str = "") -> Row:
 
 
 def worst(name: str, figures: Mapping[str, float], bound: float, note: str = "", otherwise: str = "") -> Row:
-    """A row of the largest of the weights' figures; without any, it does not apply for the reason `otherwise`."""
+    """A row of the largest of the weights' `figures`; without any, it is not applicable for the reason `otherwise`."""
     if not figures:
         return not_applicable(name, otherwise)
     path, wrong = largest(figures), [path for path, figure in figures.items() if not figure <= bound]
@@ -59,12 +59,12 @@ def worst(name: str, figures: Mapping[str, float], bound: float, note: str = "",
 
 
 def largest(figures: Mapping[Any, float]) -> Any:
-    """The key of the largest figure, or of one that is not a number."""
+    """The key of the largest figure; a NaN counts as the largest."""
     return max(figures, key=lambda key: np.nan_to_num(figures[key], nan=np.inf))
 
 
 def attempted(find: Callable[[], str]) -> str:
-    """Looks for the place of a failure that is certain; an error here must not replace that."""
+    """Returns the text of `find`, which locates a failure; if it raises, describes that error instead of raising it."""
     try:
         return find()
     except Exception as error:
@@ -72,11 +72,11 @@ def attempted(find: Callable[[], str]) -> str:
 
 
 def first_line(text: str | BaseException) -> str:
-    """The first line of a message, with the second if it announces that."""
+    """The first line of a message that is not blank, with the next one if it ends with a colon."""
     lines = [line.strip(" *") for line in str(text).splitlines() if line.strip()] or [""]
     return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 def mesh_name(sizes: Mapping[str, int]) -> str:
-    """Names a mesh in rows."""
+    """Names a mesh, such as `mesh data 2 x tensor 2`."""
     return "mesh " + " x ".join(f"{axis} {size}" for axis, size in sizes.items())

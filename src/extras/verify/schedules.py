@@ -20,7 +20,7 @@ BOUND = 3e-7
 RUN_BOUND = 1e-5
 # How far the highest rate may be from the peak. Schedules such as an inverse square root reach it only in the warm-up.
 PEAK_BOUND = 0.05
-MOST_STEPS = 4096  # that are all compared; of a longer schedule, as many at even distances and those near its borders
+MOST_STEPS = 4096  # the longest schedule of which all steps are compared
 RUN = 20  # steps of the schedule in the short run, which makes two more
 RUN_RATE = 2.0**-10  # its peak: plain gradient descent is stable with it
 
@@ -29,7 +29,7 @@ Shape = Callable[[Step, int, int, np.ndarray], Rates]  # keys, warm-up steps, st
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Compares the rate of each step with its closed form, and what a run applies and logs with both."""
+    """Compares the schedule's rates with its closed form and with general limits, and checks a short run's rates."""
     keys, steps = context.whole.step, context.whole.run.steps
     total = length(keys, steps)
     numbers = compared_steps(keys, total)
@@ -49,12 +49,12 @@ def cosine(keys: Step, warmup: int, total: int, steps: np.ndarray) -> Rates:
 
 
 def exponential(keys: Step, warmup: int, total: int, steps: np.ndarray) -> Rates:
-    """The same factor in every step, which reaches the final fraction at the end."""
+    """Decay by the same factor in every step, from the peak to the final fraction at the end."""
     return np.power(keys.learning_rate_final_fraction, (steps - warmup) / max(total - warmup, 1))
 
 
 def wsd(keys: Step, warmup: int, total: int, steps: np.ndarray) -> Rates:
-    """The peak, and a linear decay in the last share of all steps (Hägele et al. 2024, arXiv 2405.18392)."""
+    """The peak, then linear decay in the last `wsd_decay_steps_fraction` (Hägele et al. 2024, arXiv 2405.18392)."""
     final, decay = keys.learning_rate_final_fraction, max(np.rint(keys.wsd_decay_steps_fraction * total), 1)
     since = np.maximum(steps - (total - decay), 0)
     return 1 - (1 - final) * since / decay
@@ -79,7 +79,11 @@ def length(keys: Step, steps: int) -> int:
 
 
 def compared_steps(keys: Step, total: int) -> np.ndarray:
-    """All steps of a schedule and some after it; of a long one, steps at even distances and near its borders."""
+    """Numbers of all steps of a schedule and three after it.
+
+    If it has more than MOST_STEPS, that many evenly spaced ones, and those near the ends of warm-up, plateau and
+    schedule.
+    """
     if total <= MOST_STEPS:
         return np.arange(total + 3)
     shares = keys.warmup_steps_fraction, 1 - keys.wsd_decay_steps_fraction
@@ -90,7 +94,7 @@ def compared_steps(keys: Step, total: int) -> np.ndarray:
 
 
 def rates_at(keys: Step, steps: int, numbers: np.ndarray) -> Rates:
-    """Rates that a run of `steps` uses in these steps."""
+    """Rates that a run of `steps` steps uses in the steps `numbers`, relative to the peak."""
     rates = [float(hparams_at(keys, steps, int(number))["learning_rate"]) for number in numbers]
     return np.array(rates) / keys.learning_rate
 
@@ -99,7 +103,7 @@ def rates_at(keys: Step, steps: int, numbers: np.ndarray) -> Rates:
 
 
 def as_published(keys: Step, total: int, numbers: np.ndarray, found: Rates) -> Row:
-    """Compares these rates, of steps `numbers`, with the closed form, if the schedule has one."""
+    """Compares the rates `found` in the steps `numbers` with the schedule's closed form, if SHAPES has one."""
     name, kind = "learning rates of the schedule", keys.lr_schedule_type
     if kind not in SHAPES:
         shapes = ", ".join(SHAPES)
@@ -132,10 +136,11 @@ def within_limits(total: int, numbers: np.ndarray, found: Rates) -> Row:
 
 
 def of_a_run(name: str, subject: Subject) -> Row:
-    """Trains for the length of a short schedule, and two steps more, with plain gradient descent.
+    """Checks the rates that a run of plain gradient descent applies and logs, in a short schedule and two steps more.
 
-    Its rate in a step is the norm of the update divided by the norm of the gradient. The schedule has the config's
-    shares, and its number of micro-batches, which must not change the step that the schedule counts.
+    The applied rate is the norm of the update divided by the norm of the gradient. The reference is the closed form, or
+    `rates_at` for a schedule without one. The run has the config's fractions of warm-up and decay, and its number of
+    micro-batches, which must not count as steps of the schedule.
     """
     config, devices = subject.config, len(jax.devices())
     keys = short_runs.KEYS | PLAIN_DESCENT | {"learning_rate": RUN_RATE, "learning_rate_schedule_steps": RUN}

@@ -1,4 +1,4 @@
-"""Scores of texts and of answers to tasks, as src.evaluate computes them, against log-probabilities in float64."""
+"""Checks the scores of texts and of answers to tasks in src.evaluate against log-probabilities in float64."""
 
 from collections.abc import Sequence
 
@@ -9,30 +9,30 @@ from src.extras.verify.rows import Row, largest, not_applicable, verdict
 from src.extras.verify.subject import Subject
 from src.system.imports import optional
 
-# Log-probabilities, in nats: rounding gives up to 3e-6 in a token's and in an answer's, the score of another token 1.
+# In nats: rounding changes the log-probability of a token or an answer by up to 3e-6; another token's score gives 1.
 BOUND = 1e-4
 DELETED = "src/extras/evaluation was deleted"
-FIRST = 0x4E00  # of the characters that stand for ids: letters, so that nothing takes them for spaces
+FIRST = 0x4E00  # the character for id 0; it and those that follow are letters, which nothing strips as spaces
 
 
 class Letters:
-    """Stands for a tokenizer: each letter is an id."""
+    """Replaces a tokenizer: each character is one id, FIRST is 0."""
 
     bos = 0
 
     def encode_default(self, text: str) -> np.ndarray:
-        """Encodes a text as its letters."""
+        """Encodes a string as ids, without a BOS."""
         return np.array([ord(letter) - FIRST for letter in text], np.int32)
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """Encodes a text with a bos."""
+        """Encodes a string as ids, after a BOS."""
         return np.append(np.int32(self.bos), self.encode_default(text))
 
 
 def of_texts(subject: Subject, sequences: Sequence[np.ndarray], log_probs: Sequence[np.ndarray]) -> Row:
-    """Scores each id of sequences of unequal lengths, and whether it is the likeliest one.
+    """Checks `Scorer` on sequences of unequal lengths: each id's log-probability, and whether it is the likeliest id.
 
-    `log_probs` has an array [n - 1, V] for each sequence: the whole vocabulary's, before each id but the first.
+    The reference `log_probs` has an array [n - 1, V] for each sequence of n ids: row i predicts id i + 1.
     """
     name, scoring = "scores of the tokens of texts", optional("evaluation.scoring")
     if scoring is None:
@@ -54,7 +54,10 @@ def of_texts(subject: Subject, sequences: Sequence[np.ndarray], log_probs: Seque
 
 
 def of_answers(subject: Subject, sequences: Sequence[np.ndarray], log_probs: Sequence[np.ndarray]) -> Row:
-    """Scores the second half of each sequence after the first, and the likeliest next id after the first."""
+    """Checks `Answers.log_likelihoods` of two answers to each sequence's first half: its second half, the likeliest id.
+
+    The reference `log_probs` is as in `of_texts`.
+    """
     name, answers = "likelihoods of answers to tasks", optional("evaluation.answers")
     if answers is None:
         return not_applicable(name, DELETED)
@@ -79,7 +82,7 @@ def of_answers(subject: Subject, sequences: Sequence[np.ndarray], log_probs: Seq
 
 
 def is_clear(log_probs: np.ndarray) -> np.ndarray:
-    """Tells whether one of the vocabulary is likelier than all others by more than rounding."""
+    """Tells for each position of [..., V] whether the likeliest id leads by more than BOUND, beyond rounding."""
     return np.ptp(np.sort(log_probs, axis=-1)[..., -2:], axis=-1) > BOUND
 
 

@@ -21,16 +21,16 @@ KEYS: dict[str, Any] = {"dataset_type": "synthetic", "quiet": True}
 
 
 class Ended(NamedTuple):
-    """What a run leaves: its last state, and the lines of its metrics.jsonl."""
+    """A run's last state, and the lines of its metrics.jsonl."""
 
     state: TrainState
     metrics: list[dict[str, Any]]
 
 
 def obstacle(subject: Subject, *keys: Mapping[str, Any]) -> str:
-    """Says why runs with these keys cannot begin on all devices; empty if they can.
+    """Says why a run with one of the `keys` is unsupported on all virtual devices; empty if each can begin.
 
-    An error after that, in a run that began, is a fault, whatever its class.
+    Only planning may find that: an error in a run that began is a fault, also if it is Unsupported.
     """
     try:
         for each in keys:
@@ -41,7 +41,10 @@ def obstacle(subject: Subject, *keys: Mapping[str, Any]) -> str:
 
 
 def with_base(config: Config) -> Config:
-    """Gives adapters, if there are any, weights that they add to: those of a short run without them, in this folder."""
+    """Lets a config with adapters load base weights, from a run of one step that this makes in its output folder.
+
+    Returns a config without adapters as it is.
+    """
     if not config.step.lora_rank:
         return config
     keys: dict[str, Any] = {"run_name": "base", "load_parameters_path": "", "enable_checkpointing": True}
@@ -50,7 +53,7 @@ def with_base(config: Config) -> Config:
 
 
 def train(config: Config) -> Ended:
-    """Runs a config, without its lines on stdout."""
+    """Runs src.train with a config, and suppresses what it prints to stdout."""
     with contextlib.ExitStack() as exits, contextlib.redirect_stdout(io.StringIO()):
         state = named("src.train:train")(config, exits).state
     lines = Path(config.run.base_output_directory, config.run.run_name, "metrics.jsonl").read_text().splitlines()

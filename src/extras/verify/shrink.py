@@ -17,8 +17,9 @@ from src.model.patterns import shortest_patterns
 from src.model.spec import ModelSpec, layer_models, model_spec
 from src.system.errors import UserError
 
-# What the result has of the configuration beside the sections `model` and `step`; the rest has its default.
+# Keys that the result takes over besides the sections `model` and `step`; others have their defaults.
 FURTHER = ("steps", "packing", "long_documents", "batch_transform", "mesh_axes", "logical_axis_rules")
+# Keys that are set to NEUTRAL, and listed in the report if they had another value.
 LOST = ("quantization", "attention", "optimizer_memory_host_offload", "num_vocab_tiling", "mu_dtype")
 LOST += ("remat_policy", "num_pipeline_microbatches", "num_pipeline_repeats")
 LOST += ("load_parameters_path", "use_sft", "enable_rampup_batch_size", "eval_metrics", "compile_xla_flags")
@@ -36,7 +37,7 @@ FAMILY |= {"attn_temperature_floor": "windows", "original_max_position_embedding
 for _type in ATTENTION_TYPES.values():
     for _key in (name for name in KEYS if name in keys_of_type(_type) and type(KEYS[name].default) is int):
         FAMILY[_key] = "heads" if _key in _type.heads else "windows" if "window" in _key else "dims"
-LOGICAL_AXES = {  # of the weights' dims that have these sizes
+LOGICAL_AXES = {  # family: logical axes of the weights' dims that have its sizes
     **{"widths": ("embed", "expert_embed", "mlp"), "heads": ("heads", "kv_heads"), "experts": ("expert",)},
     **{"dims": ("head_dim", "latent"), "windows": (), "lengths": ()},
 }
@@ -56,7 +57,7 @@ class Shrunk(NamedTuple):
 def shrink(config: Config, length: int = 48, meshes: Sequence[Mapping[str, int]] = ()) -> Shrunk:
     """Shrinks a configuration to sequences of `length` tokens; raises UserError naming the rule that failed.
 
-    Each mesh of `meshes` divides the small sizes if it divides the configuration's own.
+    Each mesh of `meshes` can shard the small sizes if it can shard the configuration's own.
     """
     model, step, spec = config.model, config.step, _spec(config)
     layers = [layer for layer, _ in layer_models(model)]
@@ -87,7 +88,7 @@ def shrink(config: Config, length: int = 48, meshes: Sequence[Mapping[str, int]]
 
 
 def _multiples(config: Config, meshes: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Finds for each family of sizes a number with which small sizes keep their common divisor."""
+    """Finds for each family a number with which small sizes keep the greatest common divisor of the original ones."""
     rules = config.mesh.logical_axis_rules
     shards = {
         family: [math.prod(mesh.get(name, 1) for name in rules[axis]) for mesh in meshes for axis in axes]
@@ -110,9 +111,10 @@ def _kinds(spec: ModelSpec) -> list[dict[str, Any]]:
 
 
 def _segments(spec: ModelSpec, facts: Sequence[Sizes], least: int, whole: bool) -> Iterator[dict[str, Any]]:
-    """Writes the groups of layers with few repeats, from `least` on if they have as many.
+    """Yields `decoder_segments` with the layer groups of `spec`, but few repeats; `facts` has each layer's own keys.
 
-    Unless `whole`, their patterns have each kind of layer once.
+    The number of repeats is the first of a few, from `least` on and at most the group's own, with which the layers are
+    still grouped like this. Patterns have each of their kinds of layers once, unless `whole` or that regroups layers.
     """
     starts = itertools.accumulate((len(group.pattern) * group.repeats for group in spec.layer_groups), initial=0)
     patterns = [[*range(at, at + len(group.pattern))] for at, group in zip(starts, spec.layer_groups, strict=False)]
@@ -134,7 +136,10 @@ def _segments(spec: ModelSpec, facts: Sequence[Sizes], least: int, whole: bool) 
 
 
 def _small_layers(layers: Sequence[Model], length: int, multiples: Mapping[str, int]) -> list[Sizes]:
-    """Chooses the keys of the section `model` for each layer; the first of `layers` is the section itself."""
+    """Chooses the keys of the section `model` for each layer; the first of `layers` is the section itself.
+
+    Raises UserError if no small sizes keep the equalities between sizes, or windows do not fit into `length`.
+    """
     values: dict[str, set[int]] = {family: set() for family in FAMILY.values()}
     products: dict[int, tuple[int, int]] = {}  # width: the number of heads, and the size of each, whose product it is
     for layer in layers:
@@ -173,7 +178,7 @@ def _heads(layer: Model) -> tuple[str, list[str]]:
 
 
 def _small_layer(layer: Model, small: dict[str, dict[int, int]]) -> Sizes:
-    """Looks up a layer's sizes, and derives what follows from them."""
+    """Looks up a layer's sizes in `small`, and derives the keys that depend on them."""
     keys: Sizes = {key: getattr(layer, key) for key in keys_of("model")}
     keys |= {key: small[family].get(_size(layer, key), keys[key]) for key, family in FAMILY.items()}
     groups, top_groups, top = layer.n_routing_groups, layer.topk_routing_group, layer.num_experts_per_tok
@@ -202,10 +207,11 @@ def _least(
     grow: float = 1.0,
     starts: Mapping[int, int] = {},
 ) -> dict[int, int]:
-    """Maps sizes to the least from `start` on, or from their own of `starts`, in the same order.
+    """Maps sizes to the smallest ones that `fits` accepts, in the same order.
 
-    Each is at least `grow` times the one before. They keep the common divisor with `multiple` and, with `divides`,
-    divide each other as before. A size with none below it stays.
+    Each is at least its entry of `starts`, or `start`, and at least `grow` times the one before. It keeps its greatest
+    common divisor with `multiple`; with `divides`, it stays divisible by those that divided it. A size stays as it is
+    if no smaller one qualifies.
     """
     small: dict[int, int] = {}
     for old in sorted(values):
@@ -217,13 +223,13 @@ def _least(
 
 
 def _used(layer: Model) -> list[str]:
-    """Lists the sizes with an effect on a layer."""
+    """Lists the keys of FAMILY that have an effect on a layer."""
     idle = {key for need in LAYER_REQUIREMENTS if not need.satisfied(vars(layer)) for key in need.keys}
     return [key for key in FAMILY if key not in idle]
 
 
 def _size(layer: Model, key: str) -> int:
-    """Reads a size at the model's scale; 0 stays 0."""
+    """Reads a size of a layer as scaled by global_parameter_scale; 0 stays 0, also if it means another key's size."""
     return getattr(layer, key) and getattr(layer, key.removeprefix("base_"))
 
 

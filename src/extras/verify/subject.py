@@ -1,4 +1,4 @@
-"""What the checks look at: a config in small, random weights and packed texts, and what a step makes of them."""
+"""The subject of the checks: a small config with random weights and a packed batch, and runs of its training step."""
 
 import dataclasses
 import functools
@@ -21,8 +21,8 @@ from src.step.state import TrainState, abstract_state, batch_sharding, init_stat
 from src.step.trace import plan_step
 from src.step.train_step import compile_steps
 
-ROWS = 8  # of a micro-batch, for every mesh of eight devices
-LENGTH, LONGER = 48, 80  # tokens of a row; longer than a chunk of the gated delta rule for models that have it
+ROWS = 8  # rows of a micro-batch, which every mesh of eight devices can shard
+LENGTH, LONGER = 48, 80  # tokens of a row; for models with the gated delta rule, more than one of its chunks
 # So large that an update changes most digits of a weight: its float32 then holds the digits of the gradient.
 SGD_RATE = 1024.0
 
@@ -30,11 +30,11 @@ Sizes = Mapping[str, int]  # of a mesh: devices along each axis of more than one
 
 
 class Result(NamedTuple):
-    """What a step computes."""
+    """The gradients and metrics of a step, and its new `stats`."""
 
     gradients: dict[str, np.ndarray]  # by the weights' dotted paths, in float64
     metrics: dict[str, float]
-    stats: dict[str, np.ndarray]  # what else a step changes: the biases of routers
+    stats: dict[str, np.ndarray]  # by path: the new biases of routers
 
 
 def check_finite(metrics: Mapping[str, Any]) -> None:
@@ -45,13 +45,16 @@ def check_finite(metrics: Mapping[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
-    """A small config, and what is the same in all of its variants."""
+    """A small config, with the weights and the batch that all of its plans use."""
 
     config: Config
     seed: int = 0
 
     def plan(self, devices: int = 1, **keys: Any) -> StepPlan:
-        """Plans the config with other keys; raises Unsupported if it cannot run so."""
+        """Plans a step of the config, changed by `keys`, on the first `devices` virtual devices.
+
+        Raises Unsupported if it cannot run there.
+        """
         config = self.config.replace(**keys)
         return plan_step(config, make_layout(config.mesh, jax.devices()[:devices]))
 
@@ -67,12 +70,12 @@ class Subject:
 
     @functools.cached_property
     def reference_plan(self) -> StepPlan:
-        """The plan on one device."""
+        """The plan of the unchanged config on one device."""
         return self.plan()
 
     @functools.cached_property
     def weights(self) -> Any:
-        """Random weights in which no bias is zero and no scale one, nested as all weights are."""
+        """Random nested weights, normal with deviation 0.2 around 0, or 1 for scales: no bias is 0 and no scale 1."""
         rng = np.random.default_rng(self.seed)
 
         def draw(path: Any, weight: Any) -> np.ndarray:
@@ -83,7 +86,7 @@ class Subject:
 
     @functools.cached_property
     def batch(self) -> dict[str, Any]:
-        """Rows of two or three documents and padding, each of another length; of one document without packing."""
+        """Rows of two or three documents of random lengths, or one without packing, and padding."""
         rng, vocab, length = np.random.default_rng(self.seed), self.config.model.vocab_size, self.length
         tokens = rng.integers(0, vocab, (self.rows, length + 1), dtype=np.int32)
         segment_ids, positions = np.zeros((2, self.rows, length), np.int32)
@@ -99,7 +102,7 @@ class Subject:
 
     @functools.cached_property
     def loss(self) -> LossFunction:
-        """The loss that the config names."""
+        """The loss function that the config names, or `next_token_loss`."""
         if not self.config.step.loss:
             return next_token_loss
         from src.step.user_loss import loss_function
@@ -107,11 +110,12 @@ class Subject:
         return loss_function(self.config.step.loss)
 
     def result(self, plan: StepPlan, *batches: dict[str, Any]) -> Result:
-        """Runs steps, and reads the gradients from the update that plain gradient descent makes in the last one.
+        """Runs a step on each batch, and computes the gradients from the weights' change in the last one.
 
-        It is the training step itself, as src.train compiles it, with all that reduces gradients over devices and
-        micro-batches. Earlier steps, on all batches but the last, have the rate 0: they leave the weights, but change
-        the step's number, on which dropout depends, and routers' biases. Without `batches` it is one step on the batch.
+        `plan` must have the keys PLAIN_DESCENT. The step is the one that src.train compiles, with all reductions of
+        gradients over devices and micro-batches. Earlier steps have the rate 0: they leave the weights as they are, but
+        change the step's number, on which dropout depends, and routers' biases. Without `batches`, runs one step on
+        `batch`. Raises like `steps`.
         """
         before = plan.split(self.weights)
         zeros: Any = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_state(plan))
@@ -128,9 +132,10 @@ class Subject:
     def steps(
         self, plan: StepPlan, state: TrainState, rates: Sequence[float], batches: Sequence[dict[str, Any]] = ()
     ) -> Iterator[tuple[TrainState, Any]]:
-        """Yields the state and metrics after each training step, at these learning rates, on `batches` or on the batch.
+        """Yields the state and metrics after each training step, at these learning rates, on `batches` or on `batch`.
 
-        A state is valid until the next one. Raises NotApplicable as `check_fields`, and as `check_finite`.
+        A state is valid only until the next step. Raises NotApplicable like `check_fields`, and FloatingPointError like
+        `check_finite`.
         """
         self.check_fields(plan)
         abstract = abstract_state(plan)
@@ -147,27 +152,27 @@ class Subject:
     def last(
         self, plan: StepPlan, state: TrainState, rates: Sequence[float], batches: Sequence[dict[str, Any]] = ()
     ) -> tuple[TrainState, Any]:
-        """The state and metrics after the last of these `steps`, in the host's memory."""
+        """Returns the state and metrics after the last of these `steps`, in host memory."""
         *_, found = self.steps(plan, state, rates, batches)
         return jax.device_get(found)
 
     def first_state(self, plan: StepPlan) -> TrainState:
-        """The state before the first step, with the config's own optimizer and these weights."""
+        """The state before the first step, with the plan's optimizer and the subject's weights."""
         return init_state(plan, jax.tree.map(jnp.asarray, plan.split(self.weights)))
 
     def check_fields(self, plan: StepPlan) -> None:
-        """Raises NotApplicable if batches have further fields."""
+        """Raises NotApplicable if a batch_transform adds fields, which `batch` lacks."""
         if plan.fields:
             transform = self.config.batch.batch_transform
             raise NotApplicable(f"batch_transform={transform} adds fields, which these batches lack")
 
     @functools.cached_property
     def reference(self) -> Result:
-        """A step on one device."""
+        """The result of a step of plain gradient descent on one device."""
         return self.result(self.plan(**PLAIN_DESCENT))
 
     def forward(self, plan: StepPlan, function: Callable[..., Any]) -> Any:
-        """Compiles and runs `function(decoder)` with the weights."""
+        """Compiles and runs `function(decoder)` with the weights; returns arrays in host memory."""
         return jax.device_get(jax.jit(lambda weights: function(plan.decoder(weights)))(self.placed(plan)))
 
     def placed(self, plan: StepPlan) -> Weights:
@@ -217,7 +222,7 @@ def in_every_layer(config: Config, key: str, change: Callable[[Any], Any]) -> Co
 
 
 def flat(tree: Tree) -> dict[str, Any]:
-    """Names the entries of nested weights by their dotted paths."""
+    """Flattens nested weights into a dict by dotted paths."""
     return {dotted(path): leaf for path, leaf in by_path(tree).items()}
 
 

@@ -1,4 +1,4 @@
-"""Check l: what an optimizer makes of two gradients, against its paper's algorithm in float64.
+"""Check l: an optimizer's update in the second of two steps, against its paper's algorithm in float64.
 
 Letters of tensors are as in kinds.py.
 """
@@ -33,7 +33,7 @@ SMALLEST_SQUARE, SMALLEST_SCALE, LONGEST, EXPONENT = 1e-30, 1e-3, 1.0, 0.8
 
 
 class Past(NamedTuple):
-    """What an update of one weight depends on."""
+    """One weight's matrices, and their gradients in two steps."""
 
     first: Matrices  # gradients of the two steps
     second: Matrices
@@ -46,7 +46,7 @@ class Expected(NamedTuple):
 
     optimizer: str
     kind: Kind
-    update: Matrices  # relative to its learning rate
+    update: Matrices  # divided by the weight's learning rate
     rate_scale: float
     strong: np.ndarray  # mask [S, I, O] of the entries to compare
     is_clipped: bool
@@ -56,8 +56,8 @@ def rows(context: Context) -> Iterator[Row]:
     """Compares the update of each trained weight in the second step with its optimizer's.
 
     The first step has the rate 0, and neither has decay, which check e tests. Muon and Adafactor compute with whole
-    matrices, so they are compared on a mesh that shards these, too. If the config clips gradients, the second step's
-    norm is clipped halfway to the first one's.
+    matrices, so they are also compared on a mesh that shards these. If the config clips gradients, the threshold is the
+    geometric mean of the two steps' gradient norms, so that the longer gradient is clipped.
     """
     subject, plan = context.subject, context.subject.reference_plan
     keys, of_one_row = plan.step, subject.batch["loss_mask"] * (np.arange(subject.rows)[:, None] == 0)
@@ -73,7 +73,7 @@ def rows(context: Context) -> Iterator[Row]:
 
     @functools.cache
     def stepped(*sizes: tuple[str, int]) -> dict[str, np.ndarray]:
-        """The trained weights after a step of each batch on a mesh, of which only the last one changes them."""
+        """Returns the trained weights after a step on each batch, on a mesh; only the last step changes them."""
         planned = subject.plan(*[4] * bool(sizes), **own, **mesh_keys(dict(sizes)))
         after, _ = subject.last(planned, subject.first_state(planned), [0.0, SGD_RATE], batches)
         return flat(after.weights.trainable)
@@ -150,7 +150,7 @@ def _error(moved: np.ndarray, expected: Expected) -> float:
     return float(np.max(np.abs(found - update)) / np.sqrt(np.mean(np.square(update))))
 
 
-# ---- The published algorithms: from gradients to what the learning rate is multiplied by
+# ---- The published algorithms: from gradients to updates at a learning rate of 1
 
 
 def adamw(keys: Step, first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -162,9 +162,9 @@ def adamw(keys: Step, first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def muon(keys: Step, past: Past) -> Matrices:
-    """Jordan et al. 2024: Nesterov's momentum, made roughly orthogonal; in the size of Liu et al. 2025.
+    """Jordan et al. 2024: Nesterov momentum, roughly orthogonalised, and scaled as by Liu et al. 2025.
 
-    A factor on the momentum, which some implementations have, makes no difference.
+    A factor on the momentum, which some implementations have, makes no difference, because `x` is normalised.
     """
     momentum = keys.muon_beta * past.first + past.second
     x = past.second + keys.muon_beta * momentum
@@ -184,9 +184,9 @@ def adafactor(keys: Step, past: Past) -> Matrices:
 
 
 def preconditioned(past: Past) -> Matrices:
-    """Adafactor's second gradient over the root of its second moment, which a matrix has as row and column means.
+    """Divides the second gradient by the root of Adafactor's second moment, factored into row and column means.
 
-    In step t the moments decay by 1 - t^-0.8 (section 7.2).
+    Vectors have the whole second moment. In step t the moments decay by 1 - t^-0.8 (section 7.2).
     """
     squares, decay = [np.square(each) + SMALLEST_SQUARE for each in (past.first, past.second)], 1 - 2**-EXPONENT
     square = decay * squares[0] + (1 - decay) * squares[1]
@@ -197,12 +197,12 @@ def preconditioned(past: Past) -> Matrices:
 
 
 def limited(update: Matrices, most: float) -> Matrices:
-    """Scales each matrix down to a root mean square of `most` (Shazeer and Stern 2018, section 6)."""
+    """Scales each matrix down to a root mean square of at most `most` (Shazeer and Stern 2018, section 6)."""
     return update / np.maximum(1.0, root_mean_square(update) / most)
 
 
 def root_mean_square(matrices: Matrices) -> np.ndarray:
-    """One number for each matrix, [S, 1, 1]."""
+    """The root mean square of each matrix, [S, 1, 1]."""
     return np.sqrt(np.mean(np.square(matrices), axis=(1, 2), keepdims=True))
 
 

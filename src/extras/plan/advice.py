@@ -1,4 +1,4 @@
-"""Finds changes to a config that make a step fit that does not: estimated first, then compiled."""
+"""Finds changes to a config whose step needs too much memory, so that it fits: estimated first, then compiled."""
 
 import math
 import time
@@ -34,10 +34,10 @@ def advise(
     capacity: int,
     compiled: Callable[[Config, Mapping[str, Any]], Report | None],
 ) -> list[Report]:
-    """Compiles changes until one fits or time runs out, and lists those that lower the memory, the last first.
+    """Compiles `changes` until one fits or MAX_SECONDS_TO_TRY pass; returns those that need less memory, last first.
 
     `compiled` takes a changed config and its changed keys, and returns the part `memory` of the step's report, None if
-    the compiler failed.
+    the compiler failed. `needed`, by the step as it is, and `capacity` are bytes per device.
     """
     begun, listed = time.monotonic(), list[Report]()
     for change in changes(config, topology, needed, capacity):
@@ -54,8 +54,8 @@ def advise(
 def changes(config: Config, topology: Topology, needed: int, capacity: int) -> Iterator[Change]:
     """Yields changes that may bring a step's `needed` bytes per device down to `capacity`; the caller compiles each.
 
-    Single changes that should suffice come first, cheapest first. Next come the largest savings combined, as few as
-    should suffice, or else all of them. Last come the same combinations with shorter sequences.
+    Single changes that should suffice come first, cheapest first. Next come combinations of the largest savings that
+    should suffice, from few changes to all, or all of them if none should. Last comes that with shorter sequences.
 
     The estimate for a changed step is its arguments plus its temporaries, both as src/extras/plan/estimate.py counts
     them, the temporaries scaled by the ratio of compiled to estimated ones of the original step. A change to something

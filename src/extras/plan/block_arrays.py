@@ -17,26 +17,29 @@ from src.model.params import abstract, values
 from src.model.parts import layer_costs
 from src.model.spec import LayerSpec, ModelSpec
 
-ROWS = 101  # of a traced block, a prime that divides no size of a model: arrays that it divides are activations
+ROWS = 101  # rows of the traced block; a prime that divides no size of a model, so it divides only activations' sizes
 
 
 class TokenArray(NamedTuple):
-    """An array of activations: its bytes per token, and the logical axis that shards it in addition to the tokens."""
+    """An array of activations: its bytes per token, and the logical axis that shards it besides batch and length."""
 
     bytes: float
-    axis: str  # heads or mlp; norm_length: as wide as the residual stream; length: sharded by tokens only
-    of_experts: bool  # its rows are choices of experts
+    axis: str  # such as heads or mlp; norm_length if it is as wide as the residual stream; length if there is no other
+    of_experts: bool  # it has a row for each expert that a token chose
 
 
 class BlockArrays(NamedTuple):
-    """Arrays that a block stores for each token."""
+    """The arrays of activations that a block stores."""
 
-    saved: tuple[TokenArray, ...]  # from the forward to the backward pass
-    computed: tuple[TokenArray, ...]  # in the backward pass
+    saved: tuple[TokenArray, ...]  # kept from the forward pass for the backward pass
+    computed: tuple[TokenArray, ...]  # stored during the backward pass
 
 
 def block_arrays(layer: LayerSpec, placed: Placed, execution: Execution) -> BlockArrays:
-    """Lists the arrays of a layer under a remat policy, traced once for all meshes."""
+    """Lists the arrays of a layer under the remat policy of `execution`.
+
+    Traces are cached; they depend on the mesh only by whether it shards the feed-forward width.
+    """
     custom = tuple(sorted(execution.remat_custom.items()))
     in_halves = execution.mlp_in_halves and placed.layout.shards("mlp") == 1
     device = (placed.layout.platform, placed.layout.device.device_kind)
@@ -76,7 +79,7 @@ def _trace_block(layer: LayerSpec, placed: Placed, execution: Execution, in_halv
 def _token_array(
     shape: tuple[int, ...], array: Any, *, layer: LayerSpec, spec: ModelSpec, length: int
 ) -> TokenArray | None:
-    """Describes an array of activations; None for others."""
+    """Describes an array, of `shape` in one layer, as activations; None if ROWS does not divide its size."""
     if array.size % ROWS:
         return None
     size = math.prod(shape) * array.dtype.itemsize / (ROWS * length)

@@ -1,4 +1,4 @@
-"""Fits the constants of predictions to measured steps, such as the steps of finished runs.
+"""Fits the constants of predicted step times to measured ones, such as those in the metrics of finished runs.
 
 `python -m src.plan calibrate RUN ... compile_topology=a3` reads each run's config.yml and metrics.jsonl.
 """
@@ -35,7 +35,7 @@ TOPOLOGY, SLICES, OUTPUT = "compile_topology", "compile_topology_num_slices", "c
 
 
 class Row(NamedTuple):
-    """A finished run: the costs of its step, and the median of its steps' durations."""
+    """A measured run: the costs of its step, and the median duration of a step."""
 
     name: str
     costs: Costs
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """Fitted constants, and mean absolute errors of the duration."""
+    """Fitted constants, and mean absolute relative errors of predicted step times."""
 
     constants: Constants
     before: float  # with the default constants
@@ -53,7 +53,9 @@ class Calibration(NamedTuple):
 def calibrate(argv: Sequence[str]) -> Calibration:
     """Fits the constants to runs, prints the errors before and after, and writes them if `calibration=FILE` is given.
 
-    Raises UserError for a run without config.yml or metrics.jsonl, or one of other devices than `compile_topology`.
+    Raises UserError if an argument is wrong or no run is named, a run lacks config.yml or timed steps in metrics.jsonl
+    or was on other devices than `compile_topology`, the runs are on several kinds of devices, or the file cannot be
+    written.
     """
     own, folders = separate(argv, (TOPOLOGY, SLICES, OUTPUT))
     if unknown := [word for word in folders if "=" in word]:
@@ -75,7 +77,7 @@ def calibrate(argv: Sequence[str]) -> Calibration:
 
 
 def read_calibration(path: str, device_kind: str) -> Constants:
-    """Reads what `calibrate` wrote; raises UserError if it is not that, or of another device."""
+    """Reads a file that `calibrate` wrote; raises UserError if it is another file, or for another kind of device."""
     entry = read_file(Path(path))
     names = {"kind", *Constants._fields}
     if set(entry) != names:
@@ -91,7 +93,7 @@ def read_calibration(path: str, device_kind: str) -> Constants:
 
 
 def calibration(rows: Sequence[Row]) -> Calibration:
-    """Fits constants to runs on one kind of devices."""
+    """Fits constants to runs on one kind of device, and computes the errors, also with each run left out of its fit."""
     start = constants_of(rows[0].costs.chip.kind)
     after = [error(row, fitted([*rows[:number], *rows[number + 1 :]], start)) for number, row in enumerate(rows)]
     return Calibration(
@@ -102,7 +104,7 @@ def calibration(rows: Sequence[Row]) -> Calibration:
 
 
 def lines(rows: Sequence[Row], found: Calibration) -> list[str]:
-    """Writes the errors of each run, and of all before and after, for the console."""
+    """Formats measured and predicted step times, the fitted constants and the mean errors for the console."""
     start = constants_of(rows[0].costs.chip.kind)
     width = max(len(row.name) for row in rows)
     texts = [
@@ -117,12 +119,12 @@ def lines(rows: Sequence[Row], found: Calibration) -> list[str]:
 
 
 def error(row: Row, constants: Constants) -> float:
-    """Relative error of a predicted duration."""
+    """Relative error of a run's predicted step time; positive if it is too long."""
     return row.costs.predict(constants).step_seconds / row.seconds - 1
 
 
 def fitted(rows: Sequence[Row], start: Constants) -> Constants:
-    """Fits the constants in FEW to rows of one kind of devices, near `start`."""
+    """Fits the constants in FEW to rows of one kind of device; the others, and the prior of these, are `start`."""
 
     def constants(row: Row | None, logs: np.ndarray) -> Constants:
         scaled = zip(FEW, np.exp(logs), strict=True)
@@ -139,9 +141,10 @@ def least_errors(
     upper: Sequence[float],
     weights: Sequence[float] | None = None,
 ) -> np.ndarray:
-    """Finds the parameters that explain the rows best: least squares of logarithms, robust to a few odd rows.
+    """Fits parameters to the rows' step times: least squares of logarithms, with a soft L1 loss against outliers.
 
-    `constants(row, parameters)` are a row's. The parameters are 0 a priori, with standard deviations `spread`.
+    `constants(row, parameters)` returns the constants that predict a row. The parameters have priors with mean 0 and
+    standard deviations `spread`, and are at most `upper`. `weights` multiply the rows' errors; None: 1.
     """
     from scipy.optimize import least_squares
 
@@ -156,7 +159,10 @@ def least_errors(
 
 
 def read_run(path: str, own: dict[str, str]) -> Row:
-    """Reads a finished run as a row; raises as `calibrate`."""
+    """Reads a run's config and the median of its step times after the first FIRST; raises UserError like `calibrate`.
+
+    `own` are the words of the command, with the topology.
+    """
     folder = run_folder(path)
     if folder is None:
         raise UserError(f"{path} is not the folder of a run: it has no config.yml, so its metrics tell nothing")
@@ -179,7 +185,7 @@ def read_run(path: str, own: dict[str, str]) -> Row:
 def check_devices(path: str, entry: Any, costs: Costs, topology: Topology) -> None:
     """Raises UserError if a line of metrics shows that the run had other devices than `topology`.
 
-    They differ by more than 2% in the tokens of a step, or in the peak rate that the line's mfu implies.
+    That is so if the tokens of a step, or the peak rate that the line's mfu implies, differ by more than 2%.
     """
     tokens = round(entry["tokens_per_second"] * entry["step_time_seconds"])
     if abs(tokens / costs.tokens_per_step - 1) > 0.02:

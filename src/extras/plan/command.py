@@ -1,4 +1,4 @@
-"""Searches the fastest configuration that fits: reads the command line, searches, prints and writes what was found."""
+"""Searches for the fastest configuration that fits: reads the command line, searches, prints and writes the results."""
 
 import contextlib
 import math
@@ -41,27 +41,27 @@ python -m src.plan CONFIG compile_topology=v5p-128 [key=value ...]     keys that
 
 python -m src.plan calibrate RUN_DIR ... [calibration=FILE]     fits the predictions to finished runs"""
 )
-REPORT, PAGE = "report of src.plan", "page of src.plan"  # in messages
+REPORT, PAGE = "report of src.plan", "page of src.plan"  # kinds of files, in command_files.py and in messages
 OWN = ("global_batch_tokens", "train_tokens", "price_per_device_hour", "allow_quantization", "calibration", "top")
 OWN += ("report", "page")
 TOP, NOTHING_FITS = 12, 3  # points to compile; exit code
 
 
 class Plan(NamedTuple):
-    """What was found."""
+    """The compiled points that fit, fastest first."""
 
     rows: list[output.Row]
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command: 3 if nothing fits."""
+        """Exit code of the command: 3 if nothing fits, otherwise 0."""
         return 0 if self.rows else NOTHING_FITS
 
 
 def main(argv: Sequence[str]) -> object:
-    """Runs the command line `argv`; returns the plan, None for --help.
+    """Runs the command line `argv`; returns a Plan, or a Calibration for `calibrate`, or None for --help.
 
-    Raises UserError if an argument is wrong, or no mesh suits the devices and what is typed.
+    Raises UserError if an argument is wrong, no mesh suits the devices and the typed keys, or a file cannot be written.
     """
     if argv[:1] == ["calibrate"]:
         return calibrate(argv[1:])
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> object:
 
 
 def read(argv: Sequence[str]) -> tuple[Space, output.Request, dict[str, str]]:
-    """Reads a command line: the points to search, what is asked about them, and the command's own words.
+    """Reads a command line: returns the space to search, the request, and the values of the command's own words.
 
     Raises UserError as `main` does, except for the words that only `main` needs.
     """
@@ -138,7 +138,7 @@ def _search(space: Space, request: output.Request, own: dict[str, str]) -> Plan:
 
 @contextlib.contextmanager
 def _interrupted_by(*numbers: signal.Signals) -> Generator[None]:
-    """Lets signals that would end this process, and leave its compilations running, raise KeyboardInterrupt."""
+    """Lets signals that would end this process raise KeyboardInterrupt, so that it ends its compilations first."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Compiles points, each in a process of its own, and keeps what was found in a folder."""
+"""Compiles points, each in a process of its own, and keeps a record of each in a folder for later searches."""
 
 import functools
 import hashlib
@@ -34,10 +34,10 @@ from src.system.disk import new_file
 from src.system.errors import UserError
 from src.system.exit_codes import run_command
 
-PROCESS_BYTES = 3 * 2**30  # a compilation's, at most
-COMMAND = "src.train_compile"  # whose keys and programs these are
+PROCESS_BYTES = 3 * 2**30  # host memory of a compilation, at most
+COMMAND = "src.train_compile"  # the command that has these keys and compiles these programs
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", f"jax-cuda{CUDA}-plugin", f"jax-cuda{CUDA}-pjrt")
-SOURCES = ("config", "data", "model", "parallel", "step", "extras/aot")  # of src, which make the program and its report
+SOURCES = ("config", "data", "model", "parallel", "step", "extras/aot")  # folders of src that determine a record
 USER_FUNCTIONS = ("loss", "batch_transform", "eval_metrics")
 MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
@@ -52,7 +52,7 @@ class Running(NamedTuple):
     begun: float
 
     def result(self) -> Record | None:
-        """Returns its record, None while it runs; a process that died is a failure, which is not kept."""
+        """Returns its record, None while it runs; for a process that died, one that is `failed` and not kept."""
         if self.process.poll() is None:
             return None
         if (record := kept(self.file)) is not None:
@@ -69,14 +69,17 @@ class Running(NamedTuple):
 
 
 class Folder(NamedTuple):
-    """Where records are kept, and what besides a config's keys they depend on."""
+    """The folder of records, and a digest of what they depend on besides a config's keys."""
 
     path: Path
     surroundings: str
 
     @classmethod
     def of(cls, config: Config, topology: Topology) -> "Folder":
-        """Makes the folder below `jax_cache_dir`; a temporary one if that is empty, or users' functions may change."""
+        """Makes the folder below `jax_cache_dir`; a temporary one if that is empty, or the config has users' functions.
+
+        Those may change. Raises UserError if the folder cannot be made.
+        """
         kept = "" if any(config[key] for key in USER_FUNCTIONS) else config.step.jax_cache_dir
         path = Path(os.path.expanduser(kept)) / "plan" if kept else Path(tempfile.mkdtemp(prefix="mintext-plan-"))
         try:
@@ -99,7 +102,7 @@ class Folder(NamedTuple):
         return self.path / f"{digest}.json"
 
     def start(self, config: Config, words: Sequence[str]) -> Running:
-        """Starts compiling the config that `words` resolve to."""
+        """Starts a process that compiles `config`, to which `words` resolve, and writes its record and a log."""
         file = self.file(config)
         arguments = [sys.executable, "-m", __spec__.name, str(file), *words]
         path = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
@@ -142,7 +145,7 @@ def processes() -> int:
 
 
 def kept(file: Path) -> Record | None:
-    """Reads a record; None if there is none."""
+    """Reads a record; None if the file is missing or is not a record."""
     try:
         record = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -151,7 +154,10 @@ def kept(file: Path) -> Record | None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Compiles the config of a command line as train_compile does, and writes the record `argv[0]`."""
+    """Compiles the config of `argv[1:]` as train_compile does, and writes its record to the file `argv[0]`.
+
+    A UserError becomes a `failed` record.
+    """
     _end_with_the_search()
     file, *words = argv
     config = resolve_config.load(words, [], command=COMMAND)

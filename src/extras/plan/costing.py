@@ -20,7 +20,7 @@ NEAREST = 3  # points to compile if none should fit
 
 
 class Candidate(NamedTuple):
-    """A costed point."""
+    """A point and its estimated costs."""
 
     point: Point
     costs: Costs
@@ -60,7 +60,7 @@ class Costing:
     costed: int = 0
     too_large: dict[str, Group] = field(default_factory=dict)  # by remat policy
     too_slow: dict[str, Group] = field(default_factory=dict)  # by the resource that takes the most time
-    no_gain: int = 0  # points not costed: a faster one of their mesh and policy should fit easily or is too slow
+    no_gain: int = 0  # points not costed: a faster one with their mesh and policy should fit easily, or is too slow
     refused: dict[str, int] = field(default_factory=dict)  # reason -> number of meshes
 
     def omit_large(self, policy: str, points: int, example: Candidate) -> None:
@@ -84,7 +84,7 @@ class OnMesh:
         self._policies, self._placements = list(space.policies()), list(space.placements(mesh))
         self._batches = list(space.batches(mesh, variant))
         self.known: dict[str, Candidate] = {}
-        # No other point is faster.
+        # The bound on all of them: no other point is faster.
         self.fastest = self._cost(self._policies[0], self._batches[0], self._placements[0])
 
     @property
@@ -93,7 +93,7 @@ class OnMesh:
         return len(self._policies) * len(self._batches) * len(self._placements)
 
     def smallest(self) -> Candidate:
-        """Costs the points one of which needs the least memory, and returns that."""
+        """Returns the point with the least estimated memory: most micro-batches, full remat or offloading."""
         policies = [
             each
             for each in self._policies
@@ -103,8 +103,10 @@ class OnMesh:
         return min((self._cost(each, *last) for each in policies or self._policies), key=lambda each: each.memory)
 
     def walk(self, enough: float, slowest: float) -> Iterator[Candidate]:
-        """Yields points that are worth costing: after one that needs less memory than `enough`, or is slower than
-        `slowest`, others of its policy only save memory that they need not.
+        """Yields, policy by policy, the points that are worth costing, from fast ones to ones that need less memory.
+
+        A policy's points end after one that needs at most `enough` bytes per device, or makes fewer than `slowest`
+        tokens per second: the others would be slower and save memory in vain.
         """
 
         def suffices(candidate: Candidate) -> bool:
@@ -132,12 +134,14 @@ class OnMesh:
 
 
 def cost(space: Space) -> Costing:
-    """Costs points, the most promising first, until no other can be among the fastest.
+    """Costs points, the most promising meshes first, until no other can be among the fastest.
 
-    With a mesh and variant no point is faster than with all arrays saved, in as few micro-batches as possible, and none
-    needs less memory than with as much as possible recomputed or in host memory, in as many as possible. For each
-    policy, fewer micro-batches come first, and changes that only save memory last: after a point that should fit
-    easily, or one that is too slow, the others would only be slower. Raises UserError if no mesh suits model and batch.
+    With a given mesh and variant, the fastest point saves all arrays and has the fewest micro-batches. The one that
+    needs the least memory recomputes or offloads the most and has the most micro-batches. A mesh is left out if its
+    fastest point is too slow or its smallest one too large. For each policy, fewer micro-batches come first, and
+    changes that only save memory last: after a point that should fit easily, or is too slow, the others would only be
+    slower. If no point should fit, the smallest ones are the candidates. Raises UserError if no mesh suits the model
+    and the batch.
     """
     capacity = device_capacity(space.topology)
     assert capacity

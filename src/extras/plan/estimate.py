@@ -1,4 +1,4 @@
-"""Estimates the memory and the duration of a step from the configuration, in milliseconds and without tracing it.
+"""Estimates the memory and the duration of a step from its configuration, without tracing it, within milliseconds.
 
 `src.extras.plan` costs thousands of points with this and compiles the best few. docs/plan.md explains the model.
 """
@@ -27,7 +27,7 @@ from src.system.errors import UserError
 
 
 class Costs(NamedTuple):
-    """What a step costs each device, whatever the devices reach of their published rates."""
+    """A step's work, communication and memory per device, with its tokens and the published peaks of its devices."""
 
     work: Work
     moved: list[Collective]
@@ -39,12 +39,12 @@ class Costs(NamedTuple):
     slices: int
 
     def predict(self, constants: Constants) -> Prediction:
-        """Predicts the duration on devices that reach these fractions."""
+        """Predicts the duration on devices with these constants, mostly the fractions of peaks that they reach."""
         return predict(self.work, self.chip, self.peak, self.moved, self.low_peak, constants, self.slices)
 
 
 def step_costs(config: Config, topology: Topology, placed: Placed | None = None) -> Costs:
-    """Counts what a step costs each device of a topology; `placed` and errors as for `absent_step`."""
+    """Computes a step's costs on a topology; `placed` and errors as for `absent_step`."""
     chip = topology.chip
     peak = chip and run_peak(chip.kind, config.step.dtype, config.step.matmul_precision)
     if not chip or not peak:
@@ -93,7 +93,7 @@ def absent_step(config: Config, topology: Topology, placed: Placed | None = None
 
 
 def estimate_memory(step: Step) -> Memory:
-    """Adds up a device's memory like src/extras/aot/memory.py, from shapes instead of the traced step."""
+    """Adds up a device's memory in bytes like src/extras/aot/memory.py, from shapes instead of the traced step."""
     placed, on_host = step.placed, step.optimizer_on_host
     layout, spec, schedule, model, shares = placed.layout, placed.spec, placed.schedule, placed.model, placed.shares
     itemsize, stages = jnp.dtype(spec.dtype).itemsize, schedule.stages if schedule else 1
@@ -146,7 +146,7 @@ def _bytes(arrays: Sequence[TokenArray], layout: AbsentLayout, of_stream: float)
     total = 0.0
     for each in arrays:
         shards = {"norm_length": of_stream, "length": 1}.get(each.axis) or layout.shards(each.axis)
-        # Between devices, experts' rows have spare room.
+        # If experts are on several devices, the buffers of their rows have spare room.
         slack = BUFFER_SLACK if each.of_experts and layout.shards("expert") > 1 else 1
         total += each.bytes * slack / shards
     return total

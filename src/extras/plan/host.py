@@ -12,7 +12,7 @@ from src.extras.plan.placed import Placed
 # no other TPU; devices that no source describes are assumed to be as slow.
 BANDWIDTH = {"NVIDIA A100": 32e9, "NVIDIA L40S": 32e9, "NVIDIA H": 64e9, "NVIDIA B": 64e9}
 UNKNOWN_BANDWIDTH = 16e9
-EXPOSED = 0.5  # of the copies of activations; the update waits for all of the optimizer's
+EXPOSED = 0.5  # fraction of the copies of activations that a step waits for; it waits for all of the optimizer's
 
 
 def seconds(topology: Topology, optimizer: float, activations: float) -> float:
@@ -23,7 +23,10 @@ def seconds(topology: Topology, optimizer: float, activations: float) -> float:
 
 
 def estimated_seconds(config: Config, topology: Topology, costs: Costs, placed: Placed | None = None) -> float:
-    """Estimates the same for a config and its costs; activations are what would stay on the device without the host."""
+    """Estimates `seconds` for a config and its costs; activations are the bytes that its policy keeps off the device.
+
+    These are the difference to the estimate for the same policy without offloading, for all micro-batches.
+    """
     step, memory = config.step, costs.memory
     if step.remat_policy == "custom":
         names, on_host = list(step.remat_custom), "offload" in step.remat_custom.values()

@@ -1,4 +1,4 @@
-"""Writes what a search found: a table, command lines, JSON, and a page that opens offline."""
+"""Formats the results of a search: a table, command lines, JSON, and a page that opens offline."""
 
 import html
 import json
@@ -18,8 +18,8 @@ from src.extras.plan.points import Point
 from src.extras.plan.search import Result
 from src.system.errors import counted
 
-REASONS = 4  # for which meshes are refused: lines of their own
-RESOURCES = 4  # first fields of a prediction: seconds of each
+REASONS = 4  # for refused meshes, the most frequent ones: each has its own line
+RESOURCES = 4  # the first fields of a Prediction are the seconds of this many resources
 ROOFLINE = "by a roofline, not measured"
 # Mean absolute error of steps of published runs that no constant was fitted to (docs/plan.md, "Against published
 # runs"): on chips of several publications, on others, and with experts.
@@ -130,7 +130,7 @@ def command_line(request: Request, point: Point, changes: Mapping[str, Any] = Ma
 
 
 def table(ranked: Sequence[Row]) -> list[list[str]]:
-    """Builds the table: a list of texts a row, the first with the columns' names."""
+    """Builds the table: a list of strings per row, first the columns' names; leaves empty columns out."""
     columns: dict[str, list[str]] = {
         "": [str(row.rank) for row in ranked],
         "mesh": [row.mesh for row in ranked],
@@ -201,7 +201,7 @@ def report_json(
     seconds: Mapping[str, float],
     nearest: Result | None = None,
 ) -> str:
-    """Writes everything that was found as JSON; `nearest` is the smallest point, with changes to it, if none fits."""
+    """Formats a search's results as JSON; `nearest` is the smallest point, with changes to it, if none fits."""
     compiled = [
         {
             "keys": request.changed(each.candidate.point),
@@ -255,7 +255,7 @@ def page(request: Request, costing: Costing, results: Sequence[Result]) -> str:
 
 
 def plot(ranked: Sequence[Row], results: Sequence[Result], capacity: int) -> str:
-    """Draws memory against speed as SVG; hovering a dot names its row."""
+    """Plots memory against speed as SVG; hovering over a dot shows its row."""
     dots = [(row.memory, row.tokens_per_second, f"{row.rank}: {_hover(row)}", "good") for row in ranked]
     dots += [
         (each.needed, each.speed, f"does not fit: {each.candidate.point.mesh_words}", "eval")

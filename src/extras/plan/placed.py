@@ -1,4 +1,4 @@
-"""Places a model on the mesh of devices that need not exist, and checks that it divides over them."""
+"""Places a model on a mesh of devices that need not exist, and checks that it divides over them."""
 
 import functools
 import math
@@ -39,7 +39,7 @@ class AbsentLayout(MeshLayout):
         return {axis: self.size(names) for axis, names in self._axes.items()}
 
     def axes(self, axis: str | None) -> tuple[str, ...]:
-        """Mesh axes that shard a dim of this logical axis; a traced block is on one device, where there are none."""
+        """Mesh axes of several devices that shard a dim of this logical axis; none for None."""
         return () if axis is None else self._axes[axis]
 
     def shards(self, axis: str) -> int:
@@ -65,22 +65,22 @@ class DeclaredWeight(NamedTuple):
     itemsize: int
     trained: bool
     block: tuple[Any, ...]  # segment and position in its pattern; empty: not a layer's
-    layers: int  # repeats that are stacked in it; 0: not a layer's
-    shared: int  # times that a step's forward pass uses it
+    layers: int  # number of layers that are stacked in it; 0: not a layer's
+    shared: int  # times that a forward pass uses it: the number of layers that share it
 
 
 class Declared(NamedTuple):
-    """A model and its step, whatever the mesh."""
+    """A model's weights, and the sizes of its state, which do not depend on the mesh; sizes are in bytes."""
 
     plan: StepPlan  # on one device
     weights: tuple[DeclaredWeight, ...]
     weight_bytes: int  # of the trained weights
     optimizer_bytes: int
-    average_bytes: int
+    average_bytes: int  # of the EMA of the weights
 
 
 class Shares(NamedTuple):
-    """A device's share of the weights, in bytes, and of a state that is sharded like them."""
+    """Bytes per device of all weights, of the trained ones, and of the optimizer's state."""
 
     weights: float
     trained: float
@@ -89,7 +89,7 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A model on a mesh, checked: what all remat policies and batches on it share."""
+    """A model on a mesh that it was checked to divide over; remat policies and batches share it."""
 
     layout: AbsentLayout
     spec: ModelSpec
@@ -104,7 +104,7 @@ class Placed:
 
 
 def place(config: Config, topology: Topology) -> Placed:
-    """Places a config's model on its mesh; raises UserError if the mesh or the kernel does not fit the model."""
+    """Places a config's model on its mesh; raises UserError if the mesh or kernel cannot run the model."""
     spec, layout = spec_of(config), absent_layout(config, topology)
     if spec.has_experts or layout.shards("expert") > 1:
         from src.model.moe.layer import check_mesh
@@ -158,7 +158,7 @@ _specs: dict[tuple[Any, ...], ModelSpec] = {}
 
 
 def spec_of(config: Config) -> ModelSpec:
-    """Resolves a config's model, cached by its model section, dtypes and sequence length."""
+    """Resolves a config's model; cached by all that it depends on: the section `model`, dtypes and sequence length."""
     step, length = config.step, config.batch.max_target_length
     key = (repr(config.model), step.dtype, step.weight_dtype, length)
     if key not in _specs:
@@ -167,7 +167,7 @@ def spec_of(config: Config) -> ModelSpec:
 
 
 def declared(config: Config, layout: AbsentLayout, kernel: str) -> Declared:
-    """Declares a config's weights, optimizer and matmuls on one device like the layout's."""
+    """Declares a config's weights and optimizer on one device like the layout's; cached by what that depends on."""
     step = replace(
         config.step, num_vocab_tiling=1, remat_policy="full", remat_custom={}, gradient_accumulation_steps=1,
         scan_layers="true", attention=kernel, shard_optimizer_over_data=False, optimizer_memory_host_offload=False,
@@ -200,7 +200,7 @@ def declared(config: Config, layout: AbsentLayout, kernel: str) -> Declared:
 
 
 def _layers(path: tuple[Any, ...], spec: ModelSpec, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns how many layers a weight belongs to, and how often each is used."""
+    """Returns the fields `layers` and `shared` of a DeclaredWeight."""
     if path[0] != "segments":
         return 0, 1
     group = spec.layer_groups[int(path[1])]
@@ -216,7 +216,7 @@ def one_device(layout: AbsentLayout) -> AbsentLayout:
         axis_types=(AxisType.Auto,) * len(names),
         abstract_device=AbstractDevice(
             device.device_kind, None, "several"
-        ),  # not "cpu", for which weight_matmul is different on one device
+        ),  # not "cpu": matmul.py multiplies otherwise on a single CPU device
     )
     return replace(layout, mesh=mesh, within=(1,) * len(names))
 

@@ -36,7 +36,7 @@ class Point(NamedTuple):
 
     @property
     def kind(self) -> frozenset[str]:
-        """The mesh's sizes of more than one device, by key."""
+        """The keys of the mesh's sizes that are above 1."""
         return frozenset(key for key, size in self.mesh.items() if size > 1)
 
     @property
@@ -103,16 +103,17 @@ class Space:
                         yield Point(mesh, variant, policy, batch, placement)
 
     def meshes(self) -> Iterator[Keys]:
-        """Yields the sizes of all mesh axes, every way that typed sizes leave to divide the devices.
+        """Yields the sizes of all mesh axes, in every way to divide the devices that the typed sizes leave.
 
-        Raises UserError if they do not divide. The model may not divide over a mesh; an estimate raises then.
+        Raises UserError if the typed sizes do not divide the devices. If the model does not divide over a mesh, only
+        its estimate raises.
         """
         within = self.topology.num_devices // self.topology.slices
         for ici, dcn in itertools.product(self._sizes("ici", within), self._sizes("dcn", self.topology.slices)):
             yield {**ici, **dcn}
 
     def variants(self, mesh: Keys) -> Iterator[Keys]:
-        """Yields the choices of a mesh that take time rather than memory, or may save both."""
+        """Yields a mesh's combinations of the choices that may make a step faster or slower."""
         stages = _size(mesh, "stage")
         alternatives = {
             "quantization": ["", *self.quantizations] if self.quantizations else [],
@@ -152,7 +153,7 @@ class Space:
                 yield keys
 
     def batch_problem(self, mesh: Keys, variant: Keys) -> str:
-        """Why a mesh has no batch, with the values of a key that would do."""
+        """Says why `batches` yields none, and which values of a key would do."""
         shards, length = self._batch_shards(mesh, variant), self.config.batch.max_target_length
         if self.rows is None:
             return f"no size from {ROWS[-1]} to {ROWS[0]} of a shard is per_device_batch_size"
@@ -169,11 +170,11 @@ class Space:
         return f"per_device_batch_size={size:g} does not divide {counted(self.rows, 'sequence')}: it may be {sizes}"
 
     def placements(self, mesh: Keys) -> Iterator[Keys]:
-        """Yields the choices that only save memory, the cheapest first."""
+        """Yields combinations of the choices that only save memory, the fastest first."""
         length = self.config.batch.max_target_length // self._shards(mesh, "norm_length")
         own = self.config.step.num_vocab_tiling
         tiles = dict.fromkeys([own, *([8] if own < 8 and length % 8 == 0 else [])])
-        # The compiler for absent GPUs leaves arguments in their memory.
+        # The compiler for absent GPUs leaves a program's arguments in GPU memory.
         offload = [False, True] if self.topology.platform == "tpu" else []
         yield from self._choices({"optimizer_memory_host_offload": offload, "num_vocab_tiling": list(tiles)})
 
@@ -190,7 +191,10 @@ class Space:
             yield from ((self.rows // count, count) for count in divisors(self.rows // shards))
 
     def _sizes(self, kind: str, devices: int) -> Iterator[Keys]:
-        """Yields the sizes, within slices (`kind` ici) or between (dcn), whose product is `devices`."""
+        """Yields the sizes, within slices (`kind` ici) or between (dcn), whose product is `devices`.
+
+        Raises UserError if the product of the typed sizes does not divide `devices`.
+        """
         fixed = {key: self.config[key] for axis in MESH_AXES if (key := size_key(kind, axis)) in self.fixed}
         known = math.prod(fixed.values())
         if devices % known:
@@ -206,7 +210,7 @@ class Space:
             yield {**ones, **fixed, **dict(zip(free, sizes, strict=True))}
 
     def _batch_shards(self, mesh: Keys, variant: Keys) -> int:
-        """Number that divides the sequences of a micro-batch: the batch's shards times the pipeline's micro-batches."""
+        """The divisor of a micro-batch's sequences: the batch's shards times the pipeline's micro-batches."""
         parts = variant.get("num_pipeline_microbatches", self.config.mesh.num_pipeline_microbatches)
         return self._shards(mesh, "batch") * (_size(mesh, "stage") if parts == -1 else parts)
 

@@ -1,4 +1,4 @@
-"""Compiles the most promising candidates, and chooses the next ones by what the compiler found."""
+"""Compiles the most promising candidates, and chooses the next ones by the results of the compiler."""
 
 import math
 import statistics
@@ -19,11 +19,11 @@ from src.extras.plan.points import Point, Space
 from src.run.metrics import duration
 from src.system.errors import counted
 
-UNKNOWN_ERROR = 1.1  # times the memory that a first point may need by its estimate
+UNKNOWN_ERROR = 1.1  # times the memory: the estimate of the first point may be up to this
 
 
 class Result(NamedTuple):
-    """A candidate and what its compilation found."""
+    """A candidate, the record of its compilation, and the prediction from that."""
 
     candidate: Candidate
     record: Record
@@ -64,7 +64,10 @@ class Search:
         self._seconds: list[float] = []
 
     def run(self, say: Callable[[str], None]) -> None:
-        """Compiles into `results`; ends its processes if it is interrupted."""
+        """Fills `results` from kept records, then by compiling; passes lines about its progress to `say`.
+
+        Ends its processes if it is interrupted.
+        """
         for candidate in list(self._left):
             if record := kept(self._folder.file(self._config(candidate))):
                 self._left.remove(candidate)
@@ -84,7 +87,10 @@ class Search:
                 running.end()
 
     def advice(self) -> Result:
-        """Compiles changes that may make the smallest result fit; returns it with them in its record."""
+        """Compiles changes that may make the smallest result fit; returns it with these as `changes` in its record.
+
+        Returns it without them if its compilation failed.
+        """
         nearest = min(self.results, key=lambda each: each.needed)
         if nearest.record["failed"]:
             return nearest
@@ -126,10 +132,11 @@ class Search:
         return self._space.config.replace(**candidate.point.keys)
 
     def _next(self) -> Candidate | None:
-        """Chooses the candidate to compile next, None if the list is complete.
+        """Chooses the candidate to compile next, None if the search is complete.
 
-        The first half are the fastest candidates of each kind of mesh, because estimates err alike for a kind; the
-        others the fastest after the estimates' errors so far are corrected.
+        The first half of `top` are the fastest candidates of different kinds of mesh, because errors of estimates are
+        similar within a kind. The others are the fastest by estimates that results so far correct; beyond `top`, only
+        while one should be faster than the fastest that fits.
         """
         tried = [*(each.candidate for each in self.results), *self._running.values()]
         best = max((each.speed for each in self.results if each.fits), default=0.0)

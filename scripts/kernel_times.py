@@ -35,9 +35,10 @@ def kernels(path: Path) -> Iterator[tuple[str, str, float, float]]:
 
 
 def summary(path: Path, steps: int) -> dict[str, Any]:
-    """Sums the kernels of `steps` steps on the first GPU: ms per step by kind and by name, and between kernels.
+    """Sums the kernels of `steps` steps on the first GPU, in ms per step: by kind, and for the NAMED slowest by name.
 
-    Raises ValueError without a GPU's kernels.
+    `step_ms` is the time from the first kernel to the last one, `idle_ms` the part of it in which none runs. Raises
+    ValueError if the profile has no kernels of a GPU.
     """
     found = list(kernels(path))
     if not found:
@@ -74,7 +75,7 @@ def idle(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def profile_of(path: Path) -> Path:
-    """Finds a run's newest profile; raises ValueError without one."""
+    """Finds the newest profile in a run's folder, or returns `path` if it is a file; raises ValueError without one."""
     if path.is_file():
         return path
     if not (files := sorted(path.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)):
@@ -83,7 +84,7 @@ def profile_of(path: Path) -> Path:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the summary of a run's profile; returns 2 without one."""
+    """Prints the summary of a run's profile; returns the exit code, 2 for wrong arguments or without a profile."""
     if len(argv) not in (1, 2):
         print(__doc__, file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ RULE = "|---|---|"
 
 
 def typed(words: str) -> str:
-    """Formats words to type."""
+    """Formats words to type as code, or says that there is nothing to type."""
     return f"`{words}`" if words else NOTHING_TO_TYPE
 
 
@@ -48,7 +48,7 @@ def tables(program: str, table: Mapping[str, Any]) -> dict[str, list[tuple[str, 
 
 
 def page(text: str) -> str:
-    """Returns the page's text with the tables as they should be."""
+    """Returns the page's text with the rows of its tables replaced by the ones of `tables`."""
     sections, rows, lines = read_table(), {}, []
     in_table = False  # whether the old rows of a table are being left out
     for line in text.splitlines():

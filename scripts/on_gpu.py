@@ -77,7 +77,10 @@ class Machine:
             self.seconds_per_run = self.seconds_done / self.runs_done
 
     def python(self, *arguments: str, **environment: str) -> str:
-        """Runs Python and returns its output; raises RuntimeError with the end of the output if it fails."""
+        """Runs Python in a process and returns its stdout.
+
+        Raises RuntimeError if it fails, with the end of its output, or if it does not finish in the time that is left.
+        """
         command, left = [sys.executable, *arguments], self.left()
         env = self.environment | environment
         try:
@@ -134,7 +137,7 @@ class Machine:
         return self.once("ahead", self.compile_ahead)
 
     def compile_ahead(self, *keys: str) -> dict:
-        """Compiles a step without a GPU; returns the report."""
+        """Compiles a step without a GPU; returns the report. Raises RuntimeError for a device not in TOPOLOGIES."""
         if self.kind not in TOPOLOGIES:
             raise RuntimeError(f"there is no compile_topology for {self.kind}")
         report = self.folder / "report.json"
@@ -144,7 +147,7 @@ class Machine:
         return json.loads(report.read_text())
 
     def once(self, name: str, make: Callable[[], dict]) -> dict:
-        """Caches the result, or error, of `make` by name."""
+        """Returns the result of `make`, or raises its RuntimeError; both are cached by name."""
         if name not in self.shared:
             try:
                 self.shared[name] = make()

@@ -37,7 +37,11 @@ def main() -> None:
 
 
 def time_start(keys: list[str]) -> tuple[float, float, float]:
-    """Returns the seconds until the first line and the first step, and the CPU seconds until then."""
+    """Starts the quickstart and kills it after its first step.
+
+    Returns the seconds until the first line and until the first step, and the CPU seconds until then. Raises SystemExit
+    if the run ends earlier.
+    """
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["jax_cache_dir=", "log_period=1", "steps=2", f"base_output_directory={folder}"]
         command = [sys.executable, "-m", "src.train", "configs/quickstart.yml", *fixed, *keys]
@@ -54,7 +58,7 @@ def time_start(keys: list[str]) -> tuple[float, float, float]:
 
 
 def time_imports() -> tuple[float, Counter[str]]:
-    """Returns the seconds of `import src.train`, and each package's share: its modules' own time."""
+    """Returns the seconds of `import src.train`, and for each package the sum of its modules' own times."""
     command = [sys.executable, "-X", "importtime", "-c", "import src.train"]
     errors = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
     packages: Counter[str] = Counter()

@@ -46,7 +46,8 @@ CASES = {  # slices, their topology, and the keys
         "sparse_matmul=true megablox=true",
     ),
 }
-BLOCKS = {"v6e": "sa_block_q=1024 sa_block_q_dkv=2048 sa_block_q_dq=2048"}  # of attention's kernels, in that script
+# Block sizes of attention's kernels, also from v6e/llama2_7b_4096.sh.
+BLOCKS = {"v6e": "sa_block_q=1024 sa_block_q_dkv=2048 sa_block_q_dq=2048"}
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ def random_points(space: Space, costing: Costing, count: int, seed: int) -> Iter
 
 
 def identity(point: Point) -> str:
-    """A text that two equal points share."""
+    """A string that only points with the same keys share."""
     return json.dumps(point.keys, sort_keys=True)
 
 

@@ -35,7 +35,7 @@ from src.run import resolve_config
 from src.system.exit_codes import run_command
 
 PUBLISHED = Path(__file__).with_name("published.yml")
-# Publications whose chip has another one, in two halves.
+# The publications on chips that several publications measured, in two halves.
 HALVES = (
     ("maxtext-v5p", "dgxc-maxtext-llama3", "torchtitan-2024", "gpu-recipes-h200"),
     (
@@ -54,7 +54,7 @@ OF_CHIP = 0.12
 
 
 class Row(NamedTuple):
-    """A published row."""
+    """A published step: its costs, and its measured seconds."""
 
     publication: str
     name: str
@@ -64,12 +64,12 @@ class Row(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Constants of both platforms, and of each chip that was fitted."""
+    """Fitted logarithms of factors on START, by (constant, platform), and on `matmul` by ("matmul", chip)."""
 
     parameters: dict[tuple[str, str], float]
 
     def of(self, kind: str) -> Constants:
-        """Constants of a chip."""
+        """Constants of a kind of chip; its platform's if none of its rows were fitted."""
         platform = platform_of(kind)
         shared = {name: getattr(START, name) * math.exp(self.parameters[name, platform]) for name in SPREAD}
         matmul = shared["matmul"] * math.exp(self.parameters.get(("matmul", kind), 0.0))
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> None:
 
 
 def published() -> Iterator[Row]:
-    """Yields every row of published.yml with what its step costs."""
+    """Yields every row of published.yml and of the recipes that it names, with the costs of its step."""
     for publication, entry in yaml.safe_load(PUBLISHED.read_text()).items():
         for number, row in enumerate(entry.get("rows", [])):
             topology = parse_topology(str(row["topology"]), row["slices"])

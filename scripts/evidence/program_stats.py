@@ -117,7 +117,7 @@ def dump_bundles(folder: str) -> None:
 
 
 def dumped_bundles(folder: Path) -> dict[str, int]:
-    """Reads the number of bundles per instruction from such a folder; the last file for a name counts.
+    """Reads the number of bundles by instruction from a folder of `dump_bundles`; the last file for a name counts.
 
     A file is empty if an instruction has no program, such as a custom call that allocates.
     """

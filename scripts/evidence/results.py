@@ -56,7 +56,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Lab:
-    """Trains the runs of an experiment in `folder`, on the two parts of `text`."""
+    """Trains the runs of an experiment in `folder`, on `text`/train, and evaluates them on `text`/held_out."""
 
     text: Path | None  # None: the config names the data
     folder: Path
@@ -159,7 +159,7 @@ def sizes(lab: Lab, out: Path) -> dict[str, Any]:
             keys = [*_width(width), f"base_num_decoder_layers={layers}", "mup_base_emb_dim=64", "learning_rate=8e-3"]
             keys += ["steps=1500", *_seed(seed)]
             points.append((width, layers, lab.train(f"sizes-{width}-{seed}", *keys)))
-    # Without embeddings and output, as Kaplan et al.
+    # Without embeddings and output, as in Kaplan et al. 2020.
     parameters = [it.parameters - 2 * 258 * width for width, _, it in points]
     losses = [it.held_out_loss for _, _, it in points]
     law = power_law(parameters, losses)

@@ -1,8 +1,8 @@
 """Runs `src.verify` on every config that ships, and prints a table: python scripts/evidence/verify_shipped.py FOLDER.
 
 Configs whose small versions and meshes are equal are run once. FOLDER takes a report and the costs of each; an
-interrupted run continues, because configs with a report are not run again. `--checks abde` chooses the checks; names of
-configs choose the configs and their order.
+interrupted run continues, because configs whose costs are there are not run again. `--checks abde` chooses the checks;
+names of configs choose the configs and their order.
 """
 
 import argparse
@@ -25,16 +25,16 @@ from src.extras.verify.command import USAGE, prepared
 from src.run.run_setup import configured
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("run_name", "model_name", "base_output_directory")  # keys without an effect on what is checked
+NAMES = ("run_name", "model_name", "base_output_directory")  # keys that most checks do not read
 
 
 def words(path: Path) -> list[str]:
-    """The arguments for a config file, or for a model's."""
+    """The arguments of src.verify for a config file; a file of configs/models is given as a model_name."""
     return ["configs/base.yml", f"model_name={path.stem}"] if path.parent.name == "models" else [str(path)]
 
 
 def alike(paths: list[Path], checks: str) -> list[list[Path]]:
-    """Groups configs that verify sees as the same."""
+    """Groups configs that are equal for these checks: their small versions, their meshes, and dtypes."""
     groups: dict[str, list[Path]] = {}
     for path in paths:
         with contextlib.redirect_stdout(io.StringIO()):  # not into the table
@@ -49,7 +49,7 @@ def alike(paths: list[Path], checks: str) -> list[list[Path]]:
 
 
 class Costs(NamedTuple):
-    """What a command took."""
+    """The time and memory that a command took."""
 
     seconds: float
     cpu_seconds: float

@@ -149,7 +149,7 @@ def _found(context: Context, letter: str, module: str) -> Iterator[Row]:
     Raises MemoryError if memory is full, also if JAX reports that.
     """
     before = jax.config.values["jax_disable_most_optimizations"]
-    # Compiling takes most of the time. XLA's optimizations change results only by rounding, but check j's program more.
+    # Compiling takes most of the time. Only check j needs optimizations: they change other results just by rounding.
     jax.config.update("jax_disable_most_optimizations", letter != "j")
     checked = _checked(nnx.Variable.__init__, context.whole.mesh.logical_axis_rules)
     try:

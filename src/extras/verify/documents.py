@@ -96,7 +96,7 @@ def _of_model(subject: Subject, devices: int, keys: Mapping[str, Any], where: st
 
 
 def _of_layer(subject: Subject, number: int) -> Row:
-    """Checks which tokens a one-layer model's logits depend on, by its window, its chunk, and documents."""
+    """Checks which tokens a one-layer model's logits depend on, against its window, its chunk and the documents."""
     layer, base = subject.reference_plan.spec.layers[0], {name: array.copy() for name, array in subject.batch.items()}
     # A row with a document that is longer than any window, and one whose last document begins near the end.
     T, last = np.arange(subject.length), subject.length - 10

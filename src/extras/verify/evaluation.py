@@ -22,9 +22,8 @@ from src.run.evaluator import Evaluator, means
 from src.step.eval_step import compile_eval_step
 from src.step.plan import StepPlan
 
-# Largest relative error of an evaluation's metrics. Rounding of float32 sums over at most a few hundred tokens gives at
-# most 4e-7 over three seeds of five kinds of models. A mean of batches' means gives 2e-3 or more, padding that counts
-# 0.1.
+# Largest relative error of an evaluation's metrics. Rounding of float32 sums of a few hundred tokens gives at most 4e-7
+# over three seeds of five kinds of models. A mean of batches' means gives 2e-3 or more, padding that counts 0.1.
 BOUND = 1e-5
 BATCH, DOCUMENTS = 4, 13  # rows of a batch; number of documents, chosen so that the last batch has padding
 HELD_OUT, MANY = 0.1, 2000  # fraction to hold out; number of documents with which a split by hashes comes near it
@@ -100,7 +99,7 @@ def _counted(batches: Sequence[RowArrays]) -> Pairs:
 
 
 def _documents(name: str, inputs: InputSpec, documents: Sequence[np.ndarray], batches: Sequence[RowArrays]) -> Row:
-    """Counts tokens that an epoch lacks or repeats, or that as long a beginning of an endless stream lacks."""
+    """Counts tokens that an epoch lacks or repeats, or that the same number of batches of an endless stream lacks."""
     found, longest = _counted(batches), None
     if not inputs.batch.packing and inputs.batch.long_documents == "truncate":
         longest = inputs.batch.max_target_length + 1
@@ -154,7 +153,7 @@ def _same(some: Sequence[RowArrays], others: Sequence[RowArrays]) -> bool:
 
 
 def _held_out(name: str) -> Row:
-    """Counts documents that `train_validation_split` puts in both parts or in neither, also if pieces share a key.
+    """Counts documents that `train_validation_split` puts in both parts or in neither, and texts that it divides.
 
     Of DOCUMENTS documents, each part must get at least one; of MANY, the held-out part must get half to twice HELD_OUT.
     """
@@ -221,8 +220,9 @@ def _mean(log_probs: np.ndarray, batches: Sequence[RowArrays]) -> float:
 
 
 def _of_average(subject: Subject, evaluator: Evaluator, batches: Sequence[RowArrays]) -> Row:
-    """Evaluates a state whose EMA differs from its weights, and compares eval_loss and eval_ema_loss with the losses
-    of the weights and of their EMA.
+    """Evaluates a state whose EMA differs from its weights.
+
+    eval_loss must be the loss of the weights, and eval_ema_loss the loss of their EMA.
     """
     name, plan = "the loss of the averaged weights", subject.reference_plan
     if not subject.config.step.ema_decay:

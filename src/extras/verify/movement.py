@@ -105,7 +105,7 @@ def without_gradient(loss: Loss) -> Iterator[Row]:
 def _stay(gradients: Arrays, plan: StepPlan, before: TrainState, after: TrainState) -> dict[str, float]:
     """Counts, by weight, the entries with a `strong` gradient that do not move; all of them if the weight moves uphill.
 
-    0 for a weight whose learning_rate_scale is 0.
+    The count is 0 for a weight whose learning_rate_scale is 0.
     """
     old, new, rules = flat(before.weights.trainable), flat(after.weights.trainable), flat(plan.rules)
     stay = {}
@@ -118,7 +118,7 @@ def _stay(gradients: Arrays, plan: StepPlan, before: TrainState, after: TrainSta
 
 
 def step(subject: Subject, plan: StepPlan, waits: bool = False) -> tuple[TrainState, TrainState]:
-    """Returns the states before and after a step at the peak learning rate, or with `waits` after one at the rate 0.
+    """Returns the states before and after a step at the peak learning rate; with `waits`, it follows one at rate 0.
 
     The EMA begins as the weights reversed along their first dims, so that it differs from them.
     """

@@ -163,7 +163,8 @@ def _gathered(plan: StepPlan, text: str, length: int) -> list[str]:
             near = {dotted(path): _match(dims, axis, shape, layout) for path, dims in weights.items()}
             others = {length, *(size for other in sizes if other != axis for size in sizes[other])}
             without = [dims for dims in weights.values() if axis not in dict(dims)]
-            if [*shape] in ([size for _, size in dims] for dims in without):  # XLA may gather one of those here
+            # A weight without this axis may be gathered.
+            if [*shape] in ([size for _, size in dims] for dims in without):
                 continue
             if any(near.values()) or (whole > rows and whole not in others):
                 same = [path for path, match in near.items() if match and match == max(near.values())]
@@ -186,7 +187,7 @@ def _match(dims: Sequence[tuple[str | None, int]], axis: str, shape: Sequence[in
 
 
 def _summed(name: str, plan: StepPlan, text: str) -> Row:
-    """Finds matrices whose gradients are not summed along a mesh axis that shards tokens; lists the collectives."""
+    """Finds matrices whose gradients are not summed along a mesh axis that shards tokens; notes all collectives."""
     from src.extras.aot.hlo import collectives, parse
 
     layout, kinds, sums = plan.layout, Counter[str](), defaultdict[str, Counter[int]](Counter)

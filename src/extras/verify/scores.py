@@ -16,7 +16,7 @@ FIRST = 0x4E00  # the character for id 0; it and those that follow are letters, 
 
 
 class Letters:
-    """Replaces a tokenizer: each character is one id, FIRST is 0."""
+    """Replaces a tokenizer: the character with code FIRST + i encodes id i."""
 
     bos = 0
 

@@ -55,7 +55,7 @@ def changes(config: Config, topology: Topology, needed: int, capacity: int) -> I
     """Yields changes that may bring a step's `needed` bytes per device down to `capacity`; the caller compiles each.
 
     Single changes that should suffice come first, cheapest first. Next come combinations of the largest savings that
-    should suffice, from few changes to all, or all of them if none should. Last comes that with shorter sequences.
+    should suffice, from few changes to all, or all of them if none should. Last come all, with shorter sequences.
 
     The estimate for a changed step is its arguments plus its temporaries, both as src/extras/plan/estimate.py counts
     them, the temporaries scaled by the ratio of compiled to estimated ones of the original step. A change to something

@@ -117,7 +117,7 @@ class Folder(NamedTuple):
 
 @functools.cache
 def _open_while_this_process_runs() -> int:
-    """Returns the reading end of a pipe that nothing is written to, and that closes however this process ends."""
+    """Returns the read end of a pipe that stays empty; reading from it ends when this process does, even if killed."""
     reading, _ = os.pipe()
     return reading
 

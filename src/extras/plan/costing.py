@@ -58,7 +58,7 @@ class Costing:
     candidates: list[Candidate] = field(default_factory=list)
     points: int = 0
     costed: int = 0
-    too_large: dict[str, Group] = field(default_factory=dict)  # by remat policy
+    too_large: dict[str, Group] = field(default_factory=dict)  # by remat policy, or "whole meshes"
     too_slow: dict[str, Group] = field(default_factory=dict)  # by the resource that takes the most time
     no_gain: int = 0  # points not costed: a faster one with their mesh and policy should fit easily, or is too slow
     refused: dict[str, int] = field(default_factory=dict)  # reason -> number of meshes

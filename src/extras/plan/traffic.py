@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 def collectives(step: Step) -> list[Collective]:
-    """Lists the collectives of a step, each with its network; arrays as small as norms are left out."""
+    """Lists the collectives of a step for weights, gradients and activations, once for each network that they use."""
     of_weights = _of_weights(step.placed, step.micro_batches, step.tiles > 1)
     return [each for each in (*of_weights, *_of_tokens(step)) if each.sent_bytes]
 

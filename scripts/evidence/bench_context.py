@@ -99,7 +99,7 @@ def _ring(axis: str, n: int, length: int, heads: int, interpret: bool) -> Callab
         residuals = (*arrays, None, None, out, total, kernel.dq_mask_info, kernel.dkv_mask_info)
         return kernels._splash_attention_bwd(res=residuals, do=cotangent, **kernel.kwargs)[3:6]
 
-    def grad_barriers(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
+    def early_gradients(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
         dq, dk, dv = gradients(early, q, k[:, :half], v[:, :half], *rest)
         return dq, _before(dk), _before(dv)
 
@@ -114,7 +114,7 @@ def _ring(axis: str, n: int, length: int, heads: int, interpret: bool) -> Callab
         device = jax.lax.axis_index(axis)
         for step in range(1, n):
             k, v, dk, dv = passed_on(k, v, dk, dv)
-            parts = jax.lax.cond(device >= step, grad_barriers, late_gradients, q, k, v, *rest)
+            parts = jax.lax.cond(device >= step, early_gradients, late_gradients, q, k, v, *rest)
             dq, dk, dv = (x + part for x, part in zip((dq, dk, dv), parts, strict=True))
         return dq, *passed_on(dk, dv)  # back to their own device
 

@@ -24,7 +24,7 @@ def checkpoint_entries(
     """Collects a checkpoint's arrays: the state, and the data position of all hosts' streams after its last step."""
     sharding = plan.layout.sharding(("batch", None, None))  # `position` is this host's: int32 [streams, S, 2]
     positions = to_global(position, sharding, rows, schedule.rows)
-    if schedule.ramp:  # devices hold the streams in a different order
+    if schedule.ramp:  # devices hold the streams in another order than checkpoints, which have them by number
         positions = _taking(sharding)(positions, np.argsort(schedule.streams()))
     return {**saved_entries(plan, state), "data_position": positions}
 

@@ -19,12 +19,12 @@ from src.system.errors import UserError
 class EvalBatches:
     """Makes the batches of one evaluation set: this host's `rows` of global batches of `global_batch` rows.
 
-    With `steps` = N an evaluation takes N batches of an endless stream, which repeats the data if they are shorter. It
-    takes the first N each time, or if it `rolls` (`eval_mode`) the next N after the last evaluation, starting after
-    `position`. With -1 it takes one epoch: each document once, padding at the end of the last rows, and the same number
-    of batches on every host. If the source does not know that number, each host counts its rows at the first
-    evaluation, and so reads and tokenizes its documents an extra time. Raises UserError if the source has no text, is
-    endless with -1, or is a stream that should roll.
+    With `steps` = N an evaluation takes N batches, and repeats the data if they run out. It takes the first N each
+    time, or, if it `rolls` (`eval_mode`), the N after those of the last evaluation, beginning after `position`.
+    With -1 it takes one epoch: each document once, padding at the end of the last rows, and the same number of batches
+    on every host. If the source does not know that number, each host counts its rows at the first evaluation, and so
+    reads and tokenizes its documents an extra time. Raises UserError if the source has no text, if it is endless and
+    `steps` is -1, or if it `rolls` and can only be read from its start (`is_stream`).
     """
 
     def __init__(

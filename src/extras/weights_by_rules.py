@@ -61,9 +61,10 @@ def load_by_rules(
 
 
 def _load_named(path: str, wanted: Tree, tree: Tree, ema: bool) -> Restored:
-    """Loads the weights `wanted`, by dotted name, with adapters merged into them.
+    """Loads the weights `wanted`, keyed by their dotted names in `path`, with adapters merged into them.
 
-    A Hugging Face folder, or a run with adapters on its base, must have all of `tree`, which is read.
+    From a Hugging Face folder, or a run with adapters, it loads and returns all of `tree`, which must be there. Raises
+    UserError for a wanted name that `path` lacks.
     """
     if hf_folder(path) or "lora" in newest_meta(path)[0]:
         arrays, meta, messages = load_weights(path, tree, ema)

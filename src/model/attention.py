@@ -182,9 +182,8 @@ def repeat_kv(x_BTKH: Array, num_query_heads: int, layout: MeshLayout) -> Array:
     """Replicates keys or values [B, T, K, H] along the sequence, to [B, n T, ...] for its n shards.
 
     If key/value heads are not sharded like query heads, repeats them until a device has those that its queries read.
+    With grouped heads, keys and values are small, and gathering them takes less time than computing the scores.
     """
-    # With grouped heads, keys and values are small, and gathering them takes less time than computing the queries'
-    # scores.
     if layout.axes("kv_heads") != layout.axes("heads"):
         # `together` neighbouring queries of a device read the same head.
         group = num_query_heads // x_BTKH.shape[2]

@@ -15,7 +15,7 @@ from src.system.errors import UserError
 if TYPE_CHECKING:
     from src.model.pipeline import Schedule
 
-MAX_UNROLLED = 16  # layers that scan_layers=auto unrolls at most: each of them is compiled separately
+MAX_UNROLLED = 16  # the most layers that scan_layers=auto unrolls, on a CPU: each of them is compiled separately
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Execution:
     remat_custom: dict[str, str] = field(default_factory=dict)  # array -> device or offload
     schedule: "Schedule | None" = None  # of pipeline stages
     has_experts: bool = False  # then even remat_policy=none recomputes the gathered weights of experts
-    grad_barriers: bool = False  # on TPUs: for `ForwardContext.grad_barrier` and `cast_matrices`
-    for_gpu: bool = False  # factors and stacked gradients as separate arrays, which XLA on GPUs computes faster
+    grad_barriers: bool = False  # on TPUs: compute gradients early (`grad_barrier`); `cast_matrices` once
+    for_gpu: bool = False  # separate arrays for feed-forward factors; stack unrolled layers' gradients once
     update_in_branch: bool = False  # update in a conditional branch, entered once it is known whether to update
 
     @property

@@ -51,5 +51,5 @@ def stretch(plain: np.ndarray, spec: LayerSpec) -> tuple[np.ndarray, float]:
 
 
 def yarn_size(spec: LayerSpec, weight: float) -> float:
-    """YaRN's factor 1 + 0.1 weight log(rope_factor)."""
+    """YaRN's attention factor (transformers' `get_mscale`); `weight` is 1, `mscale` or `mscale_all_dim`."""
     return 0.1 * weight * math.log(spec.rope_factor) + 1.0

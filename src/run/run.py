@@ -88,7 +88,8 @@ class Run:
 
         `facts` are added to the data's fingerprint, which must match the checkpoint's. Raises UserError as
         `compare_configs` and `starting_state` do, if processes read different data or code, if the folder can't be
-        written or another process trains in it, or if `steps` is already reached, or for a resumed run exceeded.
+        written or another process trains in it, or if the restored step is beyond `steps`, or equal to it in a run that
+        is not resumed (load_full_state_path).
         """
         config, folder = self.config, self.folder
         self.inputs, self.data, self.eval_sets = inputs, data, eval_sets
@@ -330,8 +331,8 @@ class Run:
     def conclude(self, config: Config | None = None) -> Result:
         """Prints how the run ended and writes the report; if it finished, also a sample, and commands for its model.
 
-        Pass `config` to use another one for the sample and the commands. The result of a run that made no step in this
-        start has the metrics of its report, in the process that writes the report.
+        Pass `config` to use another one for the sample and the commands. If this start made no step, the
+        result's metrics are the last ones in the report, and only the process that writes the report has them.
         """
         config, folder, tokenizer = config or self.config, self.folder, self.inputs.tokenizer
         if not self._has_begun:

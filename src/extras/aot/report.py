@@ -89,7 +89,7 @@ def make_report(
 
 
 def gpu_rates(kind: str, matmul_precision: str, low_peak: float | None) -> dict[int, float]:
-    """Returns a GPU's matmul rates by the operands' bits; unpublished ones follow from bfloat16's, twice for half."""
+    """Returns a GPU's matmul rates by the bits of operands; unpublished ones are bfloat16's, scaled by the bits."""
     half = peak_flops(kind, "bfloat16")
     assert half, kind  # every GPU that can be compiled for has it
     published = {8: low_peak, 16: half, 32: run_peak(kind, "float32", matmul_precision)}
@@ -216,7 +216,7 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def describe(topology: str, slices: int) -> str:
-    """Describes the slices or hosts of a topology."""
+    """Returns a topology's name, preceded by the number of slices or hosts if there are several: 2 x v5p-128."""
     return f"{slices} x {topology}" if slices > 1 else topology
 
 

@@ -129,8 +129,9 @@ def predict(
     matmul_seconds = matmuls / peak + low / (low_peak or peak)
     sent = {"ici": 0.0, "dcn": 0.0}
     exposed = 0.0
-    for each in moved:  # scaled to all of the device's links: using half of them costs twice the bytes
+    for each in moved:
         bandwidth = chip.ici_bandwidth if each.network == "ici" else chip.dcn_bandwidth
+        # Bandwidths are of all the device's links: a collective that uses half of them takes twice as long.
         taken = each.times * each.sent_bytes / each.links / bandwidth
         sent[each.network] += taken
         exposed += taken * (constants.exposed if each.asynchronous else constants.blocking)

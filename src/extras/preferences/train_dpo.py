@@ -94,7 +94,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         eval_sets = [EvalSet("", PairRows(inputs, held_out), config.evaluation.eval_steps)]
     model = model_fingerprint(config)
 
-    # ---- Where in the run it is
+    # ---- Start or resume
     run.open(inputs, data, eval_sets, reference=model["weights"])
     as_chats = config.replace(use_sft=True, eval_interval=-1, sample_length=0)  # the commands to suggest: for a chat
     if run.is_over():

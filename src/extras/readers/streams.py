@@ -139,7 +139,10 @@ class StreamReader:
         return self._items[number - self._first]
 
     def saved(self, oldest: int) -> dict[str, Any]:
-        """Returns the state before the window with document `oldest`, to read it and all later ones from there."""
+        """Returns the state from which a new reader reads document `oldest` and all later ones: its window's start.
+
+        Forgets earlier windows, so later calls must not pass a smaller `oldest`.
+        """
         while len(self._windows) > 1 and self._windows[1].first <= oldest:
             self._windows.popleft()
         return (self._windows[0] if self._windows else self._next)._asdict()

@@ -1,5 +1,6 @@
 """Compares two training steps; names the quantity that differs most, and where the difference begins."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -45,12 +46,13 @@ def differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarr
     """Yields each path and the largest difference of its arrays, relative to the largest expected value in the array.
 
     That scale is at least a thousandth of the largest value in all expected arrays, because some gradients are zero up
-    to rounding: adding the same bias to all keys does not change a softmax.
+    to rounding: adding the same bias to all keys does not change a softmax. If all are 0, any difference is infinite.
     """
     most = largest_entry(expected)
     for path, wanted in expected.items():
         scale = max(float(np.max(np.abs(wanted))), 1e-3 * most)
-        yield path, float(np.max(np.abs(np.float64(found[path]) - np.float64(wanted)))) / scale
+        difference = float(np.max(np.abs(np.float64(found[path]) - np.float64(wanted))))
+        yield path, difference / scale if scale else math.inf if difference else 0.0
 
 
 def compared(name: str, found: Result, expected: Result, bound: float, parting: Callable[[], str] = str) -> Row:

@@ -97,6 +97,6 @@ GEMMA4 = Family(
     },
     constants=CONSTANTS,
     only={"num_kv_shared_layers": 0, "enable_moe_block": False},
-    # Entries for features that `only` refuses.
+    # Entries of features that `only` or `_read_layers` refuses.
     inert="use_double_wide_mlp num_experts top_k_experts moe_intermediate_size vocab_size_per_layer_input",
 )

@@ -91,6 +91,7 @@ def sent(moved):
 
 
 FULL = {"remat_policy": "full"}
+SHARDED = {"shard_optimizer_over_data": True}
 
 
 @pytest.mark.parametrize(
@@ -103,6 +104,12 @@ FULL = {"remat_policy": "full"}
             {"data": 4, "fsdp": 2},
             {"gradient_accumulation_steps": 2},
             [("gathered", "fsdp"), ("summed", "fsdp"), ("summed", "data")],
+        ),
+        ({"data": 4, "fsdp": 2}, SHARDED, [("gathered", "data"), ("summed", "data"), ("gathered", "fsdp")]),
+        (
+            {"data": 4, "fsdp": 2},
+            {**SHARDED, "gradient_accumulation_steps": 2},
+            [("gathered", "data"), ("summed", "data")],
         ),
         (
             {"fsdp": 4, "context": 2},

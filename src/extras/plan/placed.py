@@ -99,6 +99,7 @@ class Placed:
     schedule: Schedule | None  # of pipeline stages
     model: Declared
     shares: Shares
+    optimizer_sharded: bool  # over replicas
     torus: tuple[int, ...]  # chips of a TPU's slice along each dim; empty for other devices
     devices_per_chip: int
 
@@ -131,6 +132,7 @@ def place(config: Config, topology: Topology) -> Placed:
         schedule=schedule,
         model=model,
         shares=_weight_shares(model, layout, config),
+        optimizer_sharded=config.step.shard_optimizer_over_data,
         torus=topology.shape if topology.platform == "tpu" else (),
         devices_per_chip=topology.devices_per_chip,
     )

@@ -90,8 +90,14 @@ def _each_weight(placed: Placed, micro_batches: int, in_tiles: bool) -> Iterator
         yield from _collective(placed, kind, over, passes * weight.shared, whole, True)
         used = {name for axis in weight.axes if axis for name in layout.axes(axis)}
         replicas = tuple(name for name in tokens if name not in used)
-        wide = micro_batches > 1 or schedule is not None or layout.platform == "gpu"
-        yield from _collective(placed, "all-reduce", replicas, 1, shard * (4 if wide else itemsize), True)
+        once = micro_batches == 1 and schedule is None
+        size = shard * (itemsize if once and layout.platform != "gpu" else 4)
+        # With the optimizer sharded too, replicas sum shards of a gradient, and gather the updated weight. XLA on GPUs
+        # sums the gradient whole first, unless micro-batches are summed before.
+        scattered = placed.optimizer_sharded and not (once and layout.platform == "gpu")
+        yield from _collective(placed, "reduce-scatter" if scattered else "all-reduce", replicas, 1, size, True)
+        if placed.optimizer_sharded:
+            yield from _collective(placed, "all-gather", replicas, 1, shard * weight.itemsize, True)
 
 
 def _of_tokens(step: Step) -> Iterator[Collective]:

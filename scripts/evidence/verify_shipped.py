@@ -85,7 +85,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--checks", default="abde")
     parser.add_argument("names", nargs="*")
-    given, exit_code = parser.parse_args(), 0
+    given, exit_code = parser.parse_intermixed_args(), 0
     jax.config.update("jax_platforms", "cpu")
     os.chdir(ROOT)
     given.folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -282,3 +283,29 @@ def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, settings, capsys):
     assert end.value.code == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("error: compile_topology is empty")
+
+
+COMPILING = """
+import hashlib
+from types import SimpleNamespace
+
+from src.extras.aot import train_compile
+
+def compiler(options):
+    print("compiling", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # in C for minutes, like a compiler
+
+train_compile.compile_lowered(SimpleNamespace(compile=compiler), None, {})
+"""
+
+
+def test_ctrl_c_ends_a_compilation_at_once():
+    words = [sys.executable, "-c", COMPILING]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "compiling\n"
+        process.send_signal(signal.SIGINT)
+        try:
+            _, said = process.communicate(timeout=60)  # Python would answer after the call
+        finally:
+            process.kill()
+    assert (process.returncode, said) == (-signal.SIGINT, "")

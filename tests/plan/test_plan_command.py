@@ -39,7 +39,7 @@ def planned(tmp_path, capsys, monkeypatch):
     return run
 
 
-def test_a_search_compiles_ranks_and_writes_what_it_found(planned, tmp_path):
+def test_a_search_compiles_ranks_and_writes_what_it_found(planned, tmp_path, monkeypatch, capsys):
     page = tmp_path / "plan.html"
     words = ("top=2", f"page={page}", "train_tokens=1e9", "price_per_device_hour=2")
     plan, found, said = planned(*words)
@@ -63,6 +63,18 @@ def test_a_search_compiles_ranks_and_writes_what_it_found(planned, tmp_path):
     assert "2 points compiled before" in said
     assert (again, more["rows"]) == (plan, found["rows"])
 
+    def interrupted(self, say, run=Search.run):
+        run(self, say)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        planned(*words)
+    said = capsys.readouterr().out
+    assert "of the 2 points compiled so far:" in said
+    assert f"1: {first['command']}" in said
+    assert "2 points kept; the same command continues from there" in said
+
 
 @pytest.mark.long
 def test_a_row_needs_what_train_compile_says(planned, tmp_path):
@@ -82,7 +94,7 @@ def test_an_interrupted_command_says_how_to_continue(planned, monkeypatch, capsy
     monkeypatch.setattr(Search, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         planned("top=1")
-    assert "interrupted: 0 points kept; the same command continues from there" in capsys.readouterr().out
+    assert "0 points kept; the same command continues from there" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -108,7 +120,7 @@ def test_a_search_that_is_ended_ends_its_compilations(number, tmp_path, monkeypa
     assert started
     assert not left
     assert end.value.code == 130
-    assert "interrupted: 0 points kept; the same command continues from there" in capsys.readouterr().out
+    assert "0 points kept; the same command continues from there" in capsys.readouterr().out
 
 
 STARTED = """

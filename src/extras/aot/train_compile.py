@@ -8,8 +8,10 @@ import contextlib
 import itertools
 import json
 import resource
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
@@ -56,7 +58,10 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     times = [time.monotonic()]
     traced = traced_for(config, topology)
     times.append(time.monotonic())
-    print(f"compiling for {report.describe(topology.name, topology.slices)}; this may take minutes", flush=True)
+    print(
+        f"compiling for {report.describe(topology.name, topology.slices)}; this may take minutes, and Ctrl-C ends it",
+        flush=True,
+    )
     lowered = traced.jax_traced.lower()
     if program_path and CUDNN_CALL in lowered.as_text():
         raise UserError(
@@ -132,7 +137,8 @@ def compile_lowered(
     `profile` is empty, or the result of `pgle.options`.
     """
     try:
-        return lowered.compile(dict(profile)), ""
+        with _signals_end_this_process():
+            return lowered.compile(dict(profile)), ""
     except jax.errors.JaxRuntimeError as error:
         message = str(error).partition("\n\nSuspected Python Code Location:")[0].rstrip()
     # A kernel may exhaust another memory, such as VMEM, which says nothing about the step's size.
@@ -145,6 +151,24 @@ def compile_lowered(
         "as a multiple of 128, another attention (flash, dot_product), or other flags (compile_xla_flags,"
         " LIBTPU_INIT_ARGS)."
     )
+
+
+@contextlib.contextmanager
+def _signals_end_this_process() -> Generator[None]:
+    """Lets Ctrl-C and SIGTERM end this process at once, also while a compiler runs, which may take minutes.
+
+    Python calls its own handlers only when the compiler has returned, and libtpu answers SIGTERM with a stack trace.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
 
 
 def _compiled_change(config: Config, keys: Mapping[str, Any]) -> report.Report | None:

@@ -124,7 +124,11 @@ def _search(space: Space, request: output.Request, own: dict[str, str]) -> Plan:
                 nearest = search.advice()
                 lines = output.nearest_lines(nearest, request)
     except KeyboardInterrupt:
-        show(f"interrupted: {counted(len(search.results), 'point')} kept; the same command continues from there")
+        if ranked := output.rows(search.results, request):
+            show(f"of the {counted(len(search.results), 'point')} compiled so far:")
+            for line in output.ranked_lines(ranked, request.basis):
+                show(line)
+        show(f"{counted(len(search.results), 'point')} kept; the same command continues from there")
         raise
     for line in lines:
         show(line)

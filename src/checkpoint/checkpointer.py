@@ -229,7 +229,10 @@ class Checkpointer:
                 remove(path)
 
     def _attempt(self, action: Callable[[], None], retry: bool) -> None:
-        """Calls `action` to write the unwritten save, with `retry` several times; raises the error of `write_error`."""
+        """Calls `action` to write the unwritten save; with `retry`, one process repeats it while it fails transiently.
+
+        On an error other than UserError, drops the save and raises the error of `write_error`.
+        """
         try:
             # One of several processes cannot retry by itself, because the others are at other points of the save.
             retried(action) if retry and jax.process_count() == 1 else action()

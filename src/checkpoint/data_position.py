@@ -184,7 +184,7 @@ def remapped_streams(streams: np.ndarray, meta: Facts, data: Data, rows: int) ->
 
 
 def rows_consumed(step: int, meta: Facts, data: Data, fingerprint: Facts) -> tuple[int, dict[str, int]]:
-    """Counts the rows since weights, batch or row length last changed, and each source's rows before that change.
+    """Counts the rows since the mixture, batch or row length last changed, and each source's rows before that.
 
     After a change the mixture's schedule restarts, and sources without packing streams continue after their own rows;
     if the length of a row changed, pre-tokenized data continue after the same number of tokens.

@@ -106,7 +106,7 @@ def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
 def first_good(folder: epath.Path, steps: list[int], read: Callable[[epath.Path], T]) -> tuple[int, T, dict[int, str]]:
     """Reads the first undamaged one of `steps`; returns the step, the result, and the problems of earlier steps.
 
-    Raises UserError if all are damaged; other errors of `read` pass.
+    Raises UserError if all are damaged; errors of `read` other than DamagedError propagate.
     """
     problems = {}
     for step in steps:

@@ -29,7 +29,7 @@ def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
     invalid = {key: problem for key in config if key not in failed and (problem := check_value(key, config[key]))}
     unsound = {*failed, *invalid}
     sound = Config.of({key: value for key, value in config.items() if key not in unsound})
-    for key in unsound:  # a check ends when it reads one, whose problem is reported already
+    for key in unsound:  # a check that reads one raises AttributeError, caught below: its problem is reported already
         object.__delattr__(getattr(sound, KEYS[key].section), key)
     problems = list(invalid.values())
     checks: list[tuple[Callable, Any]] = [(check, sound.model) for check in model_checks.LAYER_CHECKS]

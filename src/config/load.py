@@ -92,9 +92,9 @@ def _load(
             model = named_model.model_settings(
                 model_name, uses_weights, read_folder, lambda path: _read(path, problems), problems
             )
-            if not named_model.same_file(model_name, _model_name(files)):
-                typed = {setting.key for setting in arguments}
-                problems += named_model.replaced_settings(model_name, model, files, typed)
+            unaware, aware = named_model.split_at_name(model_name, files)
+            meant = {setting.key for setting in (*aware, *arguments)}
+            problems += named_model.replaced_settings(model_name, model, unaware, meant)
     elif run and model_name != _model_name(files):
         problems.append(f"model_name={model_name}: {run} is a run, and a run keeps its own model")
     settings = [*model, *files, *arguments]

@@ -18,13 +18,23 @@ def same_file(name: str, other: str) -> bool:
     return Path(name).name.removesuffix(".yml") == Path(other).name.removesuffix(".yml")
 
 
-def replaced_settings(name: str, model: Sequence[Setting], files: Sequence[Setting], typed: Set[str]) -> Iterator[str]:
-    """Yields a problem if `files`, for another model, replace settings of model `name`, except the keys `typed`."""
+def split_at_name(name: str, files: Sequence[Setting]) -> tuple[Sequence[Setting], Sequence[Setting]]:
+    """Splits the settings of a chain of files: those below the lowest file that names model `name`, and the others.
+
+    If no file names it, all are in the first part.
+    """
+    naming = next((each.where for each in files if each.key == "model_name" and same_file(name, str(each.value))), None)
+    first = next((index for index, each in enumerate(files) if each.where == naming), len(files))
+    return files[:first], files[first:]
+
+
+def replaced_settings(name: str, model: Sequence[Setting], files: Sequence[Setting], meant: Set[str]) -> Iterator[str]:
+    """Yields a problem if `files`, for another model, replace settings of model `name`, except the keys `meant`."""
     of_model = {setting.key: setting.value for setting in model if setting.key in keys_of("model")}
     of_model.pop("vocab_size", None)  # it belongs to the tokenizer
     replaced = []
     for key, each in {each.key: each for each in files}.items():
-        if key in of_model and key not in typed:
+        if key in of_model and key not in meant:
             with contextlib.suppress(UserError, ValueError):  # a value of the wrong type is reported elsewhere
                 value, of_it = (convert(value, KEYS[key].default) for value in (each.value, of_model[key]))
                 replaced += [(each, value, of_it)] * (value != of_it)

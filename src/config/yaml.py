@@ -151,7 +151,7 @@ def parse_keys(text: str, where: str) -> dict[str, Any]:
 
 
 def literal(value: Any) -> Any:
-    """Converts each plain scalar in `value` to the bool, int or float that it spells in Python, or else to a str."""
+    """Converts plain scalars in `value` to a bool if `BOOLS` has it, to an int or float if it is one, else to a str."""
     if isinstance(value, dict):
         return {key: literal(entry) for key, entry in value.items()}
     if isinstance(value, list):

@@ -237,7 +237,7 @@ def encode_conversation(
 
 
 def _encode_turns(tokenizer: Tokenizer, conversation: Conversation, first: int) -> list[Document]:
-    """Tokenizes a conversation as the template formats it; the assistant's turns from message `first` on count.
+    """Tokenizes a conversation as the template formats it; the assistant's turns from message `first` on have a loss.
 
     If the template only appends, the result is one document, and a turn is the text added to its prompt. A template
     that rewrites earlier turns gives a document for each turn: its prompt, as the model will see it, and the turn.

@@ -47,7 +47,7 @@ PRESETS: dict[str, dict[str, str]] = {
     "multi-slice gpu": {**_GPU, "xla_gpu_enable_command_buffer": ""},
     "tpu": {},
     "TPU v4": _ASYNC_ON_LARGE,
-    # From Pax's runs on several slices: with the four flags for one slice, layers of its 22B did not finish compiling.
+    # Pax's for several slices, without `_ASYNC_ON_LARGE`: with both, layers of its 22B did not finish compiling.
     "multi-slice TPU v4": {
         "xla_enable_async_all_gather": "true",
         "xla_jf_spmd_threshold_for_windowed_einsum_mib": "0",

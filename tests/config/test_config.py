@@ -242,6 +242,21 @@ def test_a_file_of_another_model_is_refused_beside_a_typed_model_name(write):
         load([str(write("bad.yml", "base_emb_dim: wide\n")), "model_name=gpt3-125m"])
 
 
+def test_a_file_below_the_one_that_names_the_model_does_not_change_it(write):
+    """Such as base.yml of another checkout, which has every key of the model."""
+    other = write("base.yml", Path(BASE).read_text())
+    recipe = write("recipe.yml", f"base_config: {other}\nmodel_name: gpt3-125m\n")
+    with pytest.raises(UserError, match=r"would not be that model: in .*base.yml, .*base_emb_dim=2048 replaces 768"):
+        load([str(recipe)])
+    sizes = write("sizes.yml", f"base_config: {recipe}\nbase_emb_dim: 64\n")
+    with pytest.raises(UserError, match="would not be that model"):
+        load([str(sizes)])
+    # A file that names the model may change it, and so may those above it.
+    own = write("own.yml", "model_name: gpt3-125m\nbase_emb_dim: 64\n")
+    assert load([str(own)]).model.base_emb_dim == 64
+    assert load([str(write("above.yml", f"base_config: {own}\nbase_emb_dim: 96\n"))]).model.base_emb_dim == 96
+
+
 def test_a_resolved_config_loads_to_itself(write):
     config = load(
         [

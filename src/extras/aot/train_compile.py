@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     program_path, report_path = config.aot.compiled_trainstep_file, config.aot.compile_report
     outputs = {"compiled_trainstep_file": program_path, "compile_report": report_path}
     check_outputs({key: path for key, path in outputs.items() if path})
-    # The report has the time to compile, so don't use the cache.
+    # The report includes the compilation time, so don't use the cache.
     jax.config.update("jax_enable_compilation_cache", False)
     times = [time.monotonic()]
     traced = traced_for(config, topology)

@@ -141,8 +141,8 @@ ALTERNATING_WINDOWS = FieldGroup("layer_types", _read_every_other, write_layer_t
 
 ORIGINAL = "original_max_position_embeddings"
 _FACTOR, _ORIGINAL_LENGTH = Field("factor", "rope_factor"), Field(ORIGINAL, ORIGINAL)
-# Types of scaled rotary positions: transformers' name -> ours, and the fields of each. transformers requires some of
-# them.
+# ROPE_TYPES: transformers' types of rotary positions -> ours. ROPE_PARAMETERS: the entries of each type; one without a
+# default is required, after `read_rope` has filled in those that transformers derives.
 _SAME_NAME = ("default", "linear", "yarn", "dynamic", "longrope", "proportional")
 ROPE_TYPES = {"llama3": "llama3.1", **{kind: kind for kind in _SAME_NAME}}
 _SHARE = Field("partial_rotary_factor", "partial_rotary_factor", 1.0)

@@ -59,7 +59,7 @@ def _parts(path: str) -> tuple[str, str]:
 @functools.cache
 def _fetched(path: str, weights: bool) -> str:
     folder = _snapshot(path, _SMALL)
-    if weights:  # of which a repository may have several formats: fetch only safetensors
+    if weights:  # a repository may have them in several formats: fetch only safetensors
         index, names = Path(folder, INDEX), {SINGLE, ADAPTER_WEIGHTS}
         if index.is_file():
             # folder.py reports a damaged index.

@@ -127,7 +127,7 @@ def _layers(model: Model) -> list[Model]:
 
 
 def _spec(model: Model, max_target_length: int) -> ModelSpec:
-    """Builds the model's spec in the default dtypes, which config.json does not distinguish."""
+    """Builds the model's spec with default dtypes: models are compared without those, as config.json's are ignored."""
     return model_spec(model, Numerics(), max_target_length)
 
 

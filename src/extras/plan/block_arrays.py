@@ -83,7 +83,7 @@ def _token_array(
     if array.size % ROWS:
         return None
     size = math.prod(shape) * array.dtype.itemsize / (ROWS * length)
-    of_experts = ROWS not in shape[:1]  # choices of experts, in one dim with the rows
+    of_experts = ROWS not in shape[:1]  # then the first dim merges rows, tokens and chosen experts
     for axis, sizes in [item for part in layer_costs(layer).values() for item in part.sharded.items()]:
         if set(sizes).intersection(shape[1:]):
             return TokenArray(size, axis, of_experts)

@@ -87,9 +87,10 @@ class Search:
                 running.end()
 
     def advice(self) -> Result:
-        """Compiles changes that may make the smallest result fit; returns it with these as `changes` in its record.
+        """Searches for changes with which the candidate that needs the least memory fits; returns its result.
 
-        Returns it without them if its compilation failed.
+        The record's `changes` are those that reduce memory. If that candidate failed to compile, its result is returned
+        as it is.
         """
         nearest = min(self.results, key=lambda each: each.needed)
         if nearest.record["failed"]:

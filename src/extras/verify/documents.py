@@ -53,7 +53,10 @@ def _of_packer(subject: Subject) -> Row:
 
 
 def _of_model(subject: Subject, devices: int, keys: Mapping[str, Any], where: str) -> Generator[Row, None, np.ndarray]:
-    """Checks what each token's logits depend on, on `devices`; returns the batch's logits [1 + P, B, T, V]."""
+    """Yields the checks of what each token's logits depend on, on this number of devices.
+
+    Returns the batch's logits [1 + P, B, T, V]: the model's, and those of its P multi-token prediction layers.
+    """
     plan, unrolled = subject.plan(devices, **keys), subject.plan(devices, **keys, **UNROLLED)
     base, segments = subject.batch, subject.batch["segment_ids"]
     odd, T = np.arange(subject.rows)[:, None] % 2 == 1, np.arange(subject.length)

@@ -54,7 +54,7 @@ def of_texts(subject: Subject, sequences: Sequence[np.ndarray], log_probs: Seque
 
 
 def of_answers(subject: Subject, sequences: Sequence[np.ndarray], log_probs: Sequence[np.ndarray]) -> Row:
-    """Checks `Answers.log_likelihoods` of two answers to each sequence's first half: its second half, the likeliest id.
+    """Checks `log_likelihoods` of two answers to each sequence's first half: its second half and the likeliest id.
 
     The reference `log_probs` is as in `of_texts`.
     """

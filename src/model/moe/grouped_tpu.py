@@ -66,7 +66,7 @@ def tile_sizes(rows: int, X: int, Y: int, itemsize: int) -> tuple[int, ...]:
 
     def fits(tile: tuple[int, ...]) -> bool:
         x, y = tile
-        # Inputs and outputs are double-buffered; the sum is in float32, of a gradient's size.
+        # Inputs and outputs are double-buffered. The float32 sum is [rows, y], or [x, y] for a gradient: the larger.
         outputs = (rows if itemsize > 1 else max(rows, x)) * y
         return 2 * itemsize * (rows * x + x * y) + 2 * out_bytes * outputs + 4 * max(rows, x) * y <= VMEM_BYTES
 

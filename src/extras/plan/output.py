@@ -174,8 +174,8 @@ def omitted_lines(costing: Costing) -> Iterator[str]:
     for bound, (points, best) in costing.too_slow.items():
         part = best.speed / costing.candidates[0].speed
         yield (
-            f"{points:,} points should be slower, {bound} takes the most: the fastest has {part:.0%} of the "
-            f"speed of the fastest estimate ({best.point.mesh_words})"
+            f"{points:,} points are limited by {bound} and should be slower: the best of them reaches {part:.0%} of "
+            f"the fastest estimate's speed ({best.point.mesh_words})"
         )
     if costing.no_gain:
         yield f"{costing.no_gain:,} points save more memory than their mesh and policy need, and only lose time"

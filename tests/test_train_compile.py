@@ -287,15 +287,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, settings, capsys):
 
 COMPILING = """
 import hashlib
-from types import SimpleNamespace
 
 from src.extras.aot import train_compile
 
-def compiler(options):
+def compiler(argv):
     print("compiling", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # in C for minutes, like a compiler
 
-train_compile.compile_lowered(SimpleNamespace(compile=compiler), None, {})
+train_compile.main = compiler
+train_compile.command([])
 """
 
 

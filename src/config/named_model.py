@@ -19,12 +19,16 @@ def same_file(name: str, other: str) -> bool:
 
 
 def split_at_name(name: str, files: Sequence[Setting]) -> tuple[Sequence[Setting], Sequence[Setting]]:
-    """Splits the settings of a chain of files: those below the lowest file that names model `name`, and the others.
+    """Splits the settings of a chain of files, the lowest first: those made for another model, and the others.
 
-    If no file names it, all are in the first part.
+    The others begin with the lowest file from which on model `name` is named, and no other one above it. If no file
+    names it, all are in the first part.
     """
-    naming = next((each.where for each in files if each.key == "model_name" and same_file(name, str(each.value))), None)
-    first = next((index for index, each in enumerate(files) if each.where == naming), len(files))
+    first = len(files)
+    for naming in reversed([each for each in files if each.key == "model_name"]):
+        if not same_file(name, str(naming.value)):
+            break
+        first = next(index for index, each in enumerate(files) if each.where == naming.where)
     return files[:first], files[first:]
 
 

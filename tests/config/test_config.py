@@ -251,6 +251,11 @@ def test_a_file_below_the_one_that_names_the_model_does_not_change_it(write):
     sizes = write("sizes.yml", f"base_config: {recipe}\nbase_emb_dim: 64\n")
     with pytest.raises(UserError, match="would not be that model"):
         load([str(sizes)])
+    # Between two files that name it, one for another model.
+    ours = write("ours.yml", "model_name: gpt3-125m\n")
+    another = write("another.yml", f"base_config: {ours}\nmodel_name: gpt3-52k\nbase_emb_dim: 64\n")
+    with pytest.raises(UserError, match="base_emb_dim=64 replaces 768"):
+        load([str(write("again.yml", f"base_config: {another}\nmodel_name: gpt3-125m\n"))])
     # A file that names the model may change it, and so may those above it.
     own = write("own.yml", "model_name: gpt3-125m\nbase_emb_dim: 64\n")
     assert load([str(own)]).model.base_emb_dim == 64

@@ -105,7 +105,10 @@ def test_nor_are_weights_on_what_their_run_trained_on(trained, tmp_path, monkeyp
     runs.run_here(**keys, dataset_path=corpus, run_name="all")
     named = {"eval_interval": 1, "eval_steps": 1, "eval_dataset_path": corpus}
     runs.run_here(**keys, **named, dataset_path=corpus, run_name="named")
+    (tmp_path / "all").rename(tmp_path / "2024")  # a name like a step's
+    (tmp_path / "all").symlink_to("2024")
     for weights, why in (
+        (tmp_path / "2024", "eval_interval=-1"),
         (tmp_path / "all", "eval_interval=-1"),
         (f"{tmp_path}/all/checkpoints/1/", "eval_interval=-1"),
         ("all/checkpoints", "eval_interval=-1"),
@@ -116,6 +119,10 @@ def test_nor_are_weights_on_what_their_run_trained_on(trained, tmp_path, monkeyp
             with pytest.raises(UserError, match=f"held nothing out .{why}.*eval_dataset_path=FILES"):
                 evaluate.main([*argv, *more])
     argv = runs.arguments(**keys, load_parameters_path=tmp_path / "all", dataset_path=corpus)
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path / "all")
+        with pytest.raises(UserError, match="held nothing out"):
+            evaluate.main([*argv, "load_parameters_path=checkpoints/1"])
     assert "eval_loss" in evaluate.main([*argv, f"eval_dataset_path={corpus}", "eval_steps=1"])
 
 

@@ -145,8 +145,9 @@ def test_a_killed_search_ends_its_compilations(tmp_path):
         wait_until(began.exists, search)
         search.kill()
     assert began.exists()
-    while not ended.exists():
-        time.sleep(0.01)
+    for _ in range(6000):  # a minute at least, of a hundredth of a second each
+        if not ended.exists():
+            time.sleep(0.01)
     assert ended.read_text() == "1\n"
     assert not list((tmp_path / "plan").glob("*.json"))
 

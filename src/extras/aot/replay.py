@@ -44,7 +44,8 @@ class Replay(NamedTuple):
 def replay(text: str, mesh: Mesh, chip: Chip, peaks: Mapping[int, float]) -> Replay:
     """Estimates a step's times on a GPU from `text`, the HLO of the compiled program, partitioned over `mesh`.
 
-    `peaks` has the GPU's matmul rates, in operations per second, by their operands' bits; `chip` has its bandwidths.
+    `peaks` has the GPU's matmul rates, in operations per second, by their operands' bits: that of 16, from which others
+    follow if they are not given. `chip` has its bandwidths.
     """
     computations, entry = hlo.parse(text)
     wire: dict[str, float] = {}
@@ -108,7 +109,8 @@ class _Clock(NamedTuple):
             named = found(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?([\d,"]+)', instruction.attributes)[1]
             contracted = math.prod(left[int(dim)] for dim in re.findall(r"\d+", named))
             bits = int(found(r"\d+", dtype)[0])
-            return 2 * math.prod(first_array(instruction.type)[1]) * contracted / self.peaks[bits]
+            peak = self.peaks.get(bits) or self.peaks[16] * 16 / bits
+            return 2 * math.prod(first_array(instruction.type)[1]) * contracted / peak
         if target and "fmha" in target[1]:
             B, T, N, H = first_array(computation[instruction.operands[0]].type)[1]
             S = first_array(computation[instruction.operands[1]].type)[1][1]

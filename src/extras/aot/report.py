@@ -89,11 +89,13 @@ def make_report(
 
 
 def gpu_rates(kind: str, matmul_precision: str, low_peak: float | None) -> dict[int, float]:
-    """Returns a GPU's matmul rates by the bits of operands; unpublished ones are bfloat16's, scaled by the bits."""
-    half = peak_flops(kind, "bfloat16")
-    assert half, kind  # every GPU that can be compiled for has it
-    published = {8: low_peak, 16: half, 32: run_peak(kind, "float32", matmul_precision)}
-    return {bits: rate or half * 16 / bits for bits, rate in published.items()}
+    """Returns the published matmul rates of a GPU by the bits of the operands: of 16, and of 8 and 32 if known."""
+    rates = {
+        8: low_peak,
+        16: peak_flops(kind, "bfloat16"),  # every GPU that can be compiled for has it
+        32: run_peak(kind, "float32", matmul_precision),
+    }
+    return {bits: rate for bits, rate in rates.items() if rate}
 
 
 def device_memory(

@@ -9,9 +9,8 @@ import itertools
 import json
 import resource
 import signal
-import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import src.extras.aot.compilers  # noqa: F401  isort: skip  before JAX
@@ -137,8 +136,7 @@ def compile_lowered(
     `profile` is empty, or the result of `pgle.options`.
     """
     try:
-        with _signals_end_this_process():
-            return lowered.compile(dict(profile)), ""
+        return lowered.compile(dict(profile)), ""
     except jax.errors.JaxRuntimeError as error:
         message = str(error).partition("\n\nSuspected Python Code Location:")[0].rstrip()
     # A kernel may exhaust another memory, such as VMEM, which says nothing about the step's size.
@@ -153,24 +151,6 @@ def compile_lowered(
     )
 
 
-@contextlib.contextmanager
-def _signals_end_this_process() -> Generator[None]:
-    """Lets Ctrl-C and SIGTERM end this process at once, also while a compiler runs, which may take minutes.
-
-    Python calls its own handlers only when the compiler has returned, and libtpu answers SIGTERM with a stack trace.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-    numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
-
-
 def _compiled_change(config: Config, keys: Mapping[str, Any]) -> report.Report | None:
     """Compiles the step of `config`, changed in `keys`; returns its memory, or None if tracing or compiling fails."""
     topology = parse_topology(config.aot.compile_topology, config.aot.compile_topology_num_slices)
@@ -181,6 +161,15 @@ def _compiled_change(config: Config, keys: Mapping[str, Any]) -> report.Report |
 
 
 def command(argv: Sequence[str]) -> int:
-    """Runs `main`; returns the exit code, `DOES_NOT_FIT` or 0."""
-    result = main(argv)
+    """Runs `main`; returns the exit code, `DOES_NOT_FIT` or 0.
+
+    Ctrl-C ends this process at once: Python would raise KeyboardInterrupt only when the compiler has returned.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # not ignored, as in the background of a script
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        result = main(argv)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     return DOES_NOT_FIT if result and not result["memory"]["fits"] else 0

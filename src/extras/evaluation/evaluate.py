@@ -51,12 +51,14 @@ def _check_held_out(run: Any, data: schema.Data) -> None:
     keys = from_yaml((run / CONFIG).read_text())
     of_run = schema.Config.of({key: value for key, value in keys.items() if key in schema.KEYS})
     trained, interval = of_run.data, of_run.evaluation.eval_interval
-    if names_eval_data(data) or _places(train_specs(data)) != _places(train_specs(trained)):
+    (place, *_), places = _places(train_specs(data)), _places(train_specs(trained))
+    if names_eval_data(data) or place not in places:
         return
-    if interval == -1 or names_eval_data(trained):
-        why = "eval_interval=-1" if interval == -1 else "its own evaluation data are named"
+    if interval == -1 or names_eval_data(trained) or place != places[0]:  # a part of the first dataset is held out
+        named = "its own evaluation data are named" if names_eval_data(trained) else "except from its first dataset"
+        why = "eval_interval=-1" if interval == -1 else named
         raise UserError(
-            f"{run} held nothing out ({why}) and trained on all of its data: name other data to evaluate on "
+            f"{run} held nothing out ({why}) and trained on all of these data: name others to evaluate on "
             "by eval_dataset_path=FILES or dataset_path=FILES"
         )
     if trained.eval_fraction != data.eval_fraction:
@@ -69,7 +71,9 @@ def _check_held_out(run: Any, data: schema.Data) -> None:
 def _places(specs: Sequence[DatasetSpec]) -> list[tuple[str, ...]]:
     """Names the documents of each dataset, however they are cut."""
     paths = [spec.dataset_path for spec in specs]
-    full = [path if not path or "://" in path else os.path.realpath(os.path.expanduser(path)) for path in paths]
+    full = [
+        path.rstrip("/") if not path or "://" in path else os.path.realpath(os.path.expanduser(path)) for path in paths
+    ]
     return [
         (spec.dataset_type, path, spec.dataset_name, spec.split, spec.dataset_factory)
         for spec, path in zip(specs, full, strict=True)
@@ -78,11 +82,14 @@ def _places(specs: Sequence[DatasetSpec]) -> list[tuple[str, ...]]:
 
 def _run_of(weights: str) -> Any:
     """Finds the folder of the run that `load_parameters_path` names, perhaps by a checkpoint in it; None for others."""
-    path = weights.rstrip("/")
-    folder, _, last = path.rpartition("/")
-    path = folder if last.isdecimal() else path
-    path = path.removesuffix("/checkpoints")
-    return run_folder(file_name(path)) if path else None
+    if not weights:
+        return None
+    path = file_name(weights.rstrip("/"))
+    path = path if "://" in path else os.path.abspath(os.path.expanduser(path))
+    parts = path.split("/")
+    checkpoints = parts[:-1] if parts[-1].isdecimal() else parts
+    above = ["/".join(checkpoints[:-1])] * (checkpoints[-1] == "checkpoints")
+    return next((run for each in (path, *above) if (run := run_folder(each))), None)
 
 
 def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:

@@ -38,7 +38,8 @@ def norm(gradients: Mapping[str, np.ndarray]) -> float:
 
 def clipped(gradients: Mapping[str, np.ndarray], threshold: float) -> dict[str, np.ndarray]:
     """Scales all gradients by one factor so that their global norm is at most `threshold`; 0 does not limit it."""
-    factor = min(1.0, (threshold or np.inf) / norm(gradients))
+    total = norm(gradients)
+    factor = threshold / total if threshold and total > threshold else 1.0
     return {path: factor * gradient for path, gradient in gradients.items()}
 
 

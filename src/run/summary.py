@@ -143,7 +143,7 @@ def describe_eval_set(data: EvalSet) -> str:
     """Describes an evaluation set in a line: its source, and how much of it an evaluation reads."""
     facts = data.source.fingerprint()
     part = f"{facts['part']}: " if "part" in facts else f"{facts['type']}: "
-    taken = "one epoch" if data.steps == -1 else f"{data.steps:,} batch{'es' * (data.steps != 1)}"
+    taken = "one epoch" if data.steps == -1 else counted(data.steps, "batch")
     return f"{data.name}: " * bool(data.name) + f"{part}{amount(data.source)}, {taken} per evaluation"
 
 

@@ -100,8 +100,9 @@ def from_here(path: str | os.PathLike[str]) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Formats a count with its noun: "1 layer", "2,000 layers"."""
-    return f"{count:,} {noun}" + "s" * (count != 1)
+    """Formats a count with its noun: "1 layer", "2,000 layers", "3 batches"."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}" + ending * (count != 1)
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

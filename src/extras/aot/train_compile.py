@@ -165,11 +165,8 @@ def command(argv: Sequence[str]) -> int:
 
     Ctrl-C ends this process at once: Python would raise KeyboardInterrupt only when the compiler has returned.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:  # not ignored, as in the background of a script
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
+    with contextlib.ExitStack() as exits:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else ignored, as in a script's background
+            exits.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_DFL))
         result = main(argv)
-    finally:
-        signal.signal(signal.SIGINT, handler)
     return DOES_NOT_FIT if result and not result["memory"]["fits"] else 0

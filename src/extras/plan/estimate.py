@@ -106,9 +106,9 @@ def estimate_memory(step: Step) -> Memory:
     passes = schedule.iterations * in_block / stages if schedule else step.tokens
     saved = 0.0
     computed = [0.0]
+    between = layout.shards("norm_length") / layout.shards("length") * layout.shards("activation_embed")
     for layer, count in all_layers(spec).items():
         arrays = block_arrays(layer, placed, step.execution)
-        between = layout.shards("norm_length") / layout.shards("length") * layout.shards("activation_embed")
         saved += count * passes * _bytes(arrays.saved, layout, between)
         # A matmul's output is a sum over heads or hidden units, which is whole until it is scattered.
         computed.append(in_block * _bytes(arrays.computed, layout, 1))

@@ -20,13 +20,11 @@ import numpy as np
 from src.model.flops import count_params, flops_per_token
 from src.model.spec import model_spec
 from src.parallel.chips import run_peak
-from src.parallel.mesh import global_batch_size, make_layout
-from src.parallel.slices import describe_mesh
+from src.parallel.slices import count_slices, describe_mesh
 from src.run import resolve_config
-from src.step.optimizer import hparams_at
-from src.step.state import abstract_state, batch_sharding, init_state
-from src.step.trace import plan_step
-from src.step.train_step import compile_steps
+from src.step.compiler_flags import compiler_options
+from src.step.state import batch_sharding, init_state
+from src.step.trace import trace_train_step
 from src.system.exit_codes import run_command
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -63,23 +61,18 @@ def bench_step(argv: list[str], steps: int) -> None:
     """Prints a training step's time, tokens per second, peak memory, and MFU if the device's peak is known."""
     config = resolve_config.load(argv)
     jax.config.update("jax_default_matmul_precision", config.step.matmul_precision)
-    layout = make_layout(config.mesh, jax.devices())
     device = jax.devices()[0]
     spec = model_spec(config.model, config.step, config.batch.max_target_length)
-    plan = plan_step(config, layout)
-    rows = global_batch_size(
-        layout, config.batch.per_device_batch_size, config.step.gradient_accumulation_steps, "per_device_batch_size"
-    )
-    shape = (rows, config.batch.max_target_length)
-    hparams = hparams_at(config.step, config.run.steps, 0)
-    abstract = abstract_state(plan)
-    train_step, _ = compile_steps(plan, abstract)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    options = compiler_options(config.aot.compile_xla_flags, device, count_slices(jax.devices()))
+    traced = trace_train_step(config, jax.devices(), options)
+    plan, layout, hparams = traced.plan, traced.plan.layout, traced.hparams
+    rows, length = traced.batch["tokens"].shape
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, traced.state)
     state = jax.jit(lambda: init_state(plan), out_shardings=shardings)()
-    batch = jax.device_put(random_batch(*shape, config.model.vocab_size), batch_sharding(layout))
+    batch = jax.device_put(random_batch(rows, length, config.model.vocab_size), batch_sharding(layout))
 
     start = time.perf_counter()
-    compiled = train_step.lower(state, batch, hparams).compile()
+    compiled = traced.train.lower(state, batch, hparams).compile()
     compile_seconds = time.perf_counter() - start
     seconds = []
     for step in range(WARM_UP_STEPS + steps):
@@ -90,13 +83,13 @@ def bench_step(argv: list[str], steps: int) -> None:
             seconds.append(time.perf_counter() - start)
 
     median = statistics.median(seconds)
-    tokens_per_device = shape[0] * shape[1] / median / layout.mesh.size
+    tokens_per_device = rows * length / median / layout.mesh.size
     flops = flops_per_token(spec, config.batch.max_target_length)
     peak = run_peak(device, config.step.dtype, config.step.matmul_precision)
     print(
         f"  jax {jax.__version__}, {layout.mesh.size} x {device.device_kind}, mesh {describe_mesh(layout.mesh.shape)}"
     )
-    print(f"  {count_params(spec):,} parameters, {shape[0]} rows x {shape[1]} tokens, attention {plan.kernel}")
+    print(f"  {count_params(spec):,} parameters, {rows} rows x {length} tokens, attention {plan.kernel}")
     print(f"  compile        {compile_seconds:.1f} s")
     print(f"  step           {1000 * median:.1f} ms (median of {steps}; minimum {1000 * min(seconds):.1f})")
     print(f"  tokens         {tokens_per_device:,.0f} per second per device")

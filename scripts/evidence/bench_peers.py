@@ -1,10 +1,15 @@
-"""Compares step times on CPUs with PyTorch and another commit: `python scripts/evidence/bench_peers.py [case ...]`.
+"""Compares step times with PyTorch and another commit: `python scripts/evidence/bench_peers.py [case ...]`.
 
-The sides take turns of a few steps, each in its own process, so that other load on the machine slows all equally;
-ratios are medians over neighboring turns. `--against FOLDER` adds a checkout of another commit (`git worktree add`).
-Needs the packages of requirements/dev.txt. Rows are random tokens: for MinText four documents each, with masked
+On CPUs the sides take turns of a few steps, each in its own process, so that other load on the machine slows all
+equally; ratios are medians over neighboring turns. `--against FOLDER` adds a checkout of another commit (`git worktree
+add`). Needs the packages of requirements/dev.txt. Rows are random tokens: for MinText four documents each, with masked
 attention; for PyTorch the same tokens with only a causal mask. All compute in float32, with AdamW and gradient
 clipping.
+
+The cases of GPU_CASES need a GPU that both JAX and PyTorch can use, and run if they are named. There, one side runs
+after the other, as a GPU's memory may not suffice for all; rows are one document each, for both sides; matmuls are in
+bfloat16, of float32 weights. PyTorch compiles the model with its loss, and is run with each of its attention kernels
+for GPUs.
 """
 
 import argparse
@@ -19,24 +24,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-
-class Case(NamedTuple):
-    """A model and its batch, for both sides."""
-
-    keys: list[str]  # MinText's keys, in addition to configs/quickstart.yml
-    kind: str  # PyTorch's model: gpt or llama
-    layers: int
-    width: int
-    heads: int
-    hidden: int
-    vocabulary: int
-    rows: int
-    length: int
-    steps: int  # per turn
+from scripts.evidence.torch_models import TORCH_MODELS, Case
 
 
 def _keys(layers: int, width: int, heads: int, hidden: int, vocabulary: int, rows: int, length: int) -> list[str]:
@@ -66,11 +59,27 @@ CASES = {
     "50m": Case(_keys(*_50M), "llama", *_50M, steps=1),
 }
 
+_ON_GPU = ["remat_policy=none", "scan_layers=false", "packing=false"]
+_GPT2, _1B = (12, 768, 12, 3072, 50304, 12, 1024), (16, 2048, 16, 7168, 32000, 4, 4096)
+GPU_CASES = {
+    # nanoGPT's batch of a step without accumulation, and its vocabulary
+    "gpt2": Case(
+        [*_GPT, *_ON_GPU, *_keys(*_GPT2)], "gpt", *_GPT2, steps=20, base="base.yml", documents=1, dtype="bfloat16"
+    ),
+    "1b": Case(
+        [*_ON_GPU, *_keys(*_1B)], "llama_modules", *_1B, steps=10, base="base.yml", documents=1, dtype="bfloat16"
+    ),
+}
+# PyTorch's attention kernels for GPUs, by their names in torch.nn.attention.SDPBackend
+_TORCH_KERNELS = ("flash_attention", "cudnn_attention")
+
 
 def main() -> None:
     """Prints each side's seconds, and the ratios of this checkout to the other sides."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("arguments", nargs="*", metavar="case or key=value", help=f"cases: {', '.join(CASES)}")
+    parser.add_argument(
+        "arguments", nargs="*", metavar="case or key=value", help=f"cases: {', '.join(CASES | GPU_CASES)}"
+    )
     parser.add_argument("--against", metavar="FOLDER", help="a checkout of another commit")
     parser.add_argument("--turns", type=int, default=12, help="turns of each side")
     parser.add_argument("--without-torch", action="store_true")
@@ -83,35 +92,39 @@ def main() -> None:
     sides = {"MinText": str(ROOT)}
     if options.against:
         sides["against"] = options.against
-    if not options.without_torch:
-        sides["PyTorch"] = "torch"
     for case in [argument for argument in options.arguments if "=" not in argument] or CASES:
-        compare(case, sides, keys, options.turns)
+        kernels = _TORCH_KERNELS if case in GPU_CASES else ("",)
+        peers = {f"PyTorch {name}".strip(): f"torch {name}" for name in kernels if not options.without_torch}
+        compare(case, sides | peers, keys, options.turns)
     return None
 
 
 def compare(case: str, sides: dict[str, str], keys: list[str], turns: int) -> None:
-    """Runs all sides in turns on a case, and prints their times."""
-    workers = {name: _start(side, case, keys if name == "MinText" else []) for name, side in sides.items()}
-    wall, cpu = ({name: [] for name in sides} for _ in range(2))
-    for turn in range(turns + 1):  # the first warms up
-        for name, worker in workers.items():
+    """Runs all sides on a case, in turns or, on a GPU, one after the other, and prints their times."""
+    wall, cpu, peak = ({name: [] for name in sides} for _ in range(3))
+    together = [[name] for name in sides] if case in GPU_CASES else [[*sides]]
+    for names in together:
+        workers = {name: _start(sides[name], case, keys if name == "MinText" else []) for name in names}
+        for turn in range(turns + 1):  # the first warms up
+            for name, worker in workers.items():
+                assert worker.stdin
+                assert worker.stdout
+                worker.stdin.write("go\n")
+                worker.stdin.flush()
+                took = json.loads(worker.stdout.readline())
+                if turn:
+                    wall[name].append(took["wall"])
+                    cpu[name].append(took["cpu"])
+                    peak[name].append(took["peak"])
+        for worker in workers.values():
             assert worker.stdin
-            assert worker.stdout
-            worker.stdin.write("go\n")
-            worker.stdin.flush()
-            took = json.loads(worker.stdout.readline())
-            if turn:
-                wall[name].append(took["wall"])
-                cpu[name].append(took["cpu"])
-    for worker in workers.values():
-        assert worker.stdin
-        worker.stdin.close()
-        worker.wait()
-    print(f"{case}: {turns} turns of {CASES[case].steps} steps; per step")
+            worker.stdin.close()
+            worker.wait()
+    print(f"{case}: {turns} turns of {(CASES | GPU_CASES)[case].steps} steps; per step")
     for name in sides:
         median, least, of_cpu = statistics.median(wall[name]), min(wall[name]), statistics.median(cpu[name])
-        print(f"  {name:<8} {1e3 * median:8.1f} ms median, {1e3 * least:8.1f} minimum, {1e3 * of_cpu:8.1f} ms of CPU")
+        line = f"  {name:<8} {1e3 * median:8.1f} ms median, {1e3 * least:8.1f} minimum, {1e3 * of_cpu:8.1f} ms of CPU"
+        print(line + (f", {max(peak[name]) / 1e9:.1f} GB at the peak" if any(peak[name]) else ""))
     for name in [*sides][1:]:
         ratios = [
             statistics.median(a / b for a, b in zip(seconds["MinText"], seconds[name], strict=True))
@@ -130,32 +143,41 @@ def take_turns(side: str, case: str, keys: list[str]) -> None:
     """Runs one turn's steps for each line of input, and prints the seconds per step."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep libraries' output apart from the results
-    run = pytorch(CASES[case]) if side == "torch" else mintext(CASES[case], Path(side), keys)
+    sizes = (CASES | GPU_CASES)[case]
+    torch, _, kernel = side.partition(" ")
+    run = pytorch(sizes, kernel) if torch == "torch" else mintext(sizes, Path(side), keys)
     for _ in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()
-        run(CASES[case].steps)
+        peak = run(sizes.steps)
         took = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-        print(json.dumps({name: value / CASES[case].steps for name, value in took.items()}), file=output, flush=True)
+        per_step = {name: value / sizes.steps for name, value in took.items()}
+        print(json.dumps(per_step | {"peak": peak}), file=output, flush=True)
 
 
-def mintext(case: Case, root: Path, keys: list[str]) -> Callable[[int], None]:
-    """Returns a function that runs steps of the checkout `root`; it fetches losses one step late, as a run does."""
+def mintext(case: Case, root: Path, keys: list[str]) -> Callable[[int], int]:
+    """Returns a function that runs steps of the checkout `root`, and returns the device's peak bytes, 0 if not counted.
+
+    It fetches losses one step late, as a run does.
+    """
     sys.path[0] = str(root)
     import jax
     import numpy as np
 
-    argv = [str(root / "configs/quickstart.yml"), *case.keys, *keys]
+    argv = [str(root / "configs" / case.base), *case.keys, *keys]
     batch = random_batch(case)
     if (root / "src/step").exists():
+        from src.parallel.slices import count_slices
         from src.run import resolve_config
         from src.run.run_setup import configure_jax
+        from src.step.compiler_flags import compiler_options
         from src.step.optimizer import hparams_at
         from src.step.state import init_state
         from src.step.trace import trace_train_step
 
         config = resolve_config.load(argv)
         configure_jax(config.step)
-        traced = trace_train_step(config, jax.devices())
+        options = compiler_options(config.aot.compile_xla_flags, jax.devices()[0], count_slices(jax.devices()))
+        traced = trace_train_step(config, jax.devices(), options)
         hparams = hparams_at(config.step, config.run.steps, 0)
         plan, abstract, train_step = traced.plan, traced.state, traced.train
         init = functools.partial(init_state, plan)
@@ -172,7 +194,7 @@ def mintext(case: Case, root: Path, keys: list[str]) -> Callable[[int], None]:
         placed = jax.device_put(batch, bench.batch_sharding(layout))
     state = jax.jit(init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))()
 
-    def run(steps: int) -> None:
+    def run(steps: int) -> int:
         nonlocal state
         metrics: dict[str, Any] = {}
         for _ in range(steps):
@@ -180,16 +202,17 @@ def mintext(case: Case, root: Path, keys: list[str]) -> Callable[[int], None]:
             state, metrics = train_step(state, placed, hparams)
             jax.device_get(before)
         jax.block_until_ready((state, metrics))
+        return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
     return run
 
 
 def random_batch(case: Case) -> dict[str, Any]:
-    """Creates rows of random tokens, four documents each, as input for MinText's step."""
+    """Creates rows of random tokens, divided into a case's documents, as input for MinText's step."""
     import numpy as np
 
     tokens = np.random.default_rng(0).integers(0, case.vocabulary, (case.rows, case.length + 1), np.int32)
-    documents = np.arange(case.length, dtype=np.int32) * 4 // case.length
+    documents = np.arange(case.length, dtype=np.int32) * case.documents // case.length
     starts = np.searchsorted(documents, documents)
     return {
         "tokens": tokens[:, :-1],
@@ -200,97 +223,51 @@ def random_batch(case: Case) -> dict[str, Any]:
     }
 
 
-def pytorch(case: Case) -> Callable[[int], None]:
-    """Returns a function that runs PyTorch steps: of transformers' Llama, or of a GPT built from PyTorch's modules."""
+def pytorch(case: Case, kernel: str) -> Callable[[int], int]:
+    """Returns a function that runs PyTorch steps of a case's model.
+
+    With an attention kernel of _TORCH_KERNELS it runs on a GPU, in bfloat16, compiled, and returns the peak bytes.
+    """
     import torch
     from torch.nn import functional
 
     torch.manual_seed(0)
-    model = (torch_gpt if case.kind == "gpt" else torch_llama)(case).train()
+    device = "cuda" if kernel else "cpu"
+    model = TORCH_MODELS[case.kind](case).train().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-4, (0.9, 0.99), weight_decay=0.1, fused=True)
     batch = random_batch(case)
-    tokens, targets = (torch.from_numpy(batch[name].copy()).long() for name in ("tokens", "targets"))
+    tokens, targets = (torch.from_numpy(batch[name].copy()).long().to(device) for name in ("tokens", "targets"))
 
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            logits = model(tokens)
-            loss = functional.cross_entropy(logits.view(-1, case.vocabulary), targets.view(-1))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            loss.item()
+    def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(model(tokens).view(-1, case.vocabulary), targets.view(-1))
+
+    if kernel:
+        torch.set_float32_matmul_precision("high")
+        loss_of = torch.compile(loss_of)
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=bool(kernel)):
+            loss = loss_of(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def run(steps: int) -> int:
+        if not kernel:
+            for _ in range(steps):
+                step().item()
+            return 0
+        backend = getattr(torch.nn.attention.SDPBackend, kernel.upper())
+        with torch.nn.attention.sdpa_kernel(backend):
+            for _ in range(steps):
+                loss = step()
+        assert torch.isfinite(loss).item()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
 
     return run
-
-
-def torch_llama(case: Case) -> Any:
-    """Builds transformers' Llama in a case's sizes, from tokens to logits."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    llama = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=case.vocabulary,
-            hidden_size=case.width,
-            intermediate_size=case.hidden,
-            num_hidden_layers=case.layers,
-            num_attention_heads=case.heads,
-            num_key_value_heads=case.heads,
-            max_position_embeddings=case.length,
-            use_cache=False,
-        )
-    )
-
-    class Logits(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.llama = llama
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.llama(tokens).logits
-
-    return Logits()
-
-
-def torch_gpt(case: Case) -> Any:
-    """Builds a GPT-2 in a case's sizes: learned positions, LayerNorm before, GELU, tied embeddings, no biases."""
-    import torch
-    from torch import nn
-    from torch.nn import functional
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention_norm = nn.LayerNorm(case.width, bias=False)
-            self.qkv = nn.Linear(case.width, 3 * case.width, bias=False)
-            self.out = nn.Linear(case.width, case.width, bias=False)
-            self.mlp_norm = nn.LayerNorm(case.width, bias=False)
-            self.up = nn.Linear(case.width, case.hidden, bias=False)
-            self.down = nn.Linear(case.hidden, case.width, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            heads = (x.shape[0], x.shape[1], case.heads, case.width // case.heads)
-            q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.attention_norm(x)).chunk(3, -1))
-            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
-            return x + self.down(functional.gelu(self.up(self.mlp_norm(x))))
-
-    class Gpt(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(case.vocabulary, case.width)
-            self.positions = nn.Embedding(case.length, case.width)
-            self.layers = nn.ModuleList(Layer() for _ in range(case.layers))
-            self.norm = nn.LayerNorm(case.width, bias=False)
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(tokens) + self.positions(torch.arange(case.length))
-            for layer in self.layers:
-                x = layer(x)
-            return self.norm(x) @ self.embedding.weight.T
-
-    return Gpt()
 
 
 if __name__ == "__main__":

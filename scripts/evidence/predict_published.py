@@ -37,7 +37,7 @@ from src.system.exit_codes import run_command
 PUBLISHED = Path(__file__).with_name("published.yml")
 # The publications on chips that several publications measured, in two halves.
 HALVES = (
-    ("maxtext-v5p", "dgxc-maxtext-llama3", "torchtitan-2024", "gpu-recipes-h200"),
+    ("maxtext-v5p", "dgxc-maxtext-llama3", "torchtitan-2024", "gpu-recipes-h200", "mintext-h100"),
     (
         *("tpu-recipes-v5p", "maxtext-tiering", "dgxc-maxtext-llama2", "dgxc-pax", "torchtitan-2025", "trainy-h200"),
         "mintext-h200",

@@ -258,7 +258,8 @@ def test_models_train_in_tiles_as_with_all_scores(model, monkeypatch):
         ("gpu", 8192, {}, "cudnn_flash"),
         ("gpu", 8193, {}, "blocked"),
         ("gpu", 8192, {"attn_logits_soft_cap": 30.0}, "blocked"),
-        ("gpu", 4096, {"attn_logits_soft_cap": 30.0}, "dot_product"),
+        ("gpu", 1024, {"attn_logits_soft_cap": 30.0}, "blocked"),
+        ("gpu", 512, {"attn_logits_soft_cap": 30.0}, "dot_product"),
         ("gpu", 8192, {"attention_sink": "true"}, "blocked"),
     ],
 )

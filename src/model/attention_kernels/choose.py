@@ -9,7 +9,7 @@ from src.parallel.sequence import zigzag_parts
 from src.system.errors import Unsupported
 
 PLATFORMS = {"flash": "tpu", "cudnn_flash": "gpu"}  # where each fused kernel runs
-LONGEST_WHOLE = {"cpu": 64, "gpu": 4096, "tpu": 4096}  # most keys for which dot_product, holding all scores, is chosen
+LONGEST_WHOLE = {"cpu": 64, "gpu": 512, "tpu": 4096}  # most keys for which dot_product, holding all scores, is chosen
 
 
 class Kernel(NamedTuple):

@@ -27,7 +27,7 @@ input), query_proj, key_proj, value_proj, context (attention's output before its
 (after it), mlpwi (feed-forward, each factor's matmul), mlpwo (its output). Every policy saves decoder_layer_input
 on the device unless custom offloads it. Arrays that no derivative needs are not saved. minimal recomputes attention;
 minimal_with_context does so only for attention=dot_product.
-  none                 every intermediate; nothing is recomputed
+  none                 every intermediate; only GPUs recompute activation functions
 """
     + "".join(
         f"  {policy:20} {' '.join(kept + sent) or 'only decoder_layer_input'}{', in host memory' * bool(sent)}\n"

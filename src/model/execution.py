@@ -44,6 +44,11 @@ class Execution:
         """Whether to run wide feed-forward layers in halves: with `grad_barriers`, if hidden units are not saved."""
         return self.grad_barriers and self.remat_policy != "none" and "mlpwi" not in sum(self.saved_names, ())
 
+    @property
+    def recomputes_activated(self) -> bool:
+        """Whether activation functions save only their inputs: XLA would save the tanh of gelu too, and its factors."""
+        return self.for_gpu and self.remat_policy == "none"
+
     def remat(self, block: Callable, repeats: int) -> Callable:
         """Wraps a block of a pattern that runs `repeats` times, to save only the policy's arrays for the backward pass.
 

@@ -91,7 +91,8 @@ class FeedForward(nnx.Module):
         if bias_AF is not None:
             factors = [factor + bias_AF[index].astype(x_BTD.dtype) for index, factor in enumerate(factors)]
         factors = [context.layout.constrain(factor, "batch", "length", "mlp") for factor in factors]
-        hidden_BTF = activated(factors, self.spec)
+        activate = jax.checkpoint(activated, static_argnums=1) if context.recomputes_activated else activated
+        hidden_BTF = activate(factors, self.spec)
         if gate_BT1 is not None:  # here, as for experts: its gradient then needs no output of the last matmul
             hidden_BTF *= gate_BT1
         return matmul(hidden_BTF, wo, "BTF,FD->BTD")

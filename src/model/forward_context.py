@@ -28,6 +28,7 @@ class ForwardContext:
     grad_barriers: bool = False  # `Execution.grad_barriers`
     separate_factors: bool = False  # `Execution.for_gpu`: a feed-forward layer's factors are separate arrays
     mlp_in_halves: bool = False  # `Execution.mlp_in_halves`
+    recomputes_activated: bool = False  # `Execution.recomputes_activated`
 
     # Between blocks, T may also be sharded over the mesh axes that shard heads and hidden units within blocks (sequence
     # parallelism). Constraining to one sharding and then the other makes XLA use one all-gather for all of a block's

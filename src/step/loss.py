@@ -57,14 +57,14 @@ def next_token_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
     ahead = [in_zigzag(each, plan.layout) for each in mtp_batches(batch, plan)]
     hidden_BTD, context, reports = hidden_states(model, inputs, plan)
     loss, z = batch_cross_entropy(model, context, hidden_BTD, inputs, plan)
-    tokens_ahead = [each["tokens"] for each in ahead]
-    hidden_ahead, mtp_reports = model.mtp_hidden_states(hidden_BTD, tokens_ahead, context, plan.execution)
-    mtp = []
-    for each_BTD, targets in zip(hidden_ahead, ahead, strict=True):
-        loss_ahead, _ = batch_cross_entropy(model, context, each_BTD, targets, plan)
-        mtp.append(loss_ahead)
-    non_padding = jnp.sum(batch["segment_ids"] > 0)
-    return LossSums(loss, z, jnp.array(mtp), non_padding, reports | mtp_reports)
+    hidden_ahead, mtp_reports = model.mtp_hidden_states(
+        hidden_BTD, [each["tokens"] for each in ahead], context, plan.execution
+    )
+    mtp = [
+        batch_cross_entropy(model, context, each_BTD, targets, plan)[0]
+        for each_BTD, targets in zip(hidden_ahead, ahead, strict=True)
+    ]
+    return LossSums(loss, z, jnp.array(mtp), jnp.sum(batch["segment_ids"] > 0), reports | mtp_reports)
 
 
 @jax.named_scope("loss")
@@ -117,6 +117,7 @@ def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[Array,
         grad_barriers=plan.execution.grad_barriers,
         separate_factors=plan.execution.for_gpu,
         mlp_in_halves=plan.execution.mlp_in_halves,
+        recomputes_activated=plan.execution.recomputes_activated,
     )
     context = with_segment_lists(context)
     hidden_BTD, _, reports = model(inputs["tokens"], context, plan.execution)
@@ -178,8 +179,7 @@ def cross_entropy(
 
     def sums(hidden_BtD: Array, targets_Bt: Array, mask_Bt: Array) -> tuple[Array, Array]:
         logits_BtV = logits_of(hidden_BtD)
-        scores = of_logits(logits_BtV, targets_Bt, jnp.arange(logits_BtV.shape[-1]))
-        return _sums(*scores, mask_Bt)
+        return _sums(*of_logits(logits_BtV, targets_Bt, jnp.arange(logits_BtV.shape[-1])), mask_Bt)
 
     arrays = hidden_BTD, targets_BT, mask_BT
     if tiles == 1:
@@ -192,9 +192,8 @@ def cross_entropy(
 def of_logits(logits_BTV: Array, targets_BT: Array, ids_V: Array) -> tuple[Array, Array]:
     """Computes the log-sum-exp [B, T] of logits, and the target's logit, or 0 if it is not among the tokens `ids_V`."""
     # A sum instead of a lookup, for which XLA would hold the logits in float32.
-    is_target_BTV = targets_BT[..., None] == ids_V
     log_normaliser_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-    return log_normaliser_BT, jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1)
+    return log_normaliser_BT, jnp.sum(jnp.where(targets_BT[..., None] == ids_V, logits_BTV, 0.0), axis=-1)
 
 
 def _sums(log_normaliser_BT: Array, target_logit_BT: Array, mask_BT: Array) -> tuple[Array, Array]:

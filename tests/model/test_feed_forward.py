@@ -81,3 +81,17 @@ def test_what_gpus_compute_faster_is_the_same(kind):
     assert str(traced[0].jaxpr) != str(traced[1].jaxpr)
     found, expected = (each.lower().compile()(weights, batch) for each in traced)
     assert_close(found, expected, 0.05 if "8" in kind else 1e-5)
+
+
+def test_on_gpus_an_activation_saves_only_its_inputs():
+    """XLA itself recomputes what is cheap, but saves the tanh of gelu and other intermediates of it, at least two per layer."""
+    keys = {"remat_policy": "none", "mlp_activations": "[gelu, linear]", "base_mlp_dim": WIDE}
+    _, plan = make(base_num_decoder_layers=4, **keys)
+    for_gpu = dataclasses.replace(plan, execution=dataclasses.replace(plan.execution, for_gpu=True))
+    batch, weights = packed_rows(0), random_weights(plan)
+    sizes = []
+    for each in (for_gpu, plan):
+        compiled = jax.jit(functools.partial(loss_and_gradients, each)).lower(weights, batch).compile()
+        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+    array = batch["tokens"].size * WIDE * 4
+    assert sizes[0] < sizes[1] - 2 * 4 * array

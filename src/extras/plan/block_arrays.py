@@ -61,6 +61,7 @@ def _trace_block(layer: LayerSpec, placed: Placed, execution: Execution, in_halv
         context = ForwardContext(
             ids, ids, layout, placed.kernel, placed.packed, grad_barriers=execution.grad_barriers,
             separate_factors=execution.for_gpu, mlp_in_halves=in_halves,
+            recomputes_activated=execution.recomputes_activated,
         )  # fmt: skip
         block = execution.remat(lambda x, weights: nnx.merge(graphdef, weights)(x, context, None, 0)[0], 2)
         return jnp.sum(jax.lax.scan(lambda x, weights: (block(x, weights), None), x, stacked)[0].astype(jnp.float32))

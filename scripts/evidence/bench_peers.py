@@ -26,10 +26,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.evidence.torch_models import TORCH_MODELS, Case
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _keys(layers: int, width: int, heads: int, hidden: int, vocabulary: int, rows: int, length: int) -> list[str]:

@@ -84,7 +84,7 @@ def test_what_gpus_compute_faster_is_the_same(kind):
 
 
 def test_on_gpus_an_activation_saves_only_its_inputs():
-    """XLA itself recomputes what is cheap, but saves the tanh of gelu and other intermediates of it, at least two per layer."""
+    """XLA itself recomputes what is cheap, but saves gelu's tanh and further intermediates, at least two per layer."""
     keys = {"remat_policy": "none", "mlp_activations": "[gelu, linear]", "base_mlp_dim": WIDE}
     _, plan = make(base_num_decoder_layers=4, **keys)
     for_gpu = dataclasses.replace(plan, execution=dataclasses.replace(plan.execution, for_gpu=True))

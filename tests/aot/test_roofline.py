@@ -19,6 +19,8 @@ from src.extras.aot.roofline import (
     step_work,
     work_of,
 )
+from src.extras.aot.topology import parse_topology
+from src.extras.plan.estimate import step_costs
 from src.model.attention_kernels.scores import ScoreSpec
 from src.model.execution import Execution
 from src.model.flops import FlopsPerToken
@@ -142,6 +144,30 @@ def test_kernels_compute_whole_blocks():
     window = replace(scores, window=128)
     assert 128 + 256 <= computed_keys(window, 8192, "flash") <= 128 + 1024
     assert computed_keys(window, 8192, "cudnn_flash") < computed_keys(window, 8192, "flash")
+
+
+CHUNKS = {"attention_type": "chunk", "chunk_attn_window_size": 1024}
+
+
+@pytest.mark.parametrize(
+    ("topology", "length", "keys", "expected"),
+    [
+        ("a3:1", 8192, {"head_dim": 128}, 4096.5 + 64),  # by segments, which need no mask
+        ("a3:1", 8192, {"head_dim": 256, "packing": "false"}, 4096.5 + 64),
+        ("a3:1", 2048, {"head_dim": 256}, 2048),  # one mask for the whole sequence
+        ("a3:1", 8192, {"head_dim": 256}, 4096.5 + 512),  # a mask for each block of 1,024
+        ("a100:1", 2048, {"head_dim": 128}, 2048),  # no segments before Hopper
+        ("a3:1", 2048, {"head_dim": 256, "packing": "false", **CHUNKS}, 2048),
+        ("a3", 8192, {"head_dim": 128, "ici_context_parallelism": 8}, 4096.5 + 256),  # 16 parts of 512
+    ],
+)
+def test_attention_with_a_mask_counts_whole_blocks(topology, length, keys, expected):
+    given = {"dtype": "bfloat16", "max_target_length": length, "remat_policy": "none"}
+    config = load(base_num_query_heads=1, base_num_kv_heads=1, **given | keys)
+    costs = step_costs(config, parse_topology(topology, 1))
+    per_key = 2 * 3 * 2.0 * 2 * keys["head_dim"]  # 2 layers, forward and twice backward, scores and outputs
+    devices = config.mesh.ici_context_parallelism
+    assert costs.work.operations.attention == pytest.approx(costs.tokens_per_step / devices * per_key * expected)
 
 
 @pytest.mark.parametrize(("kind", "gradients"), [("int8", 2), ("fp8", 1)])

@@ -6,7 +6,8 @@ explains each constant and compares predictions with published runs.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from src.extras.aot.hlo import Collective
 from src.extras.aot.memory import device_bytes
 from src.model import flops
+from src.model.attention_kernels.cudnn import masked_block
 from src.model.attention_kernels.scores import CONTEXT, ScoreSpec
 from src.model.execution import Execution
 from src.model.low_precision import FORMATS
@@ -45,19 +47,19 @@ class Constants(NamedTuple):
 # Fitted to published runs by scripts/evidence/predict_published.py, which prints these lines.
 _SHARED = {
     "tpu": Constants(
-        matmul=0.821, low_precision=0.965, experts=0.756, attention=0.375, memory=0.941,
-        rounding=0.475, exposed=0.543, blocking=0.397, narrow=48.9, waiting=0.0096,
+        matmul=0.822, low_precision=0.964, experts=0.756, attention=0.376, memory=0.94,
+        rounding=0.475, exposed=0.543, blocking=0.396, narrow=48.9, waiting=0.00961,
     ),
     "gpu": Constants(
-        matmul=0.73, low_precision=0.997, experts=0.6, attention=0.492, memory=0.571,
-        rounding=0.583, exposed=0.532, blocking=0.655, narrow=56.2, waiting=0.00578,
+        matmul=0.733, low_precision=0.99, experts=0.544, attention=0.5, memory=0.634,
+        rounding=0.687, exposed=0.556, blocking=0.72, narrow=58.1, waiting=0.00596,
     ),
 }  # fmt: skip
 _MATMUL: dict[str, float] = {
-    "NVIDIA B200": 0.666,
-    "NVIDIA H100 80GB HBM3": 0.895,
-    "NVIDIA H100 96GB HBM2e": 0.614,
-    "NVIDIA H200": 0.745,
+    "NVIDIA B200": 0.664,
+    "NVIDIA H100 80GB HBM3": 0.885,
+    "NVIDIA H100 96GB HBM2e": 0.594,
+    "NVIDIA H200": 0.735,
     "TPU v4": 0.81,
     "TPU v5": 0.917,
     "TPU v5 lite": 0.95,
@@ -166,6 +168,7 @@ def work_of(traced: TracedTrainStep) -> Work:
         vocab_tiles=plan.step.num_vocab_tiling,
         quantization=plan.quantization,
         micro_batches=plan.accumulation.micro_batches,
+        packed=plan.packed,
     )
 
 
@@ -181,18 +184,22 @@ def step_work(
     vocab_tiles: int = 1,
     quantization: Quantization = NONE,
     micro_batches: float = 1,
+    packed: bool = False,
 ) -> Work:
     """Computes one device's work in a step of `tokens`, over all devices, in sequences of `length`.
 
-    `kernel` is the attention kernel; `state_bytes` counts the weights and optimizer state on the device; `vocab_tiles`
-    is the number of tiles of the loss. With `quantization`, its matmuls count as 8-bit ones, and rounding activations
-    and gradients as `rounding_bytes`; rounding weights does not count, since each device rounds only its shard.
+    `kernel` is the attention kernel, and `packed` sequences may have several segments; `state_bytes` counts the weights
+    and optimizer state on the device; `vocab_tiles` is the number of tiles of the loss. With `quantization`, its
+    matmuls count as 8-bit ones, and rounding activations and gradients as `rounding_bytes`; rounding weights does not
+    count, since each device rounds only its shard.
     """
     stages = execution.schedule.stages if execution.schedule else 1
     # Tensor parallelism: `sharing` devices compute the same tokens, each with its shard of the heads and hidden units.
     sharing = layout.mesh.size // (layout.shards("batch") * layout.shards("length") * stages)
+    sequences = round(tokens / length / micro_batches)
     tokens /= layout.mesh.size
     if execution.schedule:  # for each of a pipeline's micro-batches, a device reads only its stage's weights
+        sequences //= execution.schedule.micro_batches
         micro_batches *= execution.schedule.micro_batches / stages
     model = flops.flops_per_token(spec, length)
     again = recomputed_flops(spec, length, execution, vocab_tiles, kernel)
@@ -201,6 +208,7 @@ def step_work(
     # backward pass it is read, and its gradient is written and read.
     passes = 5 if execution.remat_policy == "none" else 7
     arrays = pairs = 0.0
+    masked: dict[ScoreSpec, int] = {}
     for layer, count in flops.all_layers(spec).items():
         # Six arrays have the width D: the input, its norm, attention's output, the sum, its norm, and the last sum.
         costs = layer_costs(layer)
@@ -208,6 +216,8 @@ def step_work(
         if scores := costs["attention"].scores:
             keys = length if kernel == "dot_product" else flops.mean_keys(scores, length)
             pairs += count * scores.num_heads * keys
+            if kernel == "cudnn_flash":
+                masked[scores] = masked_block(sequences, length, scores, packed, layout)
     activations = passes * tokens * arrays * itemsize
     if kernel in ("dot_product", "blocked"):  # scores and attention weights per key, in float32
         activations += passes * tokens * 2 * pairs * 4
@@ -235,7 +245,7 @@ def step_work(
     elements = flops.count_params(spec) - of_experts * (1 - 1 / layout.shards("expert"))
     weights = 6 * micro_batches * elements / sharing * itemsize
     rows = tokens * sharing / micro_batches
-    of_token = operations(spec, length, execution, vocab_tiles, kernel, quantized, rows, sharing)
+    of_token = operations(spec, length, execution, vocab_tiles, kernel, quantized, rows, sharing, masked)
     return Work(
         model_flops=flops.FlopsPerToken(*(tokens * count for count in model)),
         recomputed_flops=flops.FlopsPerToken(*(tokens * count for count in again)),
@@ -258,12 +268,13 @@ def operations(
     quantized: Collection[Any],
     rows: float,
     sharing: int,
+    masked: Mapping[ScoreSpec, int] = MappingProxyType({}),
 ) -> Operations:
     """Counts a step's operations per token, forward, backward and recomputed, by kind.
 
     `quantized` has the paths, within a block, of the weights used in 8-bit matmuls. A device multiplies `rows` tokens
-    at a time; heads and hidden units are split over `sharing` devices. With a limited capacity, experts compute all
-    their slots, also empty ones.
+    at a time; heads and hidden units are split over `sharing` devices. `masked` has the tokens of the blocks for which
+    attention builds masks, 0 for none. With a limited capacity, experts compute all their slots, also empty ones.
     """
     dense = (8 if vocab_tiles > 1 else 6) * flops.head_elements(spec)
     dense += (6 + 2 * _recomputes_inputs(execution)) * spec.mtp_num_layers * 2 * spec.emb_dim**2
@@ -294,15 +305,19 @@ def operations(
             # A TPU multiplies by whole tiles of 128 columns.
             tile = 128 if kernel == "flash" else 1
             widths = sum(math.ceil(size / tile) * tile for size in (scores.head_dim, scores.value_dim))
-            attention += count * passes * 2.0 * scores.num_heads * widths * computed_keys(scores, length, kernel)
+            keys = computed_keys(scores, length, kernel, masked.get(scores, 0))
+            attention += count * passes * 2.0 * scores.num_heads * widths * keys
     return Operations(dense, low, experts, attention, narrow, narrow_low)
 
 
-def computed_keys(scores: ScoreSpec, length: int, kernel: str) -> float:
-    """Mean number of keys whose scores a kernel computes for a query, including masked ones in its blocks."""
+def computed_keys(scores: ScoreSpec, length: int, kernel: str, masked: int = 0) -> float:
+    """Mean number of keys whose scores a kernel computes for a query, including masked ones in its blocks.
+
+    With a mask, cuDNN takes about as long as if it computed all of a block of `masked` tokens (docs/performance.md).
+    """
     if kernel == "dot_product":
         return length
-    block = {"flash": 512 if scores.window else 1024, "blocked": 512}.get(kernel, 128)
+    block = masked or {"flash": 512 if scores.window else 1024, "blocked": 512}.get(kernel, 128)
     keys = flops.mean_keys(scores, length)
     reach = min(scores.window or length, scores.chunk or length, length)
     return min(keys + block * (0.5 if reach == length else 1.0), length)

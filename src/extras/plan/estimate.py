@@ -65,6 +65,7 @@ def step_costs(config: Config, topology: Topology, placed: Placed | None = None)
         vocab_tiles=step.tiles,
         quantization=quantization,
         micro_batches=step.micro_batches,
+        packed=placed.packed,
     )
     low_peak = peak_flops(chip.kind, quantization.kind)
     return Costs(work, collectives(step), memory, tokens, chip, peak, low_peak, topology.slices)

@@ -23,7 +23,7 @@ RESOURCES = 4  # the first fields of a Prediction are the seconds of this many r
 ROOFLINE = "by a roofline, not measured"
 # Mean absolute error of steps of published runs that no constant was fitted to (docs/plan.md, "Against published
 # runs"): on chips of several publications, on others, and with experts.
-ERROR, ERROR_OF_OTHERS, ERROR_WITH_EXPERTS = 0.089, 0.127, 0.179
+ERROR, ERROR_OF_OTHERS, ERROR_WITH_EXPERTS = 0.08, 0.126, 0.179
 SEVERAL = ("TPU v5", "NVIDIA H100 80GB HBM3", "NVIDIA H100 96GB HBM2e", "NVIDIA H200")
 
 

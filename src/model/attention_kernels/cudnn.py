@@ -96,6 +96,15 @@ def by_segments(B: int, T: int, spec: ScoreSpec, packed: bool, layout: MeshLayou
     return _lists(T, packed, layout) and can_compute(B // layout.shards("batch") * T, spec, heads)
 
 
+def masked_block(B: int, T: int, spec: ScoreSpec, packed: bool, layout: MeshLayout) -> int:
+    """Returns the tokens of a block of the sequences [B, T] for which a mask is built; 0 if they need no mask."""
+    packed = packed or spec.chunk > 0  # `attend` makes each chunk a segment
+    if not packed or by_segments(B, T, spec, packed, layout):
+        return 0
+    shards = layout.shards("length")
+    return _Pieces(spec.scale, spec.window, packed, shards, T // zigzag_parts(shards)).block
+
+
 def workspace_bytes(B: int, T: int, spec: ScoreSpec, kv_heads: int, packed: bool, layout: MeshLayout) -> int:
     """Counts the memory in which cuDNN computes the gradients of sequences [B, T] on a device.
 

@@ -215,9 +215,14 @@ def test_others_beside_it_have_the_measured_ratios():
     of_gpt, of_50m = (
         re.search(rf"^\| {row}, .* ([\d.]+) \|$", measured, re.MULTILINE)[1] for row in ("nanoGPT's setting", "50M")
     )
-    scope = (ROOT / "docs" / "scope.md").read_text()
-    assert f"a step takes {of_gpt} times that of the same model in PyTorch" in scope
-    assert f"50M step on a CPU: {of_50m} times PyTorch's time" in scope
+    of_gpt2, of_1b = (
+        re.search(rf"^  \| {row}.* \| \**([\d.]+)\** \| [^|]* \|$", measured, re.MULTILINE)[1]
+        for row in ("GPT-2 of 124M", "base.yml's 1.1B")
+    )
+    scope, readme = (ROOT / "docs" / "scope.md").read_text(), (ROOT / "README.md").read_text()
+    assert f"GPT-2 124M on an H100 {of_gpt2}, its CPU setting {of_gpt}" in scope
+    assert f"1.1B on an H100, compiled, {of_1b}; 50M on a CPU, transformers', {of_50m}" in scope
+    assert f"A step takes {of_1b} times as long as the same model in compiled PyTorch, and GPT-2's {of_gpt2}" in readme
 
 
 def test_the_table_of_models_has_each_file_and_its_numbers():

@@ -1,6 +1,7 @@
 """Looks up embedding rows by token, or position rows by position, for any sharding of the table."""
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from src.parallel.mesh import MeshLayout
@@ -15,11 +16,15 @@ def look_up(table_VD: Array, ids_BT: Array, layout: MeshLayout, axis: str) -> Ar
     al. 2019, section 3). If D is sharded, a device either gathers the table, or looks up its columns for the tokens of
     other devices and exchanges the results; the exchange moves less if the table has many more rows than the device has
     tokens.
+
+    Rows are looked up in float32, because a row's gradients are summed in that dtype: in bfloat16, a frequent token's
+    sum would stop growing.
     """
     blocks = _column_blocks(table_VD, ids_BT, layout, axis)
     if blocks == 1 and not (layout.axes(axis) or jax.sharding.get_abstract_mesh().manual_axes):
         # Gathered over fsdp before the lookup, like every weight: otherwise XLA replicates the result.
-        return layout.constrain(table_VD, axis, None)[ids_BT]
+        table_VD = layout.constrain(table_VD, axis, None)
+        return table_VD.astype(jnp.float32)[ids_BT].astype(table_VD.dtype)
     from src.model.sharded_lookup import look_up_sharded
 
     return look_up_sharded(table_VD, ids_BT, layout, axis, blocks)

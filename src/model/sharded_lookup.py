@@ -26,11 +26,12 @@ def look_up_sharded(table_VD: Array, ids_BT: Array, layout: MeshLayout, axis: st
             part_VD = jax.lax.optimization_barrier(part_VD)
             part_VD = jax.lax.all_gather(part_VD, gathered, axis=1, axis_index_groups=near, tiled=True)
         ids_BT = ids_BT - (jax.lax.axis_index(sharing) * len(part_VD) if sharing else 0)
+        wide_VD = part_VD.astype(jnp.float32)  # gradients of the same row are summed in this dtype
         if blocks == 1:
-            return _rows(part_VD, ids_BT)[None]
-        # C: devices with a block of columns each. In float32, because the gradients of all their tokens are summed.
+            return _rows(wide_VD, ids_BT).astype(part_VD.dtype)[None]
+        # C: devices with a block of columns each.
         ids_CBT = jax.lax.all_gather(ids_BT, gathered, axis_index_groups=far)
-        rows_CBTD = _rows(part_VD.astype(jnp.float32), ids_CBT).astype(part_VD.dtype)
+        rows_CBTD = _rows(wide_VD, ids_CBT).astype(part_VD.dtype)
         return jax.lax.all_to_all(rows_CBTD, gathered, 0, 3, axis_index_groups=far, tiled=True)
 
     in_specs = layout.spec((axis, "embed")), layout.spec(("batch", "length"))

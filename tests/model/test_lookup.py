@@ -71,11 +71,14 @@ def test_what_a_device_moves_is_its_tokens_rows_and_never_the_table():
     assert f"f32[{V},{D}]" not in text
 
 
-def test_gradients_of_a_frequent_token_are_added_up_in_float32(monkeypatch):
+@pytest.mark.parametrize("case", ["exchanged", "one device", *MESHES])
+def test_gradients_of_a_frequent_token_are_added_up_in_float32(case, monkeypatch):
     """In bfloat16 a sum of ones stays at 256."""
-    monkeypatch.setattr(lookup, "LANES", 8)
-    layout = make_layout(load().mesh, jax.devices())
-    table, ids = jnp.zeros((8 * V, D), jnp.bfloat16), np.full((ROWS, 64), 7)
+    monkeypatch.setattr(lookup, "LANES", 8 if case == "exchanged" else D)
+    devices = jax.devices()[: 1 if case == "one device" else None]
+    layout = make_layout(load(**MESHES.get(case, {})).mesh, devices)
+    vocab, length = (8 * V, 64) if case == "exchanged" else (V, 512)
+    table, ids = jnp.zeros((vocab, D), jnp.bfloat16), np.full((ROWS, length), 7)
     at = layout.sharding(("vocab", "embed")), layout.sharding(("batch", "length"))
 
     def total(table, ids):

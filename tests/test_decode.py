@@ -327,6 +327,23 @@ def test_a_text_is_shown_as_it_grows_by_its_last_ids_alone(tmp_path, kind):
     assert counting.decoded < 70 * len(ids)
 
 
+@pytest.mark.parametrize("kind", ["byte", "sentencepiece", "byte fallback"])
+def test_a_character_that_a_prompt_of_ids_cuts_belongs_to_the_text(tmp_path, kind):
+    """Prompts by decode_prompt_tokens end at any id; one that ends in U+FFFD itself is whole."""
+    make = {"byte": lambda folder: BYTES, "sentencepiece": sentencepiece_of_bytes, "byte fallback": byte_fallback}
+    tokenizer = make[kind](tmp_path)
+    ids = tokenizer.encode_prompt("the \ufffd漢😀 mat")
+    text = tokenizer.decode(ids)  # SentencePiece replaces U+FFFD
+    for cut in range(2, len(ids)):
+        completion = Completion(config_of().decoding, len(ids), tokenizer, ids[:cut])
+        shown = [completion.add(token) or completion.stable_text() for token in ids[cut:].tolist()]
+        prompt = completion.prompt_text
+        whole = prompt if text.startswith(prompt) else prompt.rstrip("\ufffd")
+        assert text.startswith(whole)
+        assert completion.text == text[len(whole) :]
+        assert all(completion.text.startswith(each) for each in shown)
+
+
 def test_a_stop_text_is_found_wherever_it_falls():
     for place in range(100, 400, 7):
         text = "x" * place + "STOP it"

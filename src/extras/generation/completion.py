@@ -93,7 +93,7 @@ class Completion:
             self.done = len(self._ids) == self._max_tokens
         tail = self._decode(self._ids[-self._tail :]) if self._stop_texts else ""
         if self.done or any(stop in tail for stop in self._stop_texts):
-            self.text = self._decode(self._ids)[len(self.prompt_text) :]
+            self.text = _after(self.prompt_text, self._decode(self._ids))
             if ends := [end for stop in self._stop_texts if (end := self.text.find(stop)) >= 0]:
                 self.text, self.done = self.text[: min(ends)], True
 
@@ -102,7 +102,7 @@ class Completion:
         if self.done:
             return self.text
         first, last = self._whole[0], self._whole[-1]
-        text = self._decode(self._ids[first:])[len(self._decode(self._ids[first:last])) :]
+        text = _after(self._decode(self._ids[first:last]), self._decode(self._ids[first:]))
         if not text.endswith("\ufffd"):  # bytes of an incomplete character
             self._stable, text = self._stable + text, ""
             self._whole.append(len(self._ids))
@@ -114,6 +114,11 @@ class Completion:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(np.array(ids, np.int32))
+
+
+def _after(before: str, text: str) -> str:
+    """Returns the rest of `text` after `before`, including a character of which `before` has only the first bytes."""
+    return text[len(before if text.startswith(before) else before.rstrip("\ufffd")) :]
 
 
 def generate(

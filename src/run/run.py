@@ -21,7 +21,6 @@ from src.data.host_arrays import host_rows, to_global
 from src.data.loader import HostBatch, train_batches
 from src.data.processes import check_same
 from src.data.types import EvalSet, InputSpec, RowArrays, TrainData
-from src.model.flops import flops_per_token
 from src.parallel.slices import check_hardware, count_slices
 from src.run.diagnostics import Profile, Watchdog
 from src.run.environment import environment, read_environment
@@ -30,7 +29,7 @@ from src.run.metrics import MetricsLog, StepPrinter, eval_key, eval_sets
 from src.run.preemption import Preemption
 from src.run.recorder import Recorder, Result
 from src.run.saver import Saver
-from src.run.summary import dates, ending, print_header, run_header, stopped
+from src.run.summary import dates, ending, print_header, run_header, step_flops, stopped
 from src.step.eval_step import ALWAYS
 from src.step.plan import Batch
 from src.step.state import TrainState, batch_sharding
@@ -228,7 +227,7 @@ class Run:
             step = self.done if self.start.resumed else None
             log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", step, due)
             printer = StepPrinter(run.steps, self.done, run.log_period, run.quiet, self.schedule.rows_before)
-        flops = flops_per_token(self.plan.spec, config.batch.max_target_length)
+        flops = step_flops(self.plan, config.batch.max_target_length)
         return Recorder(config.step, run.steps, log, printer, flops, self.plan.layout.mesh)
 
     # ---- Steps

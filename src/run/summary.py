@@ -13,10 +13,11 @@ from src.config.dataset_spec import DatasetSpec, train_specs
 from src.config.schema import Config
 from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData, is_stream
-from src.model.flops import count_params, flops_per_token
+from src.model.flops import FlopsPerToken, count_params, flops_per_token
 from src.parallel.slices import describe_mesh
 from src.run.environment import read_environment
 from src.step.optimizer_rules import describe_rules
+from src.step.plan import StepPlan
 from src.step.trace import TracedTrainStep
 from src.system.errors import UserError, counted, show
 from src.system.imports import optional
@@ -34,6 +35,12 @@ def print_header(rows: Iterable[tuple[str, str]]) -> None:
         show(f"{name:<{width}}  {value.replace(chr(10), chr(10) + ' ' * (width + 2))}")
 
 
+def step_flops(plan: StepPlan, length: int) -> FlopsPerToken:
+    """Counts the operations of a step per token, for sequences of `length` tokens; no gradients of frozen weights."""
+    frozen_flops = optional("frozen_flops") if plan.split(plan.shapes).frozen else None
+    return frozen_flops.trained_flops(plan, length) if frozen_flops else flops_per_token(plan.spec, length)
+
+
 def run_header(
     config: Config,
     traced: TracedTrainStep,
@@ -46,7 +53,7 @@ def run_header(
 ) -> list[tuple[str, str]]:
     """Describes the run as names and values: folder, devices, main settings and automatic choices, and changed keys."""
     plan, tokenizer = traced.plan, inputs.tokenizer
-    flops = flops_per_token(plan.spec, config.batch.max_target_length)
+    flops = step_flops(plan, config.batch.max_target_length)
     weights = plan.split(plan.shapes)
     trained = f"{sum(leaf.size for leaf in jax.tree.leaves(weights.trainable)):,} parameters"
     trained += f", with adapters of rank {plan.step.lora_rank}" if plan.step.lora_rank else ""

@@ -7,13 +7,17 @@ import jax.numpy as jnp
 import pytest
 
 from src.extras.aot.roofline import recomputed_flops
+from src.extras.verify.counts import matmuls, traced_step
+from src.extras.verify.subject import ROWS
 from src.model.attention import Attention
 from src.model.execution import Execution
 from src.model.flops import FlopsPerToken, block_weights, count_params, flops_per_token
 from src.model.params import Weights, matmul, weight
 from src.model.parts import MIXERS
 from src.run import resolve_config
+from src.run.summary import step_flops
 from src.step.loss import next_token_loss
+from src.step.state import abstract_state
 from tests.tiny import BASE, load, make, spec_of
 
 
@@ -129,6 +133,34 @@ def counted_by_jax(**overrides):
 def test_operations_of_a_step_are_those_that_jax_counts(overrides):
     counted, plan = counted_by_jax(**overrides)
     assert flops_per_token(plan.spec, 64).palm == pytest.approx(counted, rel=0.02)
+
+
+ADAPTERS = {"lora_rank": 8, "lora_parameters": "[attention.*, feed_forward.w*]", "load_parameters_path": "model"}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        ADAPTERS,
+        {**ADAPTERS, "lora_parameters": "['*']", "trainable_parameters": "[attention.out]"},
+        {**ADAPTERS, **EXPERTS, "lora_parameters": "[attention.*, feed_forward.wo]", "logits_via_embedding": "true"},
+        {"trainable_parameters": "[feed_forward.*]"},
+        {"trainable_parameters": "['*norm.scale']", "logits_via_embedding": "true"},
+    ],
+    ids=str,
+)
+def test_gradients_of_frozen_weights_are_not_counted(overrides):
+    # Scanned: without a scan, the inputs of the first layers' frozen weights need no gradient. And narrower, because
+    # `weight_matmul` writes out the gradient of a large matrix, which XLA removes.
+    wide = {key: value for key, value in WIDE.items() if key != "base_mlp_dim"} | {"scan_layers": "true"}
+    sizes = {} if "num_experts" in overrides else {"base_mlp_dim": 256}
+    plan = make(**wide, **sizes, remat_policy="none", **overrides)[1]
+    jaxpr = traced_step(plan, abstract_state(plan), next_token_loss, 64).jaxpr.jaxpr
+    found, whole = step_flops(plan, 64), flops_per_token(plan.spec, 64)
+    assert found.palm == sum(size for _, _, size in matmuls(jaxpr)) / (64 * ROWS)
+    assert whole.palm - found.palm == pytest.approx(whole.causal - found.causal)
+    assert (found.palm < 0.9 * whole.palm) == bool(overrides)
 
 
 class GatedAttention(Attention):

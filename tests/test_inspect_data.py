@@ -81,6 +81,12 @@ def test_of_a_stream_the_rows_of_other_processes_are_not_made_up(capsys, tmp_pat
         inspect(capsys, tmp_path, **keys, process_count=2, process_index=1)
 
 
+def test_the_batches_after_those_shown_are_explained(capsys, tmp_path, texts):
+    for count, shown in ((1, "1 batch shown"), (2, "2 batches shown")):
+        printed = inspect(capsys, tmp_path, inspect_num_steps=count)
+        assert re.search(rf"^checked +{shown}, and \d+ after, to measure speed$", printed, re.MULTILINE)
+
+
 def test_later_steps_are_those_that_a_run_comes_to(capsys, tmp_path, texts):
     both = inspect(capsys, tmp_path, inspect_num_steps=2)
     later = inspect(capsys, tmp_path, inspect_first_step=1)

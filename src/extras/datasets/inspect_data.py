@@ -23,7 +23,7 @@ from src.data.types import DataPosition, InputSpec, RowArrays, RowSource, Tokeni
 from src.extras.sft_summary import describe_conversations
 from src.run.run_setup import configured
 from src.run.summary import describe_data, describe_tokenizer, few_documents, print_header
-from src.system.errors import UserError, printable, show
+from src.system.errors import UserError, counted, printable, show
 
 USAGE = Usage(
     """Shows the first batches of a run as text, checks them, and measures the loader's speed.
@@ -177,7 +177,7 @@ def _summary(shown: list[HostBatch], batches: Iterator[HostBatch]) -> list[tuple
     documents = sum(batch["segment_ids"].max(axis=1).sum() for batch in looked_at)
     tokens = sum(batch["tokens"].size for batch in arrays[len(shown) :])
     return [
-        ("checked", f"{len(looked_at)} batches, {len(shown)} of them shown"),
+        ("checked", f"{counted(len(shown), 'batch')} shown, and {len(looked_at) - len(shown)} after, to measure speed"),
         ("filled", f"{filled.mean():.2%} of their tokens; the rest is padding"),
         ("in the loss", f"{in_loss.mean():.2%} of their tokens"),
         ("documents", f"{documents / len(filled):.2f} per row"),

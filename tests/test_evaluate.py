@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from src.extras.evaluation import evaluate
+from src.system.errors import UserError
 from tests import runs
 
 LAYERS = {"base_num_decoder_layers": 2}
@@ -95,6 +96,27 @@ def test_the_loss_is_that_of_each_document_on_its_own(trained, texts):
 
 
 # ---- However it is computed, it is the same
+
+
+def test_the_data_are_named(trained, corpus, texts, capsys):
+    run, _ = trained
+    evaluate.main([str(run), "eval_steps=1"])
+    assert f"evaluating on text: {texts}, 37 documents\n" in capsys.readouterr().out
+    named = f"eval_datasets=[{{name: a, dataset_path: {corpus}, eval_steps: 1}}]"
+    evaluate.main([str(run), named, "dataset_path=elsewhere"])
+    printed = capsys.readouterr().out
+    assert f"evaluating on a: text: {corpus}, 60 documents\n" in printed
+    assert re.search("dataset_path=elsewhere .* has no effect: src.evaluate reads it only with", printed)
+
+
+def test_a_folder_and_a_glob_of_the_same_files_are_the_same_data(corpus, tmp_path):
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, **LAYERS}
+    runs.run_here(**keys, steps=1)
+    (tmp_path / "saved").symlink_to("run/checkpoints")  # under another name
+    for weights in ("run", "saved"):
+        argv = runs.arguments(**keys | {"dataset_path": f"{corpus}/*.txt"}, load_parameters_path=tmp_path / weights)
+        with pytest.raises(UserError, match=r"held nothing out .eval_interval=-1"):
+            evaluate.main(argv)
 
 
 def test_data_that_are_read_again_are_said(trained, capsys):

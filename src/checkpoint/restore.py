@@ -67,7 +67,7 @@ def restore_any(path: epath.PathLike, abstract_of: AbstractOf, what: str) -> Res
     messages. Raises UserError if no checkpoint exists, all are damaged, one could not be read, or the arrays of these
     parts differ in name or shape; TransientError if one could not be read after several attempts.
     """
-    folder, steps = _find_steps(path)
+    folder, steps = find_steps(path)
     step, (state, meta), problems = first_good(folder, steps, lambda place: restore(place, abstract_of))
     messages = [f"checkpoint {damaged} of {folder} is passed over: {problem}." for damaged, problem in problems.items()]
     return Restored(state, meta, [*messages, f"restored {what} from checkpoint {step} of {folder}."])
@@ -78,11 +78,11 @@ def newest_meta(path: epath.PathLike) -> tuple[dict[str, Any], str]:
 
     Raises as `restore_any`.
     """
-    step, (meta, saved), _ = first_good(*_find_steps(path), _read_meta)
+    step, (meta, saved), _ = first_good(*find_steps(path), _read_meta)
     return meta, f"step {step}, {checksum_of({'meta': meta, 'arrays': saved}):08x}"
 
 
-def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
+def find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
     """Finds the folder of checkpoints that `path` means, and its steps, newest first; without any, raises UserError."""
     path = absolute(path)
 

@@ -1,5 +1,6 @@
 """Measures the loss on held-out data (`python -m src.evaluate CONFIG.yml ...`), scores texts, computes logits."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -14,16 +15,18 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from src import installing
+from src.checkpoint.restore import find_steps
 from src.checkpoint.run_rules import run_rules
 from src.config import schema
-from src.config.dataset_spec import DatasetSpec, names_eval_data, train_specs
+from src.config.dataset_spec import DatasetSpec, eval_specs, names_eval_data, train_specs
 from src.config.load import from_yaml
-from src.config.run_configs import CONFIG, run_folder
+from src.config.run_configs import CONFIG, HUB, run_folder
 from src.config.usage import Usage
 from src.config.yaml import file_name
 from src.data.open import open_eval_sets
+from src.data.readers.find_files import list_files
 from src.data.tokenizer import make_tokenizer
-from src.data.types import InputSpec, missing_template
+from src.data.types import EvalSet, InputSpec, TrainData, missing_template
 from src.extras.command_files import check_outputs, write_output
 from src.extras.evaluation.answers import Answers
 from src.extras.evaluation.scoring import TextBytes, score_texts, write_logits
@@ -31,8 +34,9 @@ from src.extras.generation.loaded_model import load_model
 from src.run.evaluator import Evaluator, means
 from src.run.metrics import eval_key
 from src.run.run_setup import configured
+from src.run.summary import describe_data
 from src.step.eval_step import compile_eval_step
-from src.system.errors import UserError, say
+from src.system.errors import TransientError, UserError, say
 
 USAGE = Usage(
     """Measures a model's loss or its task scores, scores texts, computes logits.
@@ -52,9 +56,10 @@ def _check_held_out(run: Any, data: schema.Data) -> None:
     of_run = schema.Config.of({key: value for key, value in keys.items() if key in schema.KEYS})
     trained, interval = of_run.data, of_run.evaluation.eval_interval
     (place, *_), places = _places(train_specs(data)), _places(train_specs(trained))
-    if names_eval_data(data) or place not in places:
+    same = [_overlap(place, each) for each in places]
+    if names_eval_data(data) or not any(same):
         return
-    if interval == -1 or names_eval_data(trained) or place != places[0]:  # a part of the first dataset is held out
+    if interval == -1 or names_eval_data(trained) or not same[0]:  # a part of the first dataset is held out
         named = "its own evaluation data are named" if names_eval_data(trained) else "except from its first dataset"
         why = "eval_interval=-1" if interval == -1 else named
         raise UserError(
@@ -80,16 +85,34 @@ def _places(specs: Sequence[DatasetSpec]) -> list[tuple[str, ...]]:
     ]
 
 
+def _overlap(place: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Whether two of `_places` have documents in common: by their paths, or else by the local files that they name."""
+    kind, path, *name = place
+    other_kind, other_path, *other_name = other
+    if (kind, name) != (other_kind, other_name):
+        return False
+    return path == other_path or bool(_files(path) & _files(other_path))
+
+
+def _files(path: str) -> set[str]:
+    """Lists the local files of a dataset's path; none for a path on a store, or one that can't be read."""
+    if not path or "://" in path:
+        return set()
+    with contextlib.suppress(UserError, TransientError):
+        return set(map(os.path.realpath, list_files(path, "dataset_path").paths))
+    return set()
+
+
 def _run_of(weights: str) -> Any:
     """Finds the folder of the run that `load_parameters_path` names, perhaps by a checkpoint in it; None for others."""
-    if not weights:
+    if not weights or weights.startswith(HUB):
         return None
-    path = file_name(weights.rstrip("/"))
-    path = path if "://" in path else os.path.abspath(os.path.expanduser(path))
-    parts = path.split("/")
-    checkpoints = parts[:-1] if parts[-1].isdecimal() else parts
-    above = ["/".join(checkpoints[:-1])] * (checkpoints[-1] == "checkpoints")
-    return next((run for each in (path, *above) if (run := run_folder(each))), None)
+    try:
+        checkpoints, _ = find_steps(file_name(weights))
+    except UserError:  # a Hugging Face folder, or none that `load_model` accepts
+        return None
+    folder = str(checkpoints)
+    return run_folder(os.path.dirname(folder if "://" in folder else os.path.realpath(folder)))
 
 
 def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
@@ -144,7 +167,9 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         row = jax.ShapeDtypeStruct((config.batch.max_target_length,), np.int32)
         plan, inputs = dataclasses.replace(plan, fields={"text_bytes": row}), inputs._replace(count_bytes=text.document)
     step, metrics, counted = compile_eval_step(plan), {}, {}
+    specs = {spec.name: spec for spec in (eval_specs if names_eval_data(config.data) else train_specs)(config.data)}
     for data in open_eval_sets(inputs, config.evaluation):
+        say([f"evaluating on {_described(specs[data.name], data)}"])
         evaluator = Evaluator(config.evaluation, inputs, plan, step, data)
         (sums,) = evaluator.sums(weights)
         set_metrics = {eval_key(metric, data.name): value for metric, value in means(sums).items()}
@@ -164,6 +189,14 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     results = {name: value if math.isfinite(value) else None for name, value in numbers}
     write_results(config.evaluation.results_path, results)
     return metrics
+
+
+def _described(spec: DatasetSpec, data: EvalSet) -> str:
+    """Describes evaluation data: their name, type, place and size, and the part that is held out."""
+    unnamed = dataclasses.replace(spec, name="")
+    (line,) = describe_data([unnamed], TrainData(("",), (data.source,), (1.0,)))
+    part = data.source.fingerprint().get("part", "")
+    return f"{data.name}: " * bool(data.name) + line + f" ({part})" * bool(part)
 
 
 def write_results(path: str, results: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Loads the weights that rules choose, from several places (`load_weights_rules`)."""
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 
 from src.checkpoint.format import Restored
 from src.checkpoint.load_weights import hf_folder, load_weights
-from src.checkpoint.restore import newest_meta, restore_weights
+from src.checkpoint.restore import restore_weights
 from src.model.params import Tree, by_path, dotted, nested
 from src.system.errors import UserError, counted, first_few
 
@@ -63,20 +64,28 @@ def load_by_rules(
 def _load_named(path: str, wanted: Tree, tree: Tree, ema: bool) -> Restored:
     """Loads the weights `wanted`, keyed by their dotted names in `path`, with adapters merged into them.
 
-    From a Hugging Face folder, or a run with adapters, it loads and returns all of `tree`, which must be there. Raises
-    UserError for a wanted name that `path` lacks.
+    From a Hugging Face folder it loads and returns all of `tree`, which must be there; so it does from a run with
+    adapters, unless that saved the wanted weights whole. Raises UserError for a wanted name that `path` lacks.
     """
-    if hf_folder(path) or "lora" in newest_meta(path)[0]:
-        arrays, meta, messages = load_weights(path, tree, ema)
-        arrays = {dotted(where): array for where, array in by_path(arrays).items()}
-        _check_names(path, wanted, arrays)
-        return Restored(arrays, meta, messages)
 
     def named(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> Tree:
+        adapted = {name.removeprefix("lora.").rpartition(".")[0] for name in saved if name.startswith("lora.")}
+        if "lora" in meta and not wanted.keys() <= saved.keys() - adapted:
+            raise _IncompleteError
         _check_names(path, wanted, saved)
         return wanted
 
-    return restore_weights(path, named, ema, some=f"{len(wanted)} weights")
+    if not hf_folder(path):
+        with contextlib.suppress(_IncompleteError):
+            return restore_weights(path, named, ema, some=f"{len(wanted)} weights")
+    arrays, meta, messages = load_weights(path, tree, ema)
+    arrays = {dotted(where): array for where, array in by_path(arrays).items()}
+    _check_names(path, wanted, arrays)
+    return Restored(arrays, meta, messages)
+
+
+class _IncompleteError(Exception):
+    """A wanted weight is in a run's base, or has an adapter."""
 
 
 def _check_names(path: str, wanted: Iterable[str], available: Iterable[str]) -> None:

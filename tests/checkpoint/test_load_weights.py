@@ -154,6 +154,24 @@ def test_rules_merge_adapters(runs, tmp_path):
     np.testing.assert_array_equal(loaded["segments.0.0.attention.key"], kept["a"]["segments.0.0.attention.key"])
 
 
+def test_rules_take_what_a_run_with_adapters_saved_whole_into_another_model(tmp_path):
+    """Neither the base, which is gone, nor the run's other weights have to fit."""
+    plan, tree = tree_of(1)
+    scale, query = ("final_norm", "scale"), ("segments", 0, 0, "attention", "query")
+    arrays = {scale: np.full(by_path(tree)[scale].shape, 3, np.float32)}
+    arrays |= {("lora", *query, part): np.zeros((1, 2, 2), np.float32) for part in ("down", "up")}  # of other shapes
+    entries = {"step": np.int32(5), "trainable": nested(arrays), "stats": {}, "opt": {}}
+    checkpointer = Checkpointer(tmp_path / "checkpoints", max_to_keep=-1, async_save=False)
+    base = {"base": str(tmp_path / "gone"), "base_identity": ""}
+    meta = {"vocab_size": VOCAB, "tokenizer": None, "lora": {"rank": 2, "alpha": 1.0, **base}}
+    checkpointer.save(5, jax.tree.map(jax.numpy.asarray, entries), meta)
+    checkpointer.close()
+    loaded, _, _ = load_by_rules([{"match": r"final_norm\.scale", "path": str(tmp_path)}], tree, plan.axes)
+    np.testing.assert_array_equal(by_path(loaded)[scale], arrays[scale])
+    with pytest.raises(UserError, match=r"no checkpoint at .*gone"):
+        load_by_rules([{"match": r".*attention\.query", "path": str(tmp_path)}], tree, plan.axes)
+
+
 def test_rules_read_each_path_once(runs, monkeypatch):
     folder, kept = runs
     plan, tree = tree_of()

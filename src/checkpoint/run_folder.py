@@ -151,10 +151,13 @@ def read_text(file: epath.Path) -> str | None:
     return file.read_bytes().decode(errors="replace") if file.exists() else None
 
 
-def dated_name() -> str:
-    """Names a run without a run_name by the time of its start on process 0's clock."""
+def dated_name(base_output_directory: str) -> str:
+    """Names a run without a run_name by the time of its start on process 0's clock.
+
+    A store has no locks, so there random digits distinguish runs that start in the same second.
+    """
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    return gather_json(now)[0]
+    return gather_json(now + f"-{uuid.uuid4().hex[:6]}" * is_remote(base_output_directory))[0]
 
 
 def _nearest_existing(folder: epath.Path) -> epath.Path:

@@ -51,7 +51,9 @@ class Run:
         """`exits` closes what the run opens. `fields`: further arrays of a batch, which `prepare` adds to its rows."""
         self.config, self._exits = config, exits
         self.prepare: Callable[[RowArrays], RowArrays] = lambda rows: rows
-        self.folder = RunFolder(config.run.base_output_directory, config.run.run_name or dated_name())
+        self.folder = RunFolder(
+            config.run.base_output_directory, config.run.run_name or dated_name(config.run.base_output_directory)
+        )
         exits.callback(self.folder.close)
         self._is_writer, self._tracking, self._report = jax.process_index() == 0, None, None
         if self._is_writer and config.diagnostics.report_to:

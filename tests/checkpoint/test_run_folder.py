@@ -1,13 +1,22 @@
 import logging
 import os
+import re
 import socket
 from pathlib import Path
 
 import pytest
 
-from src.checkpoint.run_folder import FILES, FOLDERS, RunFolder
+from src.checkpoint.run_folder import FILES, FOLDERS, RunFolder, dated_name
 from src.system.errors import TransientError, UserError
 from tests.tiny import load
+
+
+def test_runs_without_a_name_do_not_share_a_folder_of_a_store():
+    """If they start in the same second: a store has no lock, as a disk has."""
+    names = {dated_name("gs://bucket/runs") for _ in range(8)}
+    assert len(names) == 8
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\w{6}", name) for name in names)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", dated_name("runs"))
 
 
 def test_on_a_disk_growing_files_are_written_in_place(tmp_path, monkeypatch):

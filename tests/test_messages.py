@@ -1,5 +1,6 @@
 """How messages word lists and numbers."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from src.run.resolve_config import load
 from src.system.errors import UserError, counted, first_few
+from src.system.version import title
 
 
 def test_a_list_stops_at_five():
@@ -49,3 +51,12 @@ def test_units_are_per_what_they_are_measured_by(pattern):
     assert files
     found = [f"{file}: {unit[0]}" for file in files for unit in OLD_UNIT.finditer(file.read_text(encoding="utf-8"))]
     assert not found
+
+
+@pytest.mark.parametrize(
+    "command", ["src.extras.plan.command", "src.extras.hf.convert", "src.extras.datasets.train_tokenizer"]
+)
+def test_commands_without_a_run_begin_with_the_version_too(command, capsys):
+    with pytest.raises(UserError):
+        importlib.import_module(command).main(["configs/base.yml", "no_such_key=1"])
+    assert capsys.readouterr().out.startswith(f"{title()}\n")

@@ -10,9 +10,10 @@ import jax
 from src import FOLDER
 from src.config.schema import Mesh
 from src.config.yaml import dump
-from src.run.environment import version, versions
+from src.run.environment import versions
 from src.system import exit_codes, rendezvous
 from src.system.errors import show
+from src.system.version import version
 
 # Keys that may differ between the processes of a job: the process's index, and the local paths of shared files. The
 # fingerprint of training data and tokenizer shows whether their contents are the same (src/data/processes.py).

@@ -5,26 +5,17 @@ import functools
 import os
 import platform
 import subprocess
-import tomllib
 from importlib import metadata
 
 import jax
 from etils import epath
 
-from src import FOLDER
 from src.checkpoint.run_folder import read_text
 from src.system.errors import UserError
 from src.system.json_text import parse_json
+from src.system.version import CHECKOUT, version
 
 REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-_CHECKOUT = FOLDER.parent if (FOLDER.parent / "pyproject.toml").exists() else None  # None: pip has installed it
-
-
-def version() -> str:
-    """Reads MinText's version from pyproject.toml, its only source, or from the installed package."""
-    if _CHECKOUT is None:
-        return metadata.version("mintext")
-    return tomllib.loads((_CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 
 
 def versions() -> dict[str, str]:
@@ -38,10 +29,10 @@ def environment() -> dict[str, str]:
 
     Starts JAX's backend, so call it after `jax.distributed.initialize`.
     """
-    command = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--exclude=*"]
+    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--exclude=*"]
     commit = ""  # without git, or if pip has installed MinText, perhaps into a folder of another repository
     with contextlib.suppress(FileNotFoundError):
-        if _CHECKOUT:
+        if CHECKOUT:
             commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "MinText": version() + f" ({commit})" * bool(commit),

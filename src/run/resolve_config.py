@@ -14,6 +14,7 @@ from src.config.schema import Config
 from src.config.usage import TRAIN, Usage, help_for
 from src.system.errors import UserError, clipped, show
 from src.system.storage_errors import Failure, failure_of
+from src.system.version import title
 
 HUB_KEYS = ("model_name", "load_parameters_path", "tokenizer_path")  # they may name a model on the hub
 
@@ -68,6 +69,7 @@ def of_command(argv: Sequence[str] | ConfigDict, usage: Usage = TRAIN) -> Config
     if (text := help_for(argv, usage)) is not None:
         show(text)
         return None
+    show(title())
     notes: list[str] = []
     config = load(argv, notes, command=usage.command)
     for note in notes:

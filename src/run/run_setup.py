@@ -16,8 +16,8 @@ from src.config.schema import Config, Step
 from src.config.usage import TRAIN, Usage, help_for
 from src.parallel.slices import GPU_MEMORY_FRACTION
 from src.run import resolve_config
-from src.run.environment import version
 from src.system.errors import UserError, say, show
+from src.system.version import title
 
 
 class ClusterEnv(NamedTuple):
@@ -44,7 +44,7 @@ def configured(
     if (help_text := help_for(argv, usage)) is not None:
         show(help_text)
         return None
-    print(f"MinText {version()}", flush=True)
+    print(title(), flush=True)
     notes: list[str] = []
     config = resolve_config.load(argv, notes, uses_weights=uses_weights, command=usage.command)
     configure_jax(config.step)

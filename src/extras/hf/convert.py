@@ -61,6 +61,7 @@ from src.run import resolve_config
 from src.step.state import abstract_state
 from src.system.errors import UserError, first_few, say
 from src.system.json_text import read_object
+from src.system.version import title
 
 USAGE = "\n".join(line.strip() for line in __doc__.splitlines() if line.startswith("    python"))
 
@@ -78,6 +79,8 @@ def main(argv: Sequence[str]) -> None:
     """Runs the command line `argv` on the CPU; raises UserError for an unknown command, or as the commands do."""
     # Weights are read and written, and `check` computes few logits: no accelerator is needed.
     jax.config.update("jax_platforms", "cpu")
+    if argv and argv[0] not in ("--help", "-h"):
+        print(title(), flush=True)
     match list(argv):
         case [] | ["--help" | "-h", *_]:
             print(__doc__)

@@ -27,6 +27,7 @@ from src.parallel.chips import peak_flops, run_peak
 from src.run import resolve_config
 from src.run.run_setup import configure_jax
 from src.system.errors import UserError, counted, say, show
+from src.system.version import title
 
 USAGE = Usage(
     """Searches the mesh, remat policy and batch that train a config fastest on hardware that need not be present.
@@ -68,6 +69,7 @@ def main(argv: Sequence[str]) -> object:
     if (text := help_for(argv, USAGE)) is not None:
         show(text)
         return None
+    show(title())
     space, request, own = read(argv)
     if own["top"] and not (own["top"].isdigit() and 1 <= int(own["top"]) <= 1000):
         raise UserError(f"top={own['top']}: expected a number of points to compile, 1 to 1000")

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from src.config.checks import check_config
 from src.config.hints import hints
 from src.config.keys import frozen
 from src.config.model_checks import check_value, read_list
-from src.config.requirements import TYPED, Setting, to_settings, unused_keys
+from src.config.requirements import TYPED, Requires, Setting, to_settings, unused_keys
 from src.config.schema import KEYS, Config, defaults
 from src.config.yaml import BASE, CONFIGS, NOTHING, Plain, convert, dump, file_name, literal, parse_argument, parse_keys
 from src.system.errors import UserError, changed_keys, clipped
@@ -109,7 +110,12 @@ def _load(
     problems += check_config(config, failed)
     # A run's own file lists every key, including keys without effect.
     chosen = [setting for setting in files if not (run or setting.where.endswith(f"/{run_configs.CONFIG}"))]
-    for key, sentence in unused_keys([*chosen, *arguments], config, failed, command, notes):
+    unread: Sequence[Requires] = ()
+    if command not in ("", "src.train"):
+        from src.config.unread_keys import UNREAD
+
+        unread = UNREAD.get(command, ())
+    for key, sentence in unused_keys([*chosen, *arguments], config, failed, notes, command, unread):
         (notes if hints().is_maxtext_default(key, config.get(key)) else problems).append(sentence)
     problems = [clipped(problem) for problem in dict.fromkeys(problems)]
     if len(problems) > 1:
@@ -134,6 +140,10 @@ def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Settin
     if "=" in arguments:  # such as `steps = 20`
         problems.append(f"{' '.join(arguments)}: type key=value without spaces around =, as in steps=20")
         return
+    for key, value in itertools.pairwise(arguments):
+        if key in KEYS and "=" not in value and not value.startswith("-"):
+            problems.append(f"{key} {value}: type key=value, as in {key}={value}")
+            return
     for argument in joined(arguments):
         key, equals, text = argument.lstrip("-").partition("=")
         if problem := yaml.unprintable(argument, is_name=key not in KEYS or not KEYS[key].any_text):

@@ -99,7 +99,7 @@ class OptimizerKeys:
     adam_eps: float = key(1e-8, "added to the square root of the second moment", POSITIVE)
     adam_weight_decay: float = key(0.1, "decoupled; not applied to norms and biases", FROM_0)
     adam_clip_threshold: float = key(0.0,
-        "maximum root mean square of adamw's update of a matrix or vector (Pax); 0: off", FROM_0)
+        "maximum root mean square of adamw's update of a matrix or vector (Pax); not within muon; 0: off", FROM_0)
     mup_base_emb_dim: int = key(0,
         "width that learning_rate was tuned at, to use it at other widths (muP); 0: off", FROM_0,
         resume_invariant=True)

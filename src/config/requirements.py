@@ -11,6 +11,7 @@ from src.config.schema import KEYS
 from src.config.yaml import dump
 
 IS_SET = Range("...", bool)
+EMPTY = Range("(empty)", lambda value: not value)
 ABOVE_1 = Range("a number above 1", lambda x: x > 1)
 
 
@@ -33,6 +34,10 @@ class Requires:
             f"{key}={values.words if isinstance(values, Range) else ' or '.join(map(dump, values))}"
             for key, values in self.one_of.items()
         )
+
+
+class Lists(Requires):
+    """As `Requires`, but a setting without effect is not refused: a line lists it."""
 
 
 def _of_optimizers(key: str) -> Requires:
@@ -89,6 +94,12 @@ LAYER_REQUIREMENTS = (
     Requires("base_mlp_dim", num_experts=1, base_moe_mlp_dim=0),
 )
 _WITH_COLUMN = ("text", "tfds", "array_record", "parquet", "hf", "custom")
+_READ = (*_WITH_COLUMN, "tokens")  # synthetic data are not read
+_WITHOUT_STEPS = Range(
+    "(an entry without eval_steps)", lambda sets: not sets or any("eval_steps" not in each for each in sets)
+)
+_NAMED_DATA = ("eval_dataset_path", "eval_dataset_name", "eval_datasets", "datasets")
+_SAMPLED = ("weighted", "topk", "nucleus", "composite")
 _STAGES = Range("2 or more", lambda size: size >= 2 or size == -1)
 REQUIREMENTS = (
     *LAYER_REQUIREMENTS,
@@ -101,15 +112,25 @@ REQUIREMENTS = (
     Requires("abort_on_nan_loss abort_on_inf_loss", on_nonfinite="stop"),
     Requires("skip_step_interval skip_step_scaling_factor", skip_step_on_spikes=True),
     Requires("target_eval_loss", eval_interval=FROM_1),
+    Lists("eval_steps", eval_datasets=_WITHOUT_STEPS),
     Requires("load_ema", load_parameters_path=IS_SET, load_weights_rules=IS_SET),
     *(Requires(key, lr_schedule_type=reading(SCHEDULES, key)) for key in _read_by(SCHEDULES)),
     Requires("quantization_exclude", quantization=["int8", "fp8", "mxfp8"], quantize_weights="int8"),
     Requires("lora_alpha lora_parameters", lora_rank=ABOVE_0),
+    Lists("dataset_path eval_dataset_path tokenizer_type tokenizer_path sample_length", dataset_type=_READ),
     Requires("dataset_name eval_dataset_name", dataset_type=["tfds", "hf"]),
+    # In tfds it names data; in hf it is only a configuration of the data that a path names.
+    Lists("eval_dataset_name", dataset_type="tfds", eval_dataset_path=IS_SET, eval_datasets=IS_SET),
     Requires("train_split eval_split", dataset_type=["tfds", "hf", "custom"]),
     # Without these keys, a part of the training split is held out.
     Requires("eval_split", eval_dataset_path=IS_SET, eval_dataset_name=IS_SET, eval_datasets=IS_SET),
+    # Data are held out of the only training set if no others are named.
+    *(Lists("eval_fraction", **{key: EMPTY}) for key in _NAMED_DATA),
+    Lists("eval_fraction", dataset_type=[kind for kind in _READ if kind != "hf"]),
     Requires("dataset_column", dataset_type=_WITH_COLUMN),
+    Lists("dataset_column", dataset_type=[kind for kind in _READ if kind != "array_record"],
+         array_record_format=["example", "json"]),
+    Lists("dataset_column max_document_bytes", use_sft=False),
     Requires("array_record_format", dataset_type="array_record"),
     Requires("dataset_factory", dataset_type="custom"),
     Requires("max_document_bytes", dataset_type="text"),
@@ -118,26 +139,22 @@ REQUIREMENTS = (
          enable_rampup_batch_size=True),
     Requires("sft_train_on_completion_only", use_sft=True),
     Requires("num_fewshot limit include_path", tasks=IS_SET),
+    Lists("trust_tasks", include_path=IS_SET, tasks=Range("FILE.yaml", lambda names: ".y" in names)),
     Requires("decode_samples decode_prompt_tokens", decode_path=IS_SET, decode_metrics=IS_SET),
     Requires("decode_num_prompts", decode_prompt_tokens=ABOVE_0),
     Requires("decode_metrics", eval_interval=ABOVE_0),
+    Lists("decode_sampling_temperature decode_seed", decode_sampling_strategy=_SAMPLED),
+    Lists("decode_seed decode_sampling_top_k decode_sampling_nucleus_p", decode_sampling_temperature=ABOVE_0),
     Requires("decode_sampling_top_k", decode_sampling_strategy=["topk", "composite"]),
     Requires("decode_sampling_nucleus_p", decode_sampling_strategy=["nucleus", "composite"]),
     Requires("num_pipeline_microbatches num_pipeline_repeats",
          ici_pipeline_parallelism=_STAGES, dcn_pipeline_parallelism=_STAGES),
+    Lists("async_checkpointing checkpoint_period max_num_checkpoints_to_keep", enable_checkpointing=True),
     Requires("skip_first_n_steps_for_profiler profiler_steps", profiler="xplane"),
     Requires("hang_after_seconds hang_action", hang_after_steps=ABOVE_0),
     Requires("stack_trace_to_cloud stack_trace_interval_seconds", collect_stack_trace=True),
 )
 # fmt: on
-# Keys that these commands do not take, because their data or loop has no use for them.
-_UNUSED_BY = {
-    "src.train_dpo": (
-        *("use_sft", "sft_train_on_completion_only", "dataset_column", "max_document_bytes", "sample_length"),
-        *("decode_metrics", "compiled_trainstep_file", "pgle", "pgle_profile", "packing", "long_documents"),
-    )
-}
-
 
 TYPED = "on the command line"  # the source of settings that are not in a file
 
@@ -156,52 +173,88 @@ def to_settings(keys: Mapping[str, Any], where: str) -> list[Setting]:
 
 
 def unused_keys(
-    settings: Sequence[Setting], config: Mapping[str, Any], failed: set[str], command: str, notes: list[str]
+    settings: Sequence[Setting],
+    config: Mapping[str, Any],
+    failed: set[str],
+    notes: list[str],
+    command: str,
+    unread: Sequence[Requires] = (),
 ) -> list[tuple[str, str]]:
     """Finds a user's settings that differ from the default but have no effect; returns (key, sentence) for each.
 
     `settings` are in the order in which they apply, and `config` is the result. Skips keys in `failed`, and keys that a
-    source after their own made unused. With a `command`, also finds keys that it does not read; their sentences go to
-    `notes` if `Key.ignored` allows them.
+    source after their own made unused. With a `command`, also finds keys that are for others, or that are `unread`
+    (see `unread_keys.UNREAD`); their sentences go to `notes` if `Key.ignored` allows them.
     """
     last = {setting.key.partition(".")[0]: (number, setting) for number, setting in enumerate(settings)}
     known = {key: value for key, value in config.items() if key not in failed}
-    problems = []
+    problems: list[tuple[str, str]] = []
+    ignored: dict[tuple[str, str], list[str]] = {}  # settings that `notes` lists together, by source and reason
     for key, (number, setting) in last.items():
         changed = {later.key.partition(".")[0] for later in settings[number:] if later.where != setting.where}
-        if key in known and known[key] != KEYS[key].default:
-            commands, sentence = KEYS[key].commands, f"{key}={dump(known[key])} ({setting.where}) has no effect: "
-            if command and ((commands and command not in commands) or key in _UNUSED_BY.get(command, ())):
-                taken = {"anywhere": True, "in files": setting.where != TYPED, "nowhere": False}[KEYS[key].ignored]
-                sentence += f"it is for {(*commands, 'src.train')[0]}, and this is {command}"
-                notes += [sentence] * taken
-                problems += [(key, sentence)] * (not taken)
-            else:
-                problems += [(key, sentence + reason) for reason in _idle(key, known, changed)]
-    segments = known.get("decoder_segments", ()) if "decoder_segments" in last else ()
-    for number, facts in [(number, facts) for number, each in enumerate(segments, 1) for facts in each["pattern"]]:
-        layer = {**known, **facts}
-        unmet = [
-            need for need in LAYER_REQUIREMENTS if need.one_of.keys() <= layer.keys() and not need.satisfied(layer)
-        ]
+        if key not in known or known[key] == KEYS[key].default:
+            continue
+        commands, typed, ignored_where = KEYS[key].commands, f"{key}={dump(known[key])}", KEYS[key].ignored
+        needs = [need for need in unread if key in need.keys and not need.satisfied(known)]
+        reason = ""
+        if needs or (command and commands and command not in commands):
+            reason = f"{{0}} for {(*commands, 'src.train')[0]}, and this is {command}"
+            if needs and needs[0].one_of:
+                reason = f"{command} reads {{1}} only with {needs[0]}"
+        elif found := _idle(key, known, changed):
+            reason, ignored_where = found
+        if needs and isinstance(needs[0], Lists):
+            ignored_where = "anywhere"
+        if {"anywhere": True, "in files": setting.where != TYPED, "nowhere": False}[ignored_where] and reason:
+            ignored.setdefault((setting.where, reason), []).append(typed)
+        elif reason:
+            problems.append((key, _no_effect([typed], setting.where, reason)))
+    for key, place, facts, needs in _listed(known):
+        unmet = [need for need in needs if need.one_of.keys() <= facts.keys() | known.keys()]
         for fact, need in ((fact, each) for each in unmet for fact in each.keys if fact in facts):
-            if facts[fact] != KEYS[fact].default:
-                sentence = f"{fact}={dump(facts[fact])} has no effect: it needs {need}"
-                problems.append(("decoder_segments", f"decoder_segments, segment {number}: {sentence}"))
+            if key in last and facts[fact] != KEYS[fact].default and not need.satisfied({**known, **facts}):
+                typed, where = f"{fact}={dump(facts[fact])}", f"{key}, {place}"
+                if key == "decoder_segments":
+                    problems.append((key, f"{where}: {typed} has no effect: it needs {need}"))
+                else:
+                    typed = typed.removeprefix("train_").removeprefix("eval_")  # as an entry spells it
+                    ignored.setdefault((where, f"{{2}} {need}"), []).append(typed)
+    notes += [_no_effect(typed, *why) for why, typed in ignored.items()]
     return problems
 
 
-def _idle(key: str, config: Mapping[str, Any], changed: set[str]) -> Iterator[str]:
-    """Yields the reasons why a key has no effect on any layer or dataset, except reasons due to the keys `changed`."""
+def _no_effect(settings: Sequence[str], where: str, reason: str) -> str:
+    has, *words = (
+        ("has", "it is", "it", "it needs") if len(settings) == 1 else ("have", "they are", "them", "they need")
+    )
+    for number, word in enumerate(words):
+        reason = reason.replace(f"{{{number}}}", word)
+    return f"{', '.join(settings)} ({where}) {has} no effect: {reason}"
+
+
+def _listed(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any], Sequence[Requires]]]:
+    """Yields what describes each layer or dataset in a list: the list's key, the place, its keys, requirements."""
+    for number, entry in enumerate(config.get("decoder_segments", ()), 1):
+        for facts in entry["pattern"]:
+            yield "decoder_segments", f"segment {number}", facts, LAYER_REQUIREMENTS
+    for is_eval, name in enumerate(("datasets", "eval_datasets")):
+        for entry in config.get(name, ()):
+            facts = {keys[is_eval]: entry[setting] for setting, keys in SETTINGS.items() if setting in entry}
+            yield name, entry["name"], facts, REQUIREMENTS
+
+
+def _idle(key: str, config: Mapping[str, Any], changed: set[str]) -> tuple[str, str] | None:
+    """Returns why a key has no effect on any layer or dataset, unless due to the keys `changed`; and `Key.ignored`."""
     whole, places = _places(key, config)
     if not places:
-        if whole not in changed:
-            yield f"{whole} sets it for each entry; to use this value instead, add {whole.replace(' and ', '=[] ')}=[]"
-        return
+        instead = whole.replace(" and ", "=[] ")
+        reason = f"{whole} sets {{1}} for each entry; to use this value instead, add {instead}=[]"
+        return None if whole in changed else (reason, "nowhere")
     needs = [need for need in REQUIREMENTS if key in need.keys and need.one_of.keys() <= config.keys()]
     for need in needs:
         if not changed & {*need.one_of, whole} and not any(need.satisfied({**config, **place}) for place in places):
-            yield f"it needs {need}"
+            return f"{{2}} {need}", "anywhere" if isinstance(need, Lists) else "nowhere"
+    return None
 
 
 def _places(key: str, config: Mapping[str, Any]) -> tuple[str, list[Mapping[str, Any]]]:

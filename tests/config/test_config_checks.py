@@ -170,6 +170,13 @@ def test_blanks_around_the_equals_sign_are_one_problem():
     assert str(error.value).startswith("steps = 20 eval_interval=-1: type key=value without spaces around =")
 
 
+@pytest.mark.parametrize("words", [["steps", "20"], ["quiet=true", "steps", "20"]])
+def test_a_blank_instead_of_the_equals_sign_is_one_problem(words):
+    with pytest.raises(UserError) as error:
+        load([BASE, *words, "eval_interval=-1"])
+    assert str(error.value) == "steps 20: type key=value, as in steps=20"
+
+
 @pytest.mark.parametrize("argv", ["steps=3", {}, {"steps": 3}, [BASE, 3]])
 def test_what_is_no_command_line_is_told_what_is(argv):
     with pytest.raises(UserError, match=r'a list of words, such as \["configs/base.yml"'):

@@ -8,6 +8,7 @@ import pytest
 
 from src.config.requirements import REQUIREMENTS
 from src.config.schema import KEYS
+from src.config.unread_keys import UNREAD
 from src.config.usage import TRAIN
 from src.run.resolve_config import load
 from src.system.errors import UserError
@@ -51,6 +52,84 @@ def test_a_setting_that_nothing_reads_is_refused(typed, says):
     assert "problems" not in str(error.value)
 
 
+_SETS = "eval_datasets=[{name: a, dataset_path: x, eval_steps: 2}]"
+_HF = "dataset_type=hf dataset_path=x"
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (f"{_HF} eval_dataset_name=b", "eval_dataset_name=b .*: it needs dataset_type=tfds or eval_dataset_path="),
+        ("eval_dataset_path=x eval_fraction=0.5", "eval_fraction=0.5 .*: it needs eval_dataset_path=.empty"),
+        (f"{_SETS} eval_fraction=0.5", "it needs eval_datasets=.empty"),
+        (f"{_SETS} eval_steps=3", "eval_steps=3 .*: it needs eval_datasets=.an entry without eval_steps"),
+        ("dataset_type=synthetic dataset_path=x", "dataset_path=x .*: it needs dataset_type=text or"),
+        ("dataset_type=synthetic sample_length=9 tokenizer_path=x", "sample_length=9, tokenizer_path=x .* have no"),
+        ("dataset_path=x use_sft=true dataset_column=a", "dataset_column=a .*: it needs use_sft=false"),
+        ("dataset_path=x use_sft=true max_document_bytes=99", "max_document_bytes=99 .*: it needs use_sft=false"),
+        (
+            "dataset_type=array_record dataset_path=x array_record_format=text dataset_column=a",
+            "dataset_column=a .* or array_record_format=example or json",
+        ),
+        ("enable_checkpointing=false checkpoint_period=9", "checkpoint_period=9 .* needs enable_checkpointing=true"),
+        ("decode_sampling_strategy=greedy decode_seed=3", "decode_seed=3 .*: it needs decode_sampling_strategy="),
+        ("decode_sampling_temperature=0 decode_seed=3", "it needs decode_sampling_temperature=a positive number"),
+        ("trust_tasks=true tasks=arc_easy", "trust_tasks=true .*: it needs include_path=... or tasks=FILE.yaml"),
+        # Settings of a dataset in a list.
+        ("datasets=[{name: a, dataset_path: x, split: b}]", r"^split=b .datasets, a. has no effect: .*=tfds or hf"),
+        ("eval_datasets=[{name: a, dataset_path: x, array_record_format: text}]", r"=text .eval_datasets, a. has"),
+        ("datasets=[{name: a, dataset_type: synthetic, dataset_path: x}]", r"^dataset_path=x .datasets, a. has"),
+    ],
+)
+def test_a_setting_that_earlier_versions_accepted_is_listed(typed, says):
+    notes = []
+    load([BASE, *re.split(r" (?=\w+=)", typed)], notes, command="")
+    (note,) = notes
+    assert re.search(says, note)
+    assert " no effect: " in note
+
+
+@pytest.mark.parametrize(
+    "typed", ["", "eval_interval=5 eval_fraction=0.5", f"{_HF} eval_dataset_path=y eval_dataset_name=b"]
+)
+def test_settings_with_an_effect_are_not_listed(typed):
+    notes = []
+    load([BASE, *typed.split()], notes)
+    assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "says"),
+    [
+        (
+            "src.decode",
+            "learning_rate=1 steps=3",
+            "learning_rate=1.0, steps=3 .* have no effect: they are for src.train",
+        ),
+        ("src.evaluate", "remat_policy=none", "remat_policy=none .* has no effect: it is for src.train"),
+        ("src.decode", "dataset_path=x", "src.decode reads it only with decode_prompt_tokens=a positive number"),
+        ("src.decode", "prompt=a prompt_path=b", "prompt=a .*src.decode reads it only with prompt_path=.empty"),
+        ("src.evaluate", "sample_length=3", "sample_length=3 .*: it is for src.train"),
+        ("src.evaluate", "tasks=a eval_steps=3 dataset_path=x", "src.evaluate reads them only with tasks=.empty"),
+        (
+            "src.evaluate",
+            "eval_dataset_path=x dataset_path=y",
+            "^dataset_path=y .* only with dataset_type=tfds or eval_dataset_path=.empty",
+        ),
+    ],
+)
+def test_what_a_command_does_not_read_is_listed(command, typed, says, write):
+    notes = []
+    load([BASE, *typed.split()], notes, command=command)
+    assert re.search(says, "".join(notes))
+    assert len(notes) == 1
+    file = write(
+        "mine.yml", "base_config: base.yml\n" + "".join(f"{word.replace('=', ': ')}\n" for word in typed.split())
+    )
+    assert load([str(file)], notes, command=command)
+    assert notes[1] == notes[0].replace("on the command line", f"in {file}")
+
+
 def test_what_a_later_source_makes_idle_is_not(write):
     moe = write("moe.yml", "base_config: base.yml\nnum_experts: 8\nnum_experts_per_tok: 2\nadam_b1: 0.8\n")
     assert load([str(moe), "num_experts=1", "opt_type=adafactor"]).model.num_experts_per_tok == 2
@@ -67,8 +146,14 @@ def test_what_the_optimizer_of_a_rule_reads_is_not():
     assert (config.step.muon_beta, config.step.adam_b1) == (0.8, 0.8)
 
 
+def test_muon_does_not_read_the_limit_of_adamws_updates():
+    """Not even in the part that it leaves to adamw, so that its runs do not change."""
+    with pytest.raises(UserError, match=r"adam_clip_threshold=1.0 .* has no effect: it needs opt_type=adamw or"):
+        load([BASE, "opt_type=muon", "adam_clip_threshold=1"])
+
+
 def test_needs_are_of_keys_that_are_there():
-    for need in REQUIREMENTS:
+    for need in (*REQUIREMENTS, *sum(UNREAD.values(), ())):
         assert {*need.keys, *need.one_of} <= KEYS.keys()
 
 
@@ -116,7 +201,8 @@ def test_keys_are_of_commands_that_are_there():
         ("profiler: xplane", "src.inspect_data", "", ""),
         ("compile_xla_flags: auto", "src.evaluate", "refused", "listed"),
         ("compile_xla_flags: auto", "src.train_compile", "", ""),
-        ("prompt: a", "src.evaluate", "", ""),  # of a run's sample too
+        ("prompt: a", "src.evaluate", "listed", "listed"),
+        ("prompt: a", "src.train", "", ""),  # of its sample
     ],
 )
 def test_a_key_of_another_command(setting, command, typed, in_file, write):

@@ -1,0 +1,55 @@
+"""Lists the keys that a command accepts in a file meant for several commands, but does not read."""
+
+from src.config.keys import ABOVE_0
+from src.config.requirements import EMPTY, IS_SET, Lists, Requires
+from src.config.schema import KEYS
+
+_DATA = [name for name, key in KEYS.items() if key.section == "data" and not name.startswith("tokenizer_")]
+_SAVING = [name for name, key in KEYS.items() if key.section == "checkpoint" and not name.startswith("load_")]
+# Groups of base.yml that only training reads.
+_TITLES = ("Optimizer", "Loss, gradients and safeguards", "Finetuning: the weights", "Diagnostics")
+_OF_TRAINING = (
+    *(name for name, key in KEYS.items() if key.group in _TITLES and not key.commands),
+    *("steps", "log_period", "quiet", "dropout_rate", "remat_policy", "remat_custom", "load_full_state_path"),
+    *("bwd_quantization_calibration_method", "eval_interval", "eval_mode", *_SAVING),
+)
+_TO_SCORE = ("texts_path", "tokens_path", "tasks")  # src.evaluate: instead of evaluation data
+_TRAINING_DATA = "dataset_name train_split datasets"
+
+# Each command, except src.train, and the keys that it reads only with one of these settings, or (with none) never.
+UNREAD: dict[str, tuple[Requires, ...]] = {
+    "src.train_dpo": (
+        Requires("use_sft sft_train_on_completion_only dataset_column max_document_bytes sample_length"),
+        Requires("decode_metrics compiled_trainstep_file pgle pgle_profile packing long_documents"),
+    ),
+    "src.decode": (
+        Lists(_OF_TRAINING),
+        Lists("packing long_documents batch_transform data_threads eval_fraction sft_train_on_completion_only"),
+        Lists("eval_steps eval_per_device_batch_size eval_metrics"),
+        Lists("decode_samples decode_prompt_tokens decode_num_prompts", decode_path=IS_SET),
+        Lists(_DATA, decode_prompt_tokens=ABOVE_0),
+        Lists(_DATA, decode_path=IS_SET),
+        Lists("prompt", prompt_path=EMPTY),
+        Lists("prompt", interactive=False),
+        Lists("prompt", decode_prompt_tokens=0, decode_path=EMPTY),
+    ),
+    "src.evaluate": (
+        Lists(_OF_TRAINING),
+        Lists("prompt sample_length max_prefill_predict_length decode_samples decode_prompt_tokens decode_stop"),
+        Lists("decode_sampling_strategy decode_sampling_temperature decode_sampling_top_k"),
+        Lists("decode_sampling_nucleus_p decode_num_prompts"),
+        Lists("use_chat_template decode_seed", tasks=IS_SET),
+        *(
+            Lists(
+                [*_DATA, "packing", "long_documents", "batch_transform", "eval_steps", "eval_metrics"], **{key: EMPTY}
+            )
+            for key in _TO_SCORE
+        ),
+        # TFDS finds evaluation data in the same folder.
+        Lists("dataset_path", dataset_type="tfds", eval_dataset_path=EMPTY),
+        Lists("dataset_path", dataset_type="tfds", eval_datasets=EMPTY),
+        Lists(_TRAINING_DATA, eval_dataset_path=EMPTY),
+        Lists(_TRAINING_DATA, eval_dataset_name=EMPTY),
+        Lists(_TRAINING_DATA, eval_datasets=EMPTY),
+    ),
+}

@@ -237,8 +237,8 @@ def test_a_config_file_of_src_train_is_taken_with_a_list_of_what_is_unused(folde
     _, *words = keys_of(folder, **steps)
     assert train_dpo.main([str(file), *words]).metrics["step"] == 1
     printed = capsys.readouterr().out
-    for key, value in unused.items():
-        assert f"{key}={dump(value)} (in {file}) has no effect: it is for src.train, and" in printed
+    listed = ", ".join(f"{key}={dump(value)}" for key, value in unused.items())
+    assert f"{listed} (in {file}) have no effect: they are for src.train, and" in printed
     assert "one pair per row" in printed
     assert printed.index("restored the weights") < printed.index("reference: computing log-prob"), (
         "which these weights give"

@@ -167,8 +167,8 @@ def test_stale_averages_and_frozen_weights_that_move_are_found(monkeypatch):
     monkeypatch.setattr(train_step, "Weights", thawed)
     monkeypatch.setattr(optax, "incremental_update", lambda new, old, size: incremental_update(old, old, size))
     rows = {row.name: row for row in failed(movement.rows(context(subject("averaged"))))}
-    assert rows.keys() == {"entries of frozen weights that change", "average of the new weights"}
-    assert "feed_forward.wi" in rows["entries of frozen weights that change"].note
+    assert rows.keys() == {"frozen weights keep their bits", "average of the new weights"}
+    assert "feed_forward.wi" in rows["frozen weights keep their bits"].note
     assert rows["average of the new weights"].figure >= 3 * rows["average of the new weights"].bound
 
 
@@ -192,7 +192,7 @@ class TestFirstStepOfAnOptimizer:
 
     def row(self):
         rows = movement.rows(context(subject("dense", adam_weight_decay=0)))
-        return next(row for row in rows if row.name == "entries of trained weights that do not move downhill")
+        return next(row for row in rows if row.name == "trained weights move downhill")
 
     def test_it_is_a_fault(self):
         row = self.row()

@@ -18,7 +18,7 @@ from tests.verify.contexts import context
 
 SMALL = {"base_num_decoder_layers": 1}
 ADAPTERS = "adapters merged into their weights"
-DROPOUT = "equal rows with other dropout"
+DROPOUT = "each row has its own dropout"
 LORA = {"lora_rank": 2, "lora_alpha": 3.0, "load_parameters_path": "base"}
 WINDOW = {"attention_type": "local_sliding", "sliding_window_size": 7}
 DELTA = {
@@ -110,13 +110,13 @@ def test_finds_documents_that_see_each_other(monkeypatch):
         return mask(dataclasses.replace(context, segment_ids_BT=jnp.ones_like(context.segment_ids_BT)), window)
 
     patched(monkeypatch, scores, "causal_mask", without_segments)
-    note = failed(documents, "documents and rows do not see each other")
+    note = failed(documents, "no document or row sees another")
     assert note.startswith("row 0: changing the token at 0 changes the logits at ")
 
 
 def test_finds_a_linear_layer_that_ignores_documents(monkeypatch):
     patched(monkeypatch, gated_delta, "_documents", lambda _, segment_ids_BT: jnp.ones_like(segment_ids_BT))
-    assert "changes the logits" in failed(documents, "documents and rows do not see each other", **DELTA)
+    assert "changes the logits" in failed(documents, "no document or row sees another", **DELTA)
 
 
 def test_finds_a_token_that_sees_the_next(monkeypatch):
@@ -142,7 +142,7 @@ def test_finds_positions_that_do_not_restart(monkeypatch):
         return original(jnp.broadcast_to(jnp.arange(positions_BT.shape[1]), positions_BT.shape), emb_dim)
 
     patched(monkeypatch, sinusoidal, "sinusoidal", of_row)
-    note = failed(documents, "packed rows as one document a row", position_type="sinusoidal")
+    note = failed(documents, "packing changes no logits", position_type="sinusoidal")
     assert note == "document 2 of row 0: logits differ from its token 0 on, from the embedded tokens on"
 
 
@@ -152,7 +152,7 @@ def test_finds_positions_that_do_not_restart(monkeypatch):
 )
 def test_finds_a_window_that_is_off_by_one(monkeypatch, by, note):
     patched(monkeypatch, scores, "causal_mask", lambda mask, context, window: mask(context, window + by))
-    assert failed(documents, "layer 0: local_sliding attention of window 7", **WINDOW).startswith(note)
+    assert failed(documents, "layer 0's reach: local_sliding, window 7", **WINDOW).startswith(note)
 
 
 @pytest.mark.long
@@ -162,14 +162,14 @@ def test_finds_a_chunk_that_begins_late(monkeypatch):
         return attend(*args[:-1], context)
 
     patched(monkeypatch, attention, "attend", late)
-    note = failed(documents, "layer 0: chunk attention of chunk 6", attention_type="chunk", chunk_attn_window_size=6)
+    note = failed(documents, "layer 0's reach: chunk, chunk 6", attention_type="chunk", chunk_attn_window_size=6)
     assert "changes the logits" in note
 
 
 @pytest.mark.long
 def test_finds_padding_of_the_vocabulary_in_the_loss(monkeypatch):
     monkeypatch.setattr(decoder, "MASKED", 0.0)
-    assert "loss is " in failed(documents, "the step's loss from these logits")
+    assert "loss is " in failed(documents, "the step's loss is its tokens' mean")
 
 
 @pytest.mark.long
@@ -178,7 +178,7 @@ def test_finds_a_loss_over_all_tokens(monkeypatch):
         return count(batch, plan)._replace(loss=jnp.float32(batch["tokens"].size))
 
     patched(monkeypatch, train_step, "count_tokens", all_tokens)
-    assert "loss is " in failed(documents, "the step's loss from these logits")
+    assert "loss is " in failed(documents, "the step's loss is its tokens' mean")
 
 
 def test_finds_dropout_masks_that_rows_share(monkeypatch):
@@ -197,8 +197,8 @@ def test_finds_predictions_weighted_by_segment(monkeypatch):
         return [{**each, "loss_mask": each["loss_mask"] * batch["segment_ids"]} for each in mtp_batches(batch, plan)]
 
     patched(monkeypatch, loss, "mtp_batches", weighted)
-    assert failed(documents, "packed rows as one document a row", mtp_num_layers=1).startswith("the sums of the loss")
-    assert "mtp_loss is " in failed(documents, "the step's loss from these logits", mtp_num_layers=1)
+    assert failed(documents, "packing changes no logits", mtp_num_layers=1).startswith("the sums of the loss")
+    assert "mtp_loss is " in failed(documents, "the step's loss is its tokens' mean", mtp_num_layers=1)
 
 
 def test_finds_a_cache_that_is_one_slot_late(monkeypatch):

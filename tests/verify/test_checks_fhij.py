@@ -79,7 +79,7 @@ def test_an_optimizer_state_that_is_not_restored_is_found(monkeypatch):
     monkeypatch.setattr(Checkpointer, "restore_latest", without_moments)
     with runs.built_once():
         row = first_failure(resume.rows(context(subject(**STATE))))
-    assert row.name == "restored"
+    assert row.name == "restored state"
     assert row.note.startswith("the first: opt.")
 
 
@@ -93,7 +93,7 @@ def test_a_schedule_that_resumes_a_step_late_is_found(monkeypatch):
     monkeypatch.setattr(train, "hparams_at", late)
     with runs.built_once():
         row = first_failure(resume.rows(context(subject(**STATE))))
-    assert (row.name, row.note) == ("resume", "the first: the loss of step 5")
+    assert (row.name, row.note) == ("resumed run", "the first: the loss of step 5")
 
 
 # ---- h
@@ -224,21 +224,21 @@ def test_a_weight_that_each_device_gathers_whole_is_named(monkeypatch):
 
     monkeypatch.setattr(feed_forward, "matmul", of_whole_weights)
     notes = failures(program.rows(context(subject(), ({"tensor": 2},))))
-    assert notes.keys() == {"mesh tensor 2: gathered along a sharded dim"}
+    assert notes.keys() == {"mesh tensor 2: sharded dims stay sharded"}
     assert "feed_forward.wo, whole along mlp by an all-gather over tensor" in next(iter(notes.values()))
 
 
 def test_arrays_that_are_not_donated_are_named(monkeypatch):
     monkeypatch.setattr(train_step.jax, "jit", lambda f, jit=jax.jit, **how: jit(f, **how | {"donate_argnums": ()}))
     notes = failures(program.rows(context(subject(), ({"fsdp": 2},))))
-    assert notes == {"mesh fsdp 2: arrays of the state that are not donated": "the first: .step"}
+    assert notes == {"mesh fsdp 2: the state is donated": "the first: .step"}
 
 
 def test_a_matmul_in_float32_is_named(monkeypatch):
     matmul = feed_forward.matmul
     monkeypatch.setattr(feed_forward, "matmul", lambda x, *rest: matmul(x.astype("float32"), *rest).astype(x.dtype))
     ((name, note),) = failures(program.rows(context(subject(), dtype="bfloat16"))).items()
-    assert name == "matmuls with weights that are not in bfloat16"
+    assert name == "matmuls with weights are in bfloat16"
     assert "feed_forward" in note
 
 
@@ -250,7 +250,7 @@ def test_experts_with_capacity_in_float32_are_named(monkeypatch):
 
     monkeypatch.setattr(layer, "batched_matmul", wide)
     ((name, note),) = failures(program.rows(context(subject("biased experts"), dtype="bfloat16"))).items()
-    assert name == "matmuls with weights that are not in bfloat16"
+    assert name == "matmuls with weights are in bfloat16"
     assert "segments.0.0.feed_forward.w" in note
 
 
@@ -270,7 +270,7 @@ def test_a_weight_and_moments_that_are_whole_are_named(monkeypatch):
     monkeypatch.setattr(plan, "weight_shardings", without_wo)
     monkeypatch.setattr(program, "abstract_state", lambda each: jax.tree.map_with_path(of_query, state(each)))
     monkeypatch.setattr(program, "none_of", lambda name, wrong, note="": Row(name, FAIL, note=", ".join(wrong)))
-    note = failures(program.rows(context(subject(), ({"fsdp": 2},))))["mesh fsdp 2: arrays whole on every device"]
+    note = failures(program.rows(context(subject(), ({"fsdp": 2},))))["mesh fsdp 2: no array is whole"]
     weight, moment = note.split(", ")
     assert weight == "segments.0.0.feed_forward.wo"
     assert "mu" in moment
@@ -291,4 +291,4 @@ def test_a_gradient_that_is_not_summed_is_named(monkeypatch):
     monkeypatch.setattr(program, "_compiled", without_one)
     notes = failures(program.rows(context(subject(), ({"data": 2},))))
     weights = "embedding or output or segments.0.0.feed_forward.wi"  # which have as many entries
-    assert notes == {"mesh data 2: gradients summed over devices": f"the first: {weights} over data"}
+    assert notes == {"mesh data 2: gradients are summed": f"the first: {weights} over data"}

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from importlib import metadata
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ def test_a_mesh_is_compared_and_reported(tmp_path, capsys):
     assert report.exit_code == 0
     said = capsys.readouterr().out
     assert "a  a mesh computes what one device does\n   PASS           mesh fsdp 2" in said
+    assert re.search(r"mesh fsdp 2 +\d\.\de-\d\d <= 3e-04\n", said)
     assert "2 PASS, 0 FAIL, 0 NOT APPLICABLE" in said
     found = json.loads(path.read_text())
     assert [row["status"] for row in found["rows"]] == [PASS, PASS]

@@ -53,6 +53,7 @@ python -m src.verify CONFIG [key=value ...] [checks=abc|all] [mesh=all|as_config
 {"".join(f"    {letter}  {title}{chr(10)}" for letter, (_, title) in CHECKS.items())}Without checks=: {DEFAULT}."""
 )
 FAILED = 3  # exit code
+NAME = 48  # characters of a line for the name of a row; only names of meshes with three axes are longer
 # Code that is called with other modules' arrays: errors raised in it are reported at the calling line.
 TOOLS = ("src/parallel/", "src/system/", "src/model/params.py", "src/model/matmul.py", "src/model/low_precision.py")
 
@@ -187,8 +188,16 @@ def _checked(declare: Callable[..., None], rules: Mapping[str, Sequence[str]]) -
 
 
 def _line(row: Row) -> str:
-    figures = "" if row.figure is None else f"{row.figure:.1e}" + ("" if row.bound is None else f" of {row.bound:.0e}")
-    return f"   {row.status:14} {row.name:40} {figures:18} {row.note}".rstrip()
+    """Formats a row for the terminal; the note takes the figure's place if there is none."""
+    if row.figure is None:
+        figure = ""
+    elif row.bound is None:
+        figure = f"{row.figure:.1e}"
+    elif not row.bound:  # a number of wrong things
+        figure = f"{row.figure:,.0f}"
+    else:
+        figure = f"{row.figure:.1e} {'<=' if row.figure <= row.bound else '>'} {row.bound:.0e}"
+    return f"   {row.status:14} {row.name:{NAME}} {figure and f'{figure:18}'}{row.note}".rstrip()
 
 
 def _described(error: Exception) -> str:

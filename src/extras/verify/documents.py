@@ -39,7 +39,7 @@ def rows(context: Context) -> Iterator[Row]:
 
 def _of_packer(subject: Subject) -> Row:
     """Packs the documents of the batch again with the packer of training, which must give the same arrays."""
-    name, batch = "the packer's rows", subject.batch
+    name, batch = "training's packer makes the same rows", subject.batch
     if not subject.config.batch.packing:
         return not_applicable(name, "packing=false: a row has one document")
     found = empty_batch(len(batch["tokens"]), len(batch["tokens"][0]))
@@ -75,7 +75,7 @@ def _of_model(subject: Subject, devices: int, keys: Mapping[str, Any], where: st
         found, expected = (forward_values(subject, unrolled, batch) for batch in (changes[change], base))
         return parting(found, expected, at, 0.0)
 
-    yield _exact(f"documents and rows do not see each other{where}", effects & (key != segments) & (key != 0), through)
+    yield _exact(f"no document or row sees another{where}", effects & (key != segments) & (key != 0), through)
     blind = ~effects & (segments > 0) & (ahead == 0)
     yield _exact(f"no token sees a later one{where}", (effects & (ahead < 0) | blind) & (key == segments), through)
     yield _exact(f"padding has no effect{where}", effects & (key == 0), through)
@@ -94,7 +94,7 @@ def _of_model(subject: Subject, devices: int, keys: Mapping[str, Any], where: st
             if array.shape[:2] == segments.shape
         ]
         note += _since(functools.partial(parting, moved, single, real[document, 0], BOUND))
-    yield verdict(f"packed rows as one document a row{where}", np.max([np.max(sizes), total]), BOUND, note)
+    yield verdict(f"packing changes no logits{where}", np.max([np.max(sizes), total]), BOUND, note)
     return logits[0]
 
 
@@ -110,8 +110,8 @@ def _of_layer(subject: Subject, number: int) -> Row:
     segments, window, chunk = base["segment_ids"], layer.sliding_window_size, layer.chunk_attn_window_size
     blocks = segments * len(T) + (base["positions"] // chunk if chunk else 0)
     visible = (segments > 0) & (blocks.T[..., None] == blocks) & (ahead >= 0) & (ahead < (window or len(T)))
-    within = f" of window {window}" * (window > 0) + f" of chunk {chunk}" * (chunk > 0)
-    row = _exact(f"layer {number}: {layer.attention_type} attention{within}", effects & (segments > 0) & ~visible)
+    within = f", window {window}" * (window > 0) + f", chunk {chunk}" * (chunk > 0)
+    row = _exact(f"layer {number}'s reach: {layer.attention_type}{within}", effects & (segments > 0) & ~visible)
     if row.status == PASS and mixer(layer).costs(layer).scores:  # softmax gives all visible keys a weight
         far = [at for at in T if np.sum(visible & (ahead == at)) >= OFTEN and not np.any(effects & (ahead == at))]
         if far:
@@ -121,7 +121,7 @@ def _of_layer(subject: Subject, number: int) -> Row:
 
 def _of_dropout(subject: Subject) -> Row:
     """Evaluates copies of one row with dropout: their logits must all differ, because each row has its own mask."""
-    name, plan = "equal rows with other dropout", subject.plan(**UNROLLED)
+    name, plan = "each row has its own dropout", subject.plan(**UNROLLED)
     if not any(layer.dropout_rate for layer in plan.spec.layers):
         return not_applicable(name, "dropout_rate is 0")
     copies = {name: np.repeat(array[:1], subject.rows, axis=0) for name, array in subject.batch.items()}
@@ -132,18 +132,19 @@ def _of_dropout(subject: Subject) -> Row:
 
 def _of_steps(subject: Subject, logits: np.ndarray) -> Iterator[Row]:
     """Compares a step's losses with means over `logits`, also if one of two devices has only padding."""
-    title, batch = "the step's loss from these logits", subject.batch
+    title, batch = "the step's loss is its tokens' mean", subject.batch
     if subject.config.step.loss or subject.config.model.dropout_rate:
         yield not_applicable(title, "loss= is another objective, or dropout is random")
         return
     yield _of_loss(title, batch, logits, subject.reference.metrics)
     first = np.arange(subject.rows)[:, None] < subject.rows // 2
     half = batch | {name: batch[name] * first for name in ("segment_ids", "loss_mask")}
-    title = f"{title}, fsdp 2, a device of padding"
+    title = f"{title}, fsdp 2"
 
     def on_two_devices() -> Row:
         plan = subject.plan(2, **PLAIN_DESCENT, **mesh_keys({"fsdp": 2}))
-        return _of_loss(title, half, logits, subject.result(plan, half).metrics)
+        row = _of_loss(title, half, logits, subject.result(plan, half).metrics)
+        return row._replace(note="; ".join(filter(None, [row.note, "one of the devices has only padding"])))
 
     yield unless_refused(title, on_two_devices)
 

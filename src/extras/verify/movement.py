@@ -54,12 +54,12 @@ def rows(context: Context) -> Iterator[Row]:
         second = _stay(gradients, plan, before, after)
         stay |= {path: second[path] for path in waiting}
     note = f"{first_few(waiting)} in the second step, because the first one only prepares" if waiting else ""
-    yield worst("entries of trained weights that do not move downhill", stay, 0.0, note)
+    yield worst("trained weights move downhill", stay, 0.0, note)
     old, new = flat(before.weights.trainable), flat(after.weights.trainable)
     updates = {path: new[path].astype(np.float64) - old[path] for path in old}
     frozen, left = flat(before.weights.frozen), flat(after.weights.frozen)
     changes = {path: float(np.sum(frozen[path] != left[path])) for path in frozen}
-    yield worst("entries of frozen weights that change", changes, 0.0, otherwise="every weight is trained")
+    yield worst("frozen weights keep their bits", changes, 0.0, otherwise="every weight is trained")
     mean, wanted = flat(after.ema), flat(before.ema)
     sizes = {}
     for path in (path for path in mean if np.any(updates[path])):
@@ -94,7 +94,7 @@ def without_gradient(loss: Loss) -> Iterator[Row]:
             whole += [path] * bool(np.all(none))
         else:
             unknown.append(path)
-    yield worst("trained weights that nothing uses", unused, 0.0)
+    yield worst("every trained weight is used", unused, 0.0)
     name, note = "entries without a gradient move no loss", f"none of {', '.join(whole)} does" if whole else ""
     if sizes or not unknown:
         yield worst(name, sizes, BOUND, note, otherwise="every entry has a gradient")
@@ -155,7 +155,7 @@ def decay(subject: Subject) -> Row:
         error = np.float64(plain[path]) - new[path] - rate * scales[path] * rates[path] * np.float64(old)
         taken[path] = float(np.max(np.abs(error)) / np.max(np.abs(old))) / (DECAYED * (scales[path] or 1.0))
     still = [path for path in rates if not rates[path]]
-    return worst(name, taken, DECAY_BOUND, f"none of {first_few(still)}" if still else "")
+    return worst(name, taken, DECAY_BOUND, f"without decay: {first_few(still)}" if still else "")
 
 
 def clipping(subject: Subject) -> Row:
@@ -175,7 +175,7 @@ def router_biases(subject: Subject) -> Row:
     one layer and in the second half in the next. This expert's bias must fall in its layer, and the bias of the next
     layer's expert, which no token chooses here, must rise.
     """
-    name, weights, popular = "routers' biases that their loads do not move", by_path(subject.weights), {}
+    name, weights, popular = "routers' biases move by their loads", by_path(subject.weights), {}
     stats = [path for path in weights if dotted(path) in subject.reference.stats]
     most = max(layer.num_experts_per_tok for layer in subject.reference_plan.spec.layers)
     if not stats or not subject.config.step.routed_bias_update_rate:

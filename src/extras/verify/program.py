@@ -49,14 +49,14 @@ def _of_mesh(subject: Subject, sizes: Sizes) -> Iterator[Row]:
     # XLA copies an array to every device if it cannot change its sharding otherwise, and says so only here.
     warned = re.findall(r'Involuntary full rematerialization.*?(?:op_name="(.*?)"|$)', warnings, re.MULTILINE)
     wrong = [name or "an operation without a name" for name in warned]
-    yield none_of(f"{mesh}: arrays whole on every device", [*wrong, *_whole(plan, state)])
+    yield none_of(f"{mesh}: no array is whole", [*wrong, *_whole(plan, state)])
     header = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
     aliased = {int(number) for number in re.findall(r"\{(\d+)\}: \(", header[1] if header else "")}
     leaves = jax.tree_util.tree_leaves_with_path(state)  # the first inputs and the first outputs
     lost = [jax.tree_util.keystr(path) for number, (path, _) in enumerate(leaves) if number not in aliased]
-    yield none_of(f"{mesh}: arrays of the state that are not donated", lost)
-    yield none_of(f"{mesh}: gathered along a sharded dim", _gathered(plan, text, subject.length))
-    yield _summed(f"{mesh}: gradients summed over devices", plan, text)
+    yield none_of(f"{mesh}: the state is donated", lost)
+    yield none_of(f"{mesh}: sharded dims stay sharded", _gathered(plan, text, subject.length))
+    yield _summed(f"{mesh}: gradients are summed", plan, text)
 
 
 def _dtypes(subject: Subject, dtype: str) -> Row:
@@ -80,7 +80,7 @@ def _dtypes(subject: Subject, dtype: str) -> Row:
         if not is_exempt and max(each.dtype.itemsize for each in arrays[:2]) > 2:
             factors = " x ".join(each.str_short() for each in arrays[:2])
             wide.append(", ".join([f"{place} {factors}", *([" or ".join(each.name for each in near)] if near else [])]))
-    return none_of(f"matmuls with weights that are not in {dtype}", wide)
+    return none_of(f"matmuls with weights are in {dtype}", wide)
 
 
 class Weight(NamedTuple):

@@ -47,16 +47,16 @@ def rows(context: Context) -> Iterator[Row]:
         config = short_runs.with_base(subject.config.replace(**keys, base_output_directory=folder, **mesh))
         whole, other, half = _run(config, "whole"), config.replace(**other_mesh), {"steps": SAVED}
         saved = _run(config.replace(**half), "saved")
-        yield _same("restored", _resumed(config.replace(**half), "restored"), saved)
-        yield _same("restored on another mesh", _resumed(other.replace(**half), "restored elsewhere"), saved)
-        yield _same("resume", _resumed(config, "resumed"), whole)
+        yield _same("restored state", _resumed(config.replace(**half), "restored"), saved)
+        yield _same("restored state on another mesh", _resumed(other.replace(**half), "restored elsewhere"), saved)
+        yield _same("resumed run", _resumed(config, "resumed"), whole)
         weights = config.replace(load_parameters_path=f"{folder}/whole/checkpoints/{SAVED}")
         differ = _same("", _run(weights, "weights"), whole).figure
         note = f"{differ} values differ, so the comparison can fail" if differ else "the same as with all of the state"
-        yield Row("weights without the rest of the state", PASS if differ else FAIL, note=note)
+        yield Row("weights alone make another run", PASS if differ else FAIL, note=note)
         found = _resumed(other, "other").losses
     ratios = {step: abs(found[step] / loss - 1) for step, loss in whole.losses.items() if step > SAVED}
-    yield verdict("resume on another mesh", ratios[largest(ratios)], BOUND, f"the loss of step {largest(ratios)}")
+    yield verdict("resumed run on another mesh", ratios[largest(ratios)], BOUND, f"the loss of step {largest(ratios)}")
 
 
 def _run(config: Config, name: str) -> End:

@@ -93,7 +93,7 @@ def rows(context: Context) -> Iterator[Row]:
         return worst(name, figures, BOUND, "; ".join(notes), "; ".join(notes))
 
     optimizers = dict.fromkeys([*(each.optimizer for each in expected.values()), *(of for of, _ in left_out.values())])
-    names = {optimizer: f"{optimizer}'s second update is as published" for optimizer in optimizers}
+    names = {optimizer: f"{optimizer}'s second update" for optimizer in optimizers}
     for optimizer, name in names.items():
         yield compared(name, optimizer)
     for optimizer in sorted(unknown):

@@ -52,7 +52,7 @@ def rows(context: Context) -> Iterator[Row]:
         yield _same("resumed run", _resumed(config, "resumed"), whole)
         weights = config.replace(load_parameters_path=f"{folder}/whole/checkpoints/{SAVED}")
         differ = _same("", _run(weights, "weights"), whole).figure
-        note = f"{differ} values differ, so the comparison can fail" if differ else "the same as with all of the state"
+        note = f"{differ:.0f} losses and arrays differ" if differ else "the same as with all of the state"
         yield Row("weights alone make another run", PASS if differ else FAIL, note=note)
         found = _resumed(other, "other").losses
     ratios = {step: abs(found[step] / loss - 1) for step, loss in whole.losses.items() if step > SAVED}

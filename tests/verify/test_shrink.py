@@ -239,7 +239,7 @@ def test_it_says_what_it_kept_and_what_it_hides():
     config, kept, hidden = shrink(
         config_of("deepseek3-671b").replace(quantization="fp8", attention="flash", use_sft=True)
     )
-    assert kept[0] == "4 of 61 layers, all kinds of them: mla, mla with experts"
+    assert kept[0] == "4 of 61 layers, every kind kept: mla attention, mla attention with experts"
     assert "experts: n_routing_groups 4 of 8, num_experts 12 of 256" in kept
     assert f"base_emb_dim {config.model.base_emb_dim} of 7168" in " ".join(kept)
     assert "vocab_size 97 of 129280; the vocabulary is padded to 128" in kept[-1]

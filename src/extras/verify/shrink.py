@@ -235,9 +235,10 @@ def _size(layer: Model, key: str) -> int:
 
 def _kept(config: Config, small: Config, layers: Iterator[tuple[Model, Sizes]]) -> list[str]:
     spec, small_spec = _spec(config), _spec(small)
-    kinds = Counter(it.attention_type + " with experts" * (it.num_experts > 1) for it in dict.fromkeys(spec.layers))
+    experts = "", " with experts"
+    kinds = Counter(f"{it.attention_type} attention{experts[it.num_experts > 1]}" for it in dict.fromkeys(spec.layers))
     listed = ", ".join(kind + f" ({count} kinds)" * (count > 1) for kind, count in kinds.items())
-    lines = [f"{len(small_spec.layers)} of {len(spec.layers)} layers, all kinds of them: {listed}"]
+    lines = [f"{len(small_spec.layers)} of {len(spec.layers)} layers, every kind kept: {listed}"]
     changed = {(key, keys[key], _size(layer, key)) for layer, keys in layers for key in _used(layer)}
     for family in dict.fromkeys(FAMILY.values()):
         sizes = [f"{key} {new} of {old}" for key, new, old in sorted(changed) if FAMILY[key] == family and new != old]

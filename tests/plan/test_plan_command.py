@@ -95,6 +95,27 @@ def test_an_interrupted_command_says_how_to_continue(planned, monkeypatch, capsy
     with pytest.raises(KeyboardInterrupt):
         planned("top=1")
     assert "0 points kept; the same command continues from there" in capsys.readouterr().out
+    with pytest.raises(KeyboardInterrupt):
+        planned("top=1", "jax_cache_dir=")
+    said = capsys.readouterr().out
+    assert "nothing is kept, because jax_cache_dir is empty" in said
+    assert "continues from there" not in said
+
+
+def test_a_compilation_that_died_is_not_counted_as_kept(planned, monkeypatch, capsys):
+    """It is a result of this search, but the next one compiles it again."""
+
+    def interrupted(self, say, run=Search.run):
+        run(self, say)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "run", interrupted)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(KeyboardInterrupt):
+        planned("top=1")
+    said = capsys.readouterr().out
+    assert "failed: its process did not finish" in said
+    assert "0 points kept; the same command continues from there" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -160,6 +160,38 @@ def test_an_interrupt_ends_what_still_compiles(found, tmp_path, monkeypatch):
     assert len(ended) == 2
 
 
+def test_lines_count_what_still_compiles(found, tmp_path, monkeypatch):
+    """The first compilation takes a second, as a refusal does, the others 300 seconds, by a clock of the test's own."""
+    now = [1000.0]
+    monkeypatch.setattr(search.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(search.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + 1))
+    monkeypatch.setattr(search, "processes", lambda: 2)
+
+    class Takes(Done):
+        def result(self):
+            return super().result() if now[0] >= self.end_at else None
+
+    compiler = Compiler(tmp_path, *found)
+
+    def start(config, words):
+        done = Takes(Compiler.start(compiler, config, words).file)
+        done.begun, done.end_at = now[0], now[0] + (1 if len(compiler.started) == 1 else 300)
+        return done
+
+    monkeypatch.setattr(compiler, "start", start)
+    lines = []
+    searched(found, compiler, 4, lines.append)
+    meshes = [candidate.point.mesh_words for candidate in compiler.started]
+    assert lines[0].startswith(f"compiled 1 of 4, about 0:03 left: {meshes[0]}, ")
+    assert lines[1] == (  # 122 seconds and one result, three compilations left, two at a time
+        f"compiled 1 of 4, about 3:03 left: still compiling {meshes[1]} (for 1:01), {meshes[2]} (for 1:00)"
+    )
+    assert [line.partition(" left: ")[0] for line in lines[2:5]] == [
+        f"compiled 1 of 4, about {left}" for left in ("6:03", "9:03", "12:03")
+    ]
+    assert lines[5].startswith(f"compiled 2 of 4, about 5:00 left: {meshes[1]}, ")
+
+
 def test_a_prediction_has_the_programs_own_collectives_and_copies(found, tmp_path):
     candidate = found[1].candidates[0]
     moved = Collective("all-gather", ("fsdp",), "ici", times=3, whole_bytes=8, sent_bytes=450 * 10**6)

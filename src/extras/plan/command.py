@@ -130,7 +130,7 @@ def _search(space: Space, request: output.Request, own: dict[str, str]) -> Plan:
             show(f"of the {counted(len(search.results), 'point')} compiled so far:")
             for line in output.ranked_lines(ranked, request.basis):
                 show(line)
-        show(f"{counted(len(search.results), 'point')} kept; the same command continues from there")
+        show(search.progress_kept)
         raise
     for line in lines:
         show(line)

@@ -73,6 +73,7 @@ class Folder(NamedTuple):
 
     path: Path
     surroundings: str
+    temporary: bool  # no later search finds it
 
     @classmethod
     def of(cls, config: Config, topology: Topology) -> "Folder":
@@ -90,7 +91,8 @@ class Folder(NamedTuple):
         settings = {name: str(jax.config.values[name]) for name in JAX_SETTINGS if name in jax.config.values}
         flags = environment_flags(), config.aot.compile_xla_flags
         chip = topology, GPU_PROPERTIES.get(topology.chip.kind if topology.chip else "")
-        return cls(path, code_digest(chip, fractions, settings, flags, folders=SOURCES, packages=PACKAGES))
+        surroundings = code_digest(chip, fractions, settings, flags, folders=SOURCES, packages=PACKAGES)
+        return cls(path, surroundings, temporary=not kept)
 
     def file(self, config: Config) -> Path:
         """Names the record of a config: by a digest of its program's keys and devices, versions, flags and sources."""

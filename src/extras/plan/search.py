@@ -20,6 +20,7 @@ from src.run.metrics import duration
 from src.system.errors import counted
 
 UNKNOWN_ERROR = 1.1  # times the memory: the estimate of the first point may be up to this
+QUIET_SECONDS = 60  # after which a line says what is being compiled
 
 
 class Result(NamedTuple):
@@ -74,6 +75,7 @@ class Search:
                 self.results.append(self._result(candidate, record))
         if self.results:
             say(f"{counted(len(self.results), 'point')} compiled before")
+        spoken = time.monotonic()
         try:
             while self._start() or self._running:
                 time.sleep(0.1)
@@ -81,10 +83,25 @@ class Search:
                     if (record := running.result()) is not None:
                         self._seconds.append(time.monotonic() - running.begun)
                         self.results.append(self._result(self._running.pop(running), record))
-                        say(self._progress())
+                        say(f"{self._progress()}: {self._verdict()}")
+                        spoken = time.monotonic()
+                if time.monotonic() - spoken >= QUIET_SECONDS:
+                    say(f"{self._progress()}: still compiling {self._still_compiling()}")
+                    spoken = time.monotonic()
         finally:
             for running in self._running:
                 running.end()
+
+    @property
+    def progress_kept(self) -> str:
+        """Says how many of the results the same command would find again."""
+        if self._folder.temporary:
+            return (
+                "nothing is kept, because jax_cache_dir is empty, or your loss, batch_transform or eval_metrics "
+                "may change: the same command starts again"
+            )
+        found = sum(kept(self._folder.file(self._config(each.candidate))) is not None for each in self.results)
+        return f"{counted(found, 'point')} kept; the same command continues from there"
 
     def advice(self) -> Result:
         """Searches for changes with which the candidate that needs the least memory fits; returns its result.
@@ -170,16 +187,29 @@ class Search:
         return candidate.speed * _ratio(candidate, known, lambda each: each.speed / each.candidate.speed)
 
     def _progress(self) -> str:
-        done, result = len(self.results), self.results[-1]
+        done = len(self.results)
         count = max(self._top, done + len(self._running))
-        left = (count - done) * statistics.median(self._seconds) / processes()
+        if not self._seconds:
+            return f"compiled {done} of {count}"
+        # Refusals take seconds and other compilations minutes, so a mean of finished ones would be too short at first.
+        spent = sum(self._seconds) + sum(time.monotonic() - running.begun for running in self._running)
+        left = (count - done) * spent / len(self._seconds) / processes()
+        return f"compiled {done} of {count}, about {duration(left)} left"
+
+    def _verdict(self) -> str:
+        result = self.results[-1]
         if result.record["failed"]:
             verdict = f"failed: {result.record['failed'].splitlines()[0][:100]}"
         else:
             speed = f", {result.speed:,.0f} tokens/s" if result.fits else ": does not fit"
             verdict = f"{readable(result.record['memory']['needed'])} of {readable(self._costing.capacity)}{speed}"
-        return (
-            f"compiled {done} of {count}, about {duration(left)} left: {result.candidate.point.mesh_words}, {verdict}"
+        return f"{result.candidate.point.mesh_words}, {verdict}"
+
+    def _still_compiling(self) -> str:
+        now = time.monotonic()
+        return ", ".join(
+            f"{candidate.point.mesh_words} (for {duration(now - running.begun)})"
+            for running, candidate in self._running.items()
         )
 
 

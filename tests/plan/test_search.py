@@ -190,6 +190,15 @@ def test_lines_count_what_still_compiles(found, tmp_path, monkeypatch):
         f"compiled 1 of 4, about {left}" for left in ("6:03", "9:03", "12:03")
     ]
     assert lines[5].startswith(f"compiled 2 of 4, about 5:00 left: {meshes[1]}, ")
+    for candidate in compiler.started:
+        file = compiler.file(found[0].config.replace(**candidate.point.keys))
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"seconds": {"compiling": 100.0}}))
+    monkeypatch.setattr(search, "QUIET_SECONDS", 20)
+    count, lines = len(compiler.started), []
+    searched(found, compiler, 8, lines.append)
+    assert lines[0] == f"{count} points compiled before"
+    expected = round((8 - count) * (100 * count + 2 * 20) / count / 2)  # seconds, two compilations begun 20 seconds ago
+    assert lines[1].startswith(f"compiled {count} of 8, about {search.duration(expected)} left: still compiling ")
 
 
 def test_a_prediction_has_the_programs_own_collectives_and_copies(found, tmp_path):

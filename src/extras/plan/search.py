@@ -73,6 +73,7 @@ class Search:
             if record := kept(self._folder.file(self._config(candidate))):
                 self._left.remove(candidate)
                 self.results.append(self._result(candidate, record))
+                self._seconds += record.get("seconds", {}).values()
         if self.results:
             say(f"{counted(len(self.results), 'point')} compiled before")
         spoken = time.monotonic()
@@ -191,7 +192,7 @@ class Search:
         count = max(self._top, done + len(self._running))
         if not self._seconds:
             return f"compiled {done} of {count}"
-        # Refusals take seconds and other compilations minutes, so a mean of finished ones would be too short at first.
+        # A refusal takes seconds, another compilation minutes: the mean of those that finished first is too short.
         spent = sum(self._seconds) + sum(time.monotonic() - running.begun for running in self._running)
         left = (count - done) * spent / len(self._seconds) / processes()
         return f"compiled {done} of {count}, about {duration(left)} left"

@@ -19,7 +19,6 @@ import jax
 
 from src import FOLDER
 from src.config.schema import Config
-from src.config.yaml import dump
 from src.extras.aot import eight_bits, report
 from src.extras.aot.devices import CUDA
 from src.extras.aot.program import JAX_SETTINGS, RUN_TIME_KEYS
@@ -97,8 +96,8 @@ class Folder(NamedTuple):
     def file(self, config: Config) -> Path:
         """Names the record of a config: by a digest of its program's keys and devices, versions, flags and sources."""
         sections = (config.model, config.step, config.batch, config.mesh)
-        keys = {key: dump(value) for section in sections for key, value in vars(section).items()}
-        keys["compile_topology_num_slices"] = str(config.aot.compile_topology_num_slices)  # advice may add slices
+        keys = {key: value for section in sections for key, value in vars(section).items()}
+        keys["compile_topology_num_slices"] = config.aot.compile_topology_num_slices  # advice may add slices
         keys = {key: value for key, value in keys.items() if key not in RUN_TIME_KEYS}
         digest = hashlib.sha256(f"{self.surroundings}{sorted(keys.items())}".encode()).hexdigest()
         return self.path / f"{digest}.json"

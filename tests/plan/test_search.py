@@ -201,6 +201,20 @@ def test_lines_count_what_still_compiles(found, tmp_path, monkeypatch):
     assert lines[1].startswith(f"compiled {count} of 8, about {search.duration(expected)} left: still compiling ")
 
 
+def test_no_line_says_that_nothing_is_left_while_more_follows(found, tmp_path, monkeypatch):
+    """The first point just misses, so another follows though only one was asked for."""
+    monkeypatch.setattr(search, "processes", lambda: 1)
+    compiler = Compiler(tmp_path, *found)
+    first = max(found[1].candidates, key=lambda each: each.speed)
+    scale = 1.01 * found[1].capacity / first.memory
+    compiler.memory = lambda candidate: scale if len(compiler.started) == 1 else 0.5
+    lines = []
+    searched(found, compiler, 1, lines.append)
+    assert lines[0].startswith("compiled 1 of 2, ")
+    assert len(lines) == len(compiler.started) == 2
+    assert lines[1].startswith("compiled 2 of 2, about 0:00 left: ")
+
+
 def test_a_prediction_has_the_programs_own_collectives_and_copies(found, tmp_path):
     candidate = found[1].candidates[0]
     moved = Collective("all-gather", ("fsdp",), "ici", times=3, whole_bytes=8, sent_bytes=450 * 10**6)

@@ -84,6 +84,7 @@ class Search:
                     if (record := running.result()) is not None:
                         self._seconds.append(time.monotonic() - running.begun)
                         self.results.append(self._result(self._running.pop(running), record))
+                        self._start()  # before the line, which counts it
                         say(f"{self._progress()}: {self._verdict()}")
                         spoken = time.monotonic()
                 if time.monotonic() - spoken >= QUIET_SECONDS:

@@ -184,30 +184,26 @@ def unused_keys(
 
     `settings` are in the order in which they apply, and `config` is the result. Skips keys in `failed`, and keys that a
     source after their own made unused. With a `command`, also finds keys that are for others, or that are `unread`
-    (see `unread_keys.UNREAD`); their sentences go to `notes` if `Key.ignored` allows them.
+    (see `unread_keys.UNREAD`). Settings that may be ignored are listed in `notes` instead.
     """
     last = {setting.key.partition(".")[0]: (number, setting) for number, setting in enumerate(settings)}
     known = {key: value for key, value in config.items() if key not in failed}
+    unread = [need for need in unread if need.one_of.keys() <= known.keys() and not need.satisfied(known)]
+    not_read = {key for need in unread for key in need.keys}
     problems: list[tuple[str, str]] = []
     ignored: dict[tuple[str, str], list[str]] = {}  # settings that `notes` lists together, by source and reason
     for key, (number, setting) in last.items():
-        changed = {later.key.partition(".")[0] for later in settings[number:] if later.where != setting.where}
         if key not in known or known[key] == KEYS[key].default:
             continue
-        commands, typed, ignored_where = KEYS[key].commands, f"{key}={dump(known[key])}", KEYS[key].ignored
-        needs = [need for need in unread if key in need.keys and not need.satisfied(known)]
-        reason = ""
-        if needs or (command and commands and command not in commands):
-            reason = f"{{0}} for {(*commands, 'src.train')[0]}, and this is {command}"
-            if needs and needs[0].one_of:
-                reason = f"{command} reads {{1}} only with {needs[0]}"
-        elif found := _idle(key, known, changed):
-            reason, ignored_where = found
-        if needs and isinstance(needs[0], Lists):
-            ignored_where = "anywhere"
-        if {"anywhere": True, "in files": setting.where != TYPED, "nowhere": False}[ignored_where] and reason:
+        changed = {later.key.partition(".")[0] for later in settings[number:] if later.where != setting.where}
+        found = _of_others(key, command, unread) or _idle(key, known, changed, not_read)
+        if not found:
+            continue
+        reason, ignored_where = found
+        typed = f"{key}={dump(known[key])}"
+        if {"anywhere": True, "in files": setting.where != TYPED, "nowhere": False}[ignored_where]:
             ignored.setdefault((setting.where, reason), []).append(typed)
-        elif reason:
+        else:
             problems.append((key, _no_effect([typed], setting.where, reason)))
     for key, place, facts, needs in _listed(known):
         unmet = [need for need in needs if need.one_of.keys() <= facts.keys() | known.keys()]
@@ -218,18 +214,29 @@ def unused_keys(
                     problems.append((key, f"{where}: {typed} has no effect: it needs {need}"))
                 else:
                     typed = typed.removeprefix("train_").removeprefix("eval_")  # as an entry spells it
-                    ignored.setdefault((where, f"{{2}} {need}"), []).append(typed)
+                    ignored.setdefault((where, f"it needs {need}"), []).append(typed)
     notes += [_no_effect(typed, *why) for why, typed in ignored.items()]
     return problems
 
 
 def _no_effect(settings: Sequence[str], where: str, reason: str) -> str:
-    has, *words = (
-        ("has", "it is", "it", "it needs") if len(settings) == 1 else ("have", "they are", "them", "they need")
-    )
-    for number, word in enumerate(words):
-        reason = reason.replace(f"{{{number}}}", word)
-    return f"{', '.join(settings)} ({where}) {has} no effect: {reason}"
+    """Words the sentence for settings that have the same `reason`, which is worded for one setting."""
+    if len(settings) == 1:
+        return f"{settings[0]} ({where}) has no effect: {reason}"
+    for one, several in {"it is": "they are", "it needs": "they need", "reads it": "reads them"}.items():
+        reason = reason.replace(one, several)
+    return f"{', '.join(settings)} ({where}) have no effect: {reason}"
+
+
+def _of_others(key: str, command: str, unmet: Sequence[Requires]) -> tuple[str, str] | None:
+    """Returns why `command` does not read a key, and where it may be ignored, as `Key.ignored`; None if it does."""
+    need = next((each for each in unmet if key in each.keys), None)
+    commands, ignored = KEYS[key].commands, "anywhere" if isinstance(need, Lists) else KEYS[key].ignored
+    if need and need.one_of:
+        return f"{command} reads it only with {need}", ignored
+    if need or (command and commands and command not in commands):
+        return f"it is for {(*commands, 'src.train')[0]}, and this is {command}", ignored
+    return None
 
 
 def _listed(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any], Sequence[Requires]]]:
@@ -243,30 +250,32 @@ def _listed(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, 
             yield name, entry["name"], facts, REQUIREMENTS
 
 
-def _idle(key: str, config: Mapping[str, Any], changed: set[str]) -> tuple[str, str] | None:
-    """Returns why a key has no effect on any layer or dataset, unless due to the keys `changed`; and `Key.ignored`."""
-    whole, places = _places(key, config)
+def _idle(key: str, config: Mapping[str, Any], changed: set[str], not_read: set[str]) -> tuple[str, str] | None:
+    """Returns, as `_of_others`, why a key affects no layer or dataset, if not due to keys `changed` or `not_read`."""
+    lists, places = _places(key, config)
+    if changed & lists:
+        return None
     if not places:
+        whole = " and ".join(sorted(lists))
         instead = whole.replace(" and ", "=[] ")
-        reason = f"{whole} sets {{1}} for each entry; to use this value instead, add {instead}=[]"
-        return None if whole in changed else (reason, "nowhere")
-    needs = [need for need in REQUIREMENTS if key in need.keys and need.one_of.keys() <= config.keys()]
+        return f"{whole} sets it for each entry; to use this value instead, add {instead}=[]", "nowhere"
+    needs = [need for need in REQUIREMENTS if key in need.keys and need.one_of.keys() <= config.keys() - not_read]
     for need in needs:
-        if not changed & {*need.one_of, whole} and not any(need.satisfied({**config, **place}) for place in places):
-            return f"{{2}} {need}", "anywhere" if isinstance(need, Lists) else "nowhere"
+        if not changed & need.one_of.keys() and not any(need.satisfied({**config, **place}) for place in places):
+            return f"it needs {need}", "anywhere" if isinstance(need, Lists) else "nowhere"
     return None
 
 
-def _places(key: str, config: Mapping[str, Any]) -> tuple[str, list[Mapping[str, Any]]]:
-    """Finds the layers, or for a key of data the datasets, that do not replace the key's value by their own.
+def _places(key: str, config: Mapping[str, Any]) -> tuple[set[str], list[Mapping[str, Any]]]:
+    """Finds the layers, or for a key of data or decoding the datasets, that do not have a value of their own.
 
-    Returns the key that lists layers or datasets, and the settings of each one found.
+    Returns the keys that list layers or datasets, and the settings of each one found.
     """
-    if KEYS[key].section != "data":
+    if KEYS[key].section not in ("data", "decoding"):  # a text of a model needs a tokenizer, which comes with data
         layers = [facts for entry in config.get("decoder_segments", ()) for facts in entry["pattern"]] or [{}]
-        return "decoder_segments", [facts for facts in layers if key not in facts]
+        return {"decoder_segments"}, [facts for facts in layers if key not in facts]
     setting = next((setting for setting, keys in SETTINGS.items() if key in keys), key)
     names = SETTINGS.get(setting, (key, key))
     lists = {name for name, used in zip(("datasets", "eval_datasets"), names, strict=True) if used == key}
     entries = [entry for name in lists for entry in config.get(name) or ({},)]
-    return " and ".join(sorted(lists)), [entry for entry in entries if setting not in entry]
+    return lists, [entry for entry in entries if setting not in entry]

@@ -4,7 +4,9 @@ from src.config.keys import ABOVE_0
 from src.config.requirements import EMPTY, IS_SET, Lists, Requires
 from src.config.schema import KEYS
 
-_DATA = [name for name, key in KEYS.items() if key.section == "data" and not name.startswith("tokenizer_")]
+# dataset_type is read in any case: synthetic data have no tokenizer.
+_OF_TOKENIZER = ("dataset_type", "tokenizer_type", "tokenizer_path")
+_DATA = [name for name, key in KEYS.items() if key.section == "data" and name not in _OF_TOKENIZER]
 _SAVING = [name for name, key in KEYS.items() if key.section == "checkpoint" and not name.startswith("load_")]
 # Groups of base.yml that only training reads.
 _TITLES = ("Optimizer", "Loss, gradients and safeguards", "Finetuning: the weights", "Diagnostics")
@@ -26,7 +28,7 @@ UNREAD: dict[str, tuple[Requires, ...]] = {
         Lists(_OF_TRAINING),
         Lists("packing long_documents batch_transform data_threads eval_fraction sft_train_on_completion_only"),
         Lists("eval_steps eval_per_device_batch_size eval_metrics"),
-        Lists("decode_samples decode_prompt_tokens decode_num_prompts", decode_path=IS_SET),
+        Requires("decode_samples decode_prompt_tokens decode_num_prompts", decode_path=IS_SET),
         Lists(_DATA, decode_prompt_tokens=ABOVE_0),
         Lists(_DATA, decode_path=IS_SET),
         Lists("prompt", prompt_path=EMPTY),

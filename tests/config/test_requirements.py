@@ -90,12 +90,43 @@ def test_a_setting_that_earlier_versions_accepted_is_listed(typed, says):
 
 
 @pytest.mark.parametrize(
-    "typed", ["", "eval_interval=5 eval_fraction=0.5", f"{_HF} eval_dataset_path=y eval_dataset_name=b"]
+    ("command", "typed"),
+    [
+        ("", ""),
+        ("", "eval_interval=5 eval_fraction=0.5"),
+        ("", f"{_HF} eval_dataset_path=y eval_dataset_name=b"),
+        ("", "dataset_type=synthetic datasets=[{name: a, dataset_type: text, dataset_path: x}] sample_length=9"),
+        # They lack the tokenizer that a text needs, which is an error, and that logits can do without.
+        ("src.decode", "dataset_type=synthetic"),
+        ("src.evaluate", "dataset_type=synthetic tokens_path=a logits_path=b"),
+    ],
 )
-def test_settings_with_an_effect_are_not_listed(typed):
+def test_settings_with_an_effect_are_not_listed(command, typed):
     notes = []
-    load([BASE, *typed.split()], notes)
+    load([BASE, *re.split(r" (?=\w+=)", typed)] if typed else [BASE], notes, command=command)
     assert notes == []
+
+
+def test_a_key_does_not_depend_on_keys_that_the_command_does_not_read():
+    """Tasks say how to sample; the seed is the command's."""
+    notes = []
+    load([BASE, "tasks=a", "decode_sampling_strategy=greedy", "decode_seed=3"], notes, command="src.evaluate")
+    (note,) = notes
+    assert note.startswith("decode_sampling_strategy=greedy (on the command line) has no effect: it is for src.train")
+
+
+def test_an_invalid_key_that_others_depend_on_is_one_problem():
+    with pytest.raises(UserError, match=r"^decode_prompt_tokens .on the command line.: "):
+        load([BASE, "dataset_path=x", "decode_prompt_tokens=many"], command="src.decode")
+
+
+def test_samples_without_a_file_to_write_them_to_are_refused_if_typed(write):
+    says = "decode_samples=3 .* has no effect: src.decode reads it only with decode_path="
+    with pytest.raises(UserError, match=says):
+        load([BASE, "decode_samples=3"], command="src.decode")
+    notes, file = [], write("of_train.yml", "decode_samples: 3\ndecode_metrics: a:b\neval_interval: 5\n")
+    load([str(file)], notes, command="src.decode")
+    assert re.search(says, "".join(notes))
 
 
 @pytest.mark.parametrize(
@@ -138,6 +169,14 @@ def test_what_a_later_source_makes_idle_is_not(write):
     assert load([str(below), "steps=3"]).model.num_experts == 1
     with pytest.raises(UserError, match=r"num_experts_per_tok=3 .on the command line. has no effect"):
         load([str(below), "num_experts_per_tok=3"])
+
+
+def test_what_entries_of_a_later_source_replace_is_not(write):
+    file = write("columns.yml", "dataset_column: a\n")
+    entry = "[{name: x, dataset_path: y, dataset_column: b}]"
+    assert load([str(file), f"datasets={entry}", f"eval_datasets={entry}"]).data.dataset_column == "a"
+    with pytest.raises(UserError, match=r"dataset_column=a .* datasets and eval_datasets sets it for each entry"):
+        load([BASE, "dataset_column=a", f"datasets={entry}", f"eval_datasets={entry}"])
 
 
 def test_what_the_optimizer_of_a_rule_reads_is_not():

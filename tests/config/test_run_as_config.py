@@ -97,6 +97,20 @@ def test_a_run_is_not_measured_on_what_it_trained_on(trained, tmp_path):
             evaluate.main([str(tmp_path / "all"), *more])
 
 
+def test_nor_is_it_on_other_parts_of_the_same_files(tmp_path, monkeypatch):
+    """What is held out depends on the files' names from the folder on, and on how many there are."""
+    monkeypatch.chdir(tmp_path)
+    corpus = runs.write_corpus(tmp_path / "corpus" / "books").parent
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yml").write_text(f"dataset_path: {corpus}\neval_interval: 5\n")
+    for path in ("corpus/books", "corpus/books/01*", "corpus/*/01*.txt"):
+        with pytest.raises(UserError, match=r"would hold out another part of them than dataset_path=.*/corpus. Use"):
+            evaluate.main(["run", f"dataset_path={path}"])
+    for path in ("corpus/../corpus", "corpus/*/*.txt"):  # the same part: only the weights are missing
+        with pytest.raises(UserError, match=r"no checkpoint at .*run"):
+            evaluate.main(["run", f"dataset_path={path}"])
+
+
 def test_nor_are_weights_on_what_their_run_trained_on(trained, tmp_path, monkeypatch):
     """A config file with a run's weights says nothing of what that run held out, nor do texts cut in another way."""
     monkeypatch.chdir(tmp_path)

@@ -63,8 +63,13 @@ def _check_held_out(run: Any, data: schema.Data) -> None:
         named = "its own evaluation data are named" if names_eval_data(trained) else "except from its first dataset"
         why = "eval_interval=-1" if interval == -1 else named
         raise UserError(
-            f"{run} held nothing out ({why}) and trained on all of these data: name others to evaluate on "
-            "by eval_dataset_path=FILES or dataset_path=FILES"
+            f"{run} held nothing out ({why}) and trained on these data, or on some of their files: name others to "
+            "evaluate on by eval_dataset_path=FILES or dataset_path=FILES"
+        )
+    if place != places[0] and _listing(place[1]) != _listing(places[0][1]):
+        raise UserError(
+            f"{run} trained on some of these files: dataset_path={data.dataset_path} would hold out another part of "
+            f"them than dataset_path={trained.dataset_path}. Use that, or name others by eval_dataset_path=FILES"
         )
     if trained.eval_fraction != data.eval_fraction:
         raise UserError(
@@ -91,16 +96,20 @@ def _overlap(place: tuple[str, ...], other: tuple[str, ...]) -> bool:
     other_kind, other_path, *other_name = other
     if (kind, name) != (other_kind, other_name):
         return False
-    return path == other_path or bool(_files(path) & _files(other_path))
+    return path == other_path or bool({*_listing(path).values()} & {*_listing(other_path).values()})
 
 
-def _files(path: str) -> set[str]:
-    """Lists the local files of a dataset's path; none for a path on a store, or one that can't be read."""
+def _listing(path: str) -> dict[str, str]:
+    """Maps the names of a dataset's local files, by which a part is held out, to full paths.
+
+    Without links; empty for a path on a store, or one that can't be read.
+    """
     if not path or "://" in path:
-        return set()
+        return {}
     with contextlib.suppress(UserError, TransientError):
-        return set(map(os.path.realpath, list_files(path, "dataset_path").paths))
-    return set()
+        found = list_files(path, "dataset_path")
+        return dict(zip(found.sizes, map(os.path.realpath, found.paths), strict=True))
+    return {}
 
 
 def _run_of(weights: str) -> Any:

@@ -102,7 +102,9 @@ class Answers:
                     "raise it"
                 )
             generator = Generator(self._plan, self._weights, sampling, self._decoding.decode_seed, self._T)
-            decoding = dataclasses.replace(self._decoding, sample_length=length, decode_stop=until)
+            # Contexts are cut to fit, and so may be longer than the prompts of src.decode.
+            limits = {"sample_length": length, "max_prefill_predict_length": -1}
+            decoding = dataclasses.replace(self._decoding, decode_stop=until, **limits)
             bos = np.array([self.tokenizer.bos], np.int32)
             encoded = {index: self.tokenizer.encode_default(requests[index][0]) for index in indices}
             contexts = {index: ids if len(ids) else bos for index, ids in encoded.items()}

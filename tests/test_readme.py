@@ -210,7 +210,7 @@ def test_what_the_promises_name_is_there():
 
 
 def test_others_beside_it_have_the_measured_ratios():
-    """The figures of docs/scope.md are those of the table that docs/performance.md has of a step beside PyTorch's."""
+    """The figures of docs/scope.md and the README are those of docs/performance.md's tables."""
     measured = (ROOT / "docs" / "performance.md").read_text()
     of_gpt, of_50m = (
         re.search(rf"^\| {row}, .* ([\d.]+) \|$", measured, re.MULTILINE)[1] for row in ("nanoGPT's setting", "50M")
@@ -219,10 +219,14 @@ def test_others_beside_it_have_the_measured_ratios():
         re.search(rf"^  \| {row}.* \| \**([\d.]+)\** \| [^|]* \|$", measured, re.MULTILINE)[1]
         for row in ("GPT-2 of 124M", "base.yml's 1.1B")
     )
-    scope, readme = (ROOT / "docs" / "scope.md").read_text(), (ROOT / "README.md").read_text()
+    speed, mfu = re.search(r"^\| bfloat16: 8 rows, .* \| ([\d,]+) \| \*\*([\d.]+%)", measured, re.MULTILINE).groups()
+    scope, readme = (" ".join((ROOT / page).read_text().split()) for page in ("docs/scope.md", "README.md"))
     assert f"GPT-2 124M on an H100 {of_gpt2}, its CPU setting {of_gpt}" in scope
     assert f"1.1B on an H100, compiled, {of_1b}; 50M on a CPU, transformers', {of_50m}" in scope
-    assert f"A step takes {of_1b} times as long as the same model in compiled PyTorch, and GPT-2's {of_gpt2}" in readme
+    assert f"train at {round(int(speed.replace(',', '')), -3):,} tokens per second, an MFU of {mfu}" in readme
+    assert (
+        f"a step takes {of_1b} times as long as the same model in compiled PyTorch; GPT-2's takes {of_gpt2}" in readme
+    )
 
 
 def test_the_table_of_models_has_each_file_and_its_numbers():

@@ -4,7 +4,6 @@ from src.config.keys import ABOVE_0
 from src.config.requirements import EMPTY, IS_SET, Lists, Requires
 from src.config.schema import KEYS
 
-# dataset_type is read in any case: synthetic data have no tokenizer.
 _OF_TOKENIZER = ("dataset_type", "tokenizer_type", "tokenizer_path")
 _DATA = [name for name, key in KEYS.items() if key.section == "data" and name not in _OF_TOKENIZER]
 _SAVING = [name for name, key in KEYS.items() if key.section == "checkpoint" and not name.startswith("load_")]
@@ -16,7 +15,8 @@ _OF_TRAINING = (
     *("bwd_quantization_calibration_method", "eval_interval", "eval_mode", *_SAVING),
 )
 _TO_SCORE = ("texts_path", "tokens_path", "tasks")  # src.evaluate: instead of evaluation data
-_TRAINING_DATA = "dataset_name train_split datasets"
+_TRAINING_DATA = "train_split datasets"  # not dataset_name, without which checks refuse dataset_type=tfds
+_WITH_PATH = ("tfds", "array_record", "parquet", "hf", "tokens")
 
 # Each command, except src.train, and the keys that it reads only with one of these settings, or (with none) never.
 UNREAD: dict[str, tuple[Requires, ...]] = {
@@ -31,6 +31,9 @@ UNREAD: dict[str, tuple[Requires, ...]] = {
         Requires("decode_samples decode_prompt_tokens decode_num_prompts", decode_path=IS_SET),
         Lists(_DATA, decode_prompt_tokens=ABOVE_0),
         Lists(_DATA, decode_path=IS_SET),
+        # Synthetic data have no tokenizer, which is an error here.
+        Lists("dataset_type", decode_prompt_tokens=ABOVE_0, dataset_type="synthetic"),
+        Lists("dataset_type", decode_path=IS_SET, dataset_type="synthetic"),
         Lists("prompt", prompt_path=EMPTY),
         Lists("prompt", interactive=False),
         Lists("prompt", decode_prompt_tokens=0, decode_path=EMPTY),
@@ -47,11 +50,12 @@ UNREAD: dict[str, tuple[Requires, ...]] = {
             )
             for key in _TO_SCORE
         ),
-        # TFDS finds evaluation data in the same folder.
-        Lists("dataset_path", dataset_type="tfds", eval_dataset_path=EMPTY),
-        Lists("dataset_path", dataset_type="tfds", eval_datasets=EMPTY),
+        *(Lists("dataset_type", **{key: EMPTY}, dataset_type="synthetic") for key in _TO_SCORE),
+        # TFDS finds evaluation data in the same folder, and checks refuse the other types without a path.
+        Lists("dataset_path", dataset_type=_WITH_PATH, eval_dataset_path=EMPTY),
+        Lists("dataset_path", dataset_type=_WITH_PATH, eval_datasets=EMPTY),
         Lists(_TRAINING_DATA, eval_dataset_path=EMPTY),
-        Lists(_TRAINING_DATA, eval_dataset_name=EMPTY),
+        Lists(_TRAINING_DATA, eval_dataset_name=EMPTY, dataset_type="hf"),  # a stream, of which nothing is held out
         Lists(_TRAINING_DATA, eval_datasets=EMPTY),
     ),
 }

@@ -99,6 +99,9 @@ def test_a_setting_that_earlier_versions_accepted_is_listed(typed, says):
         # They lack the tokenizer that a text needs, which is an error, and that logits can do without.
         ("src.decode", "dataset_type=synthetic"),
         ("src.evaluate", "dataset_type=synthetic tokens_path=a logits_path=b"),
+        # Without them, checks would refuse these types.
+        ("src.evaluate", "dataset_type=tfds dataset_name=a eval_dataset_name=b"),
+        ("src.evaluate", "dataset_type=parquet dataset_path=a eval_dataset_path=b"),
     ],
 )
 def test_settings_with_an_effect_are_not_listed(command, typed):
@@ -145,7 +148,7 @@ def test_samples_without_a_file_to_write_them_to_are_refused_if_typed(write):
         (
             "src.evaluate",
             "eval_dataset_path=x dataset_path=y",
-            "^dataset_path=y .* only with dataset_type=tfds or eval_dataset_path=.empty",
+            "^dataset_path=y .* only with dataset_type=tfds or .* or tokens or eval_dataset_path=.empty",
         ),
     ],
 )

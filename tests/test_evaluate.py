@@ -7,7 +7,12 @@ import re
 import numpy as np
 import pytest
 
+from src.config.dataset_spec import train_specs
+from src.data.open import open_eval_sets
+from src.data.tokenizer import make_tokenizer
+from src.data.types import InputSpec
 from src.extras.evaluation import evaluate
+from src.run.resolve_config import load
 from src.system.errors import UserError
 from tests import runs
 
@@ -107,6 +112,14 @@ def test_the_data_are_named(trained, corpus, texts, capsys):
     printed = capsys.readouterr().out
     assert f"evaluating on a: text: {corpus}, 60 documents\n" in printed
     assert re.search("dataset_path=elsewhere .* has no effect: src.evaluate reads it only with", printed)
+
+
+def test_a_held_out_part_is_named_without_reading_its_files_again(corpus, monkeypatch):
+    config = load([runs.BASE, f"dataset_path={corpus}"])
+    (data,) = open_eval_sets(InputSpec.of(config, make_tokenizer(config.data, 32_000)), config.evaluation)
+    monkeypatch.setattr(type(data.source), "fingerprint", None)
+    (spec,) = train_specs(config.data)
+    assert re.fullmatch(rf"text: {corpus}, \d documents? \(0.02 of the documents\)", evaluate._described(spec, data))
 
 
 def test_a_folder_and_a_glob_of_the_same_files_are_the_same_data(corpus, tmp_path):

@@ -84,14 +84,14 @@ def _open(spec: DatasetSpec, inputs: InputSpec) -> AnySource:
 
 
 class _Subset:
-    """Selects items of another source by their numbers, ascending; `name` identifies it among the source's subsets."""
+    """Selects items of another source by their numbers, ascending; `part` identifies it among the source's subsets."""
 
-    def __init__(self, source: Any, items: np.ndarray | range, name: str) -> None:
-        self._source, self._items, self._name = source, items, name
+    def __init__(self, source: Any, items: np.ndarray | range, part: str) -> None:
+        self._source, self._items, self.part = source, items, part
         self.listings, self.is_remote = getattr(source, "listings", ()), getattr(source, "is_remote", False)
 
     def fingerprint(self) -> Fingerprint:
-        return {**self._source.fingerprint(), "part": self._name}
+        return {**self._source.fingerprint(), "part": self.part}
 
 
 class Subset(_Subset, Source):
@@ -119,8 +119,8 @@ class Subset(_Subset, Source):
 class RowSubset(_Subset, RowSource):
     """Selects consecutive rows of another source of rows, which is not endless."""
 
-    def __init__(self, source: Any, items: np.ndarray | range, name: str) -> None:
-        super().__init__(source, items, name)
+    def __init__(self, source: Any, items: np.ndarray | range, part: str) -> None:
+        super().__init__(source, items, part)
         self.row_count = len(items)
 
     def row(self, i: int) -> list[Document]:

@@ -204,7 +204,7 @@ def _described(spec: DatasetSpec, data: EvalSet) -> str:
     """Describes evaluation data: their name, type, place and size, and the part that is held out."""
     unnamed = dataclasses.replace(spec, name="")
     (line,) = describe_data([unnamed], TrainData(("",), (data.source,), (1.0,)))
-    part = data.source.fingerprint().get("part", "")
+    part = getattr(data.source, "part", "")  # not from its fingerprint, which reads files
     return f"{data.name}: " * bool(data.name) + line + f" ({part})" * bool(part)
 
 

@@ -1,9 +1,9 @@
 """Looks up embedding rows by token, or position rows by position, for any sharding of the table."""
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
+from src.model.rows import rows
 from src.parallel.mesh import MeshLayout
 
 LANES = 128  # numbers of a row that a TPU moves at once
@@ -16,15 +16,11 @@ def look_up(table_VD: Array, ids_BT: Array, layout: MeshLayout, axis: str) -> Ar
     al. 2019, section 3). If D is sharded, a device either gathers the table, or looks up its columns for the tokens of
     other devices and exchanges the results; the exchange moves less if the table has many more rows than the device has
     tokens.
-
-    Rows are looked up in float32, because a row's gradients are summed in that dtype: in bfloat16, a frequent token's
-    sum would stop growing.
     """
     blocks = _column_blocks(table_VD, ids_BT, layout, axis)
     if blocks == 1 and not (layout.axes(axis) or jax.sharding.get_abstract_mesh().manual_axes):
         # Gathered over fsdp before the lookup, like every weight: otherwise XLA replicates the result.
-        table_VD = layout.constrain(table_VD, axis, None)
-        return table_VD.astype(jnp.float32)[ids_BT].astype(table_VD.dtype)
+        return rows(layout.constrain(table_VD, axis, None), ids_BT)
     from src.model.sharded_lookup import look_up_sharded
 
     return look_up_sharded(table_VD, ids_BT, layout, axis, blocks)
@@ -32,9 +28,9 @@ def look_up(table_VD: Array, ids_BT: Array, layout: MeshLayout, axis: str) -> Ar
 
 def _column_blocks(table_VD: Array, ids_BT: Array, layout: MeshLayout, axis: str) -> int:
     """Number of column blocks of a table if devices exchange looked-up columns; 1: gather the table instead."""
-    (rows, width), devices = table_VD.shape, layout.shards("embed")
+    (size, width), devices = table_VD.shape, layout.shards("embed")
     tokens = ids_BT.size // (layout.shards("batch") * layout.shards("length"))
-    if 4 * tokens > rows // layout.shards(axis):
+    if 4 * tokens > size // layout.shards(axis):
         return 1
     # A block has at least as many columns as a TPU fetches of a row in any case.
     return max(n for n in range(1, devices + 1) if devices % n == 0 and (n == 1 or width // n >= LANES))

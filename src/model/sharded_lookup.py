@@ -1,11 +1,13 @@
 """Looks up rows of a table that is sharded over devices, each of which has the tokens of its own sequences."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from src.model.rows import rows
 from src.parallel.mesh import MeshLayout
+
+OUTSIDE = {"mode": "fill", "fill_value": 0, "wrap_negative_indices": False}  # rows of another device's shard: zeros
 
 
 def look_up_sharded(table_VD: Array, ids_BT: Array, layout: MeshLayout, axis: str, blocks: int) -> Array:
@@ -26,19 +28,12 @@ def look_up_sharded(table_VD: Array, ids_BT: Array, layout: MeshLayout, axis: st
             part_VD = jax.lax.optimization_barrier(part_VD)
             part_VD = jax.lax.all_gather(part_VD, gathered, axis=1, axis_index_groups=near, tiled=True)
         ids_BT = ids_BT - (jax.lax.axis_index(sharing) * len(part_VD) if sharing else 0)
-        wide_VD = part_VD.astype(jnp.float32)  # gradients of the same row are summed in this dtype
         if blocks == 1:
-            return _rows(wide_VD, ids_BT).astype(part_VD.dtype)[None]
+            return rows(part_VD, ids_BT, **OUTSIDE)[None]
         # C: devices with a block of columns each.
         ids_CBT = jax.lax.all_gather(ids_BT, gathered, axis_index_groups=far)
-        rows_CBTD = _rows(wide_VD, ids_CBT).astype(part_VD.dtype)
-        return jax.lax.all_to_all(rows_CBTD, gathered, 0, 3, axis_index_groups=far, tiled=True)
+        return jax.lax.all_to_all(rows(part_VD, ids_CBT, **OUTSIDE), gathered, 0, 3, axis_index_groups=far, tiled=True)
 
     in_specs = layout.spec((axis, "embed")), layout.spec(("batch", "length"))
     mapped = layout.shard_map(on_device, in_specs, layout.spec((axis, "batch", "length", None)))
     return jax.lax.reduce_sum(mapped(table_VD, ids_BT), axes=(0,))
-
-
-def _rows(table_VD: Array, ids: Array) -> Array:
-    """Gathers rows by index, with zeros for indices outside the table."""
-    return table_VD.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)

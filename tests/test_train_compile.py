@@ -156,6 +156,19 @@ def test_another_memory_than_the_devices_main_one_is_no_question_of_size():
         compile_lowered(SimpleNamespace(compile=refuse), parse_topology("v5e-4", 1), {})
 
 
+def test_arrays_that_exceed_host_memory_are_named_as_such():
+    """The words are libtpu 0.0.48's for `minimal_offloaded` with 1160B parameters on v5p-12288."""
+
+    def refuse(options):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space host. Used 208.00G "
+            "of 128.00G host. Exceeded host capacity by 80.00G."
+        )
+
+    with pytest.raises(UserError, match=r"host memory need 208\.00 GiB per device.*allows 128\.00 GiB: keep fewer"):
+        compile_lowered(SimpleNamespace(compile=refuse), parse_topology("v5p-16", 1), {})
+
+
 def test_a_compiler_that_fails_is_quoted_with_what_to_try():
     def refuse(options):
         raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes that satisfy hlo %fusion.3")

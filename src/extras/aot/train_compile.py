@@ -7,6 +7,7 @@ how fast it should run (docs/aot.md). The exit code is 3 if it does not fit.
 import contextlib
 import itertools
 import json
+import re
 import resource
 import signal
 import time
@@ -142,6 +143,13 @@ def compile_lowered(
     # A kernel may exhaust another memory, such as VMEM, which says nothing about the step's size.
     if "RESOURCE_EXHAUSTED" in message and "hbm" in message.lower():
         return None, message
+    if found := re.search(r"memory space host\. Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) host", message):
+        needed, most = found.expand(r"\1 \2iB"), found.expand(r"\3 \4iB")
+        raise UserError(
+            f"arrays in host memory need {needed} per device, and the compiler for {topology.name} allows {most}: keep "
+            "fewer there (remat_policy, remat_custom, optimizer_memory_host_offload), lower per_device_batch_size, or "
+            "use more devices"
+        )
     kind = message.partition(":")[0]
     raise UserError(
         f"the compiler for {topology.name} failed with {kind}, which is not about the step's memory:\n{message}\n"

@@ -71,6 +71,7 @@ GPU_CASES = {
         [*_ON_GPU, *_keys(*_1B)], "llama_modules", *_1B, steps=10, base="base.yml", documents=1, dtype="bfloat16"
     ),
 }
+_ALL = CASES | GPU_CASES
 # PyTorch's attention kernels for GPUs, by their names in torch.nn.attention.SDPBackend
 _TORCH_KERNELS = ("flash_attention", "cudnn_attention")
 
@@ -78,9 +79,7 @@ _TORCH_KERNELS = ("flash_attention", "cudnn_attention")
 def main() -> None:
     """Prints each side's seconds, and the ratios of this checkout to the other sides."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "arguments", nargs="*", metavar="case or key=value", help=f"cases: {', '.join(CASES | GPU_CASES)}"
-    )
+    parser.add_argument("arguments", nargs="*", metavar="case or key=value", help=f"cases: {', '.join(_ALL)}")
     parser.add_argument("--against", metavar="FOLDER", help="a checkout of another commit")
     parser.add_argument("--turns", type=int, default=12, help="turns of each side")
     parser.add_argument("--without-torch", action="store_true")
@@ -121,7 +120,7 @@ def compare(case: str, sides: dict[str, str], keys: list[str], turns: int) -> No
             assert worker.stdin
             worker.stdin.close()
             worker.wait()
-    print(f"{case}: {turns} turns of {(CASES | GPU_CASES)[case].steps} steps; per step")
+    print(f"{case}: {turns} turns of {_ALL[case].steps} steps; per step")
     for name in sides:
         median, least, of_cpu = statistics.median(wall[name]), min(wall[name]), statistics.median(cpu[name])
         line = f"  {name:<8} {1e3 * median:8.1f} ms median, {1e3 * least:8.1f} minimum, {1e3 * of_cpu:8.1f} ms of CPU"
@@ -144,7 +143,7 @@ def take_turns(side: str, case: str, keys: list[str]) -> None:
     """Runs one turn's steps for each line of input, and prints the seconds per step."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep libraries' output apart from the results
-    sizes = (CASES | GPU_CASES)[case]
+    sizes = _ALL[case]
     torch, _, kernel = side.partition(" ")
     run = pytorch(sizes, kernel) if torch == "torch" else mintext(sizes, Path(side), keys)
     for _ in sys.stdin:
@@ -227,7 +226,8 @@ def random_batch(case: Case) -> dict[str, Any]:
 def pytorch(case: Case, kernel: str) -> Callable[[int], int]:
     """Returns a function that runs PyTorch steps of a case's model.
 
-    With an attention kernel of _TORCH_KERNELS it runs on a GPU, in bfloat16, compiled, and returns the peak bytes.
+    With an attention kernel of _TORCH_KERNELS it runs on a GPU, compiled, with matmuls in the case's dtype, and returns
+    the peak bytes.
     """
     import torch
     from torch.nn import functional
@@ -247,7 +247,7 @@ def pytorch(case: Case, kernel: str) -> Callable[[int], int]:
         loss_of = torch.compile(loss_of)
 
     def step() -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16, enabled=bool(kernel)):
+        with torch.autocast("cuda", getattr(torch, case.dtype), enabled=bool(kernel)):
             loss = loss_of(tokens, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -46,7 +46,7 @@ class Execution:
 
     @property
     def recomputes_activated(self) -> bool:
-        """Whether activation functions save only their inputs: XLA would save the tanh of gelu too, and its factors."""
+        """Whether activation functions save only their inputs: on GPUs, XLA would save intermediates of gelu too."""
         return self.for_gpu and self.remat_policy == "none"
 
     def remat(self, block: Callable, repeats: int) -> Callable:

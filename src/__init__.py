@@ -22,13 +22,13 @@ def as_installed(text: str) -> str:
 
 
 def installing(extra: str) -> str:
-    """Returns the command, for a message, that installs the packages of the optional part `extra`, such as `data`."""
+    """Names, for a message, the command that installs the packages of the optional part `extra`, such as `data`."""
     if __name__ == "src":
         return f"bash setup.sh {extra}"
     return "a checkout's `bash setup.sh aot`" if extra == "aot" else f'pip install "{__name__}[{extra}]"'
 
 
-# Modules that users' code, and the config.yml of runs, may still import by their former names.
+# Former names of modules, which users' code and the config.yml of older runs may still use -> present names.
 MOVED = {
     "errors": "system.errors",
     "command_line": "run.resolve_config",

@@ -14,7 +14,7 @@ USAGE = f"usage: mintext COMMAND ...\n\nCOMMAND is one of {', '.join(COMMANDS)};
 
 
 def main() -> None:
-    """Runs the command named by the first argument with the remaining ones; a wrong name exits with 2."""
+    """Runs the command named by the first argument with the others; exits with 2 if it is unknown or missing."""
     command = "".join(sys.argv[1:2])
     if command in ("-h", "--help"):
         return print(USAGE)

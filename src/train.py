@@ -21,7 +21,10 @@ from src.system.imports import optional
 
 
 def main(argv: Sequence[str] | ConfigDict) -> Result | None:
-    """Trains from a command line or ConfigDict; None for --help. Raises UserError, also for a non-finite loss."""
+    """Trains with the keys of a command line or a ConfigDict; returns None for --help.
+
+    Raises UserError, also for a non-finite loss, and TransientError for a failure that may pass.
+    """
     config = configured(argv)
     if config is None:
         return None

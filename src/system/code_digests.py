@@ -18,10 +18,11 @@ _LIBRARY = re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}|.*(site|dist)
 
 
 def code_digests(name: str, key: str) -> dict[str, str]:
-    """Computes a digest of each module of a user's code: the module in `name`, the value of `key`, and all its imports.
+    """Computes digests of a user's code, by module: of the module that `name` (module:function) names, and its imports.
 
-    Imports count at the top of a module, in functions, and through other modules. Installed packages, Python's library
-    and MinText are left out. Raises as `load_function` does.
+    Imports count at the top of a module, in functions, and through other modules; imported modules of installed
+    packages, Python's library and MinText are left out. `key` is the config key with the value `name`, for errors.
+    Raises as `load_function` does.
     """
     load_function(name, key)
     modules, seen, found = [name.partition(":")[0]], set[str](), dict[str, str]()
@@ -52,10 +53,11 @@ def _imports(code: ast.AST, package: str) -> Iterator[str]:
 
 
 def _user_file(module: str) -> tuple[str | None, Any]:
-    """Finds the file and loader of a module; (None, None) if it is installed, or a part of Python or MinText."""
+    """Finds a module's file and loader; (None, None) if it is installed, part of Python or MinText, or missing."""
     folders = [each for each in map(str, sys.path) if not _LIBRARY.match(each) and module.partition(".")[0] != "src"]
     parents = module.split(".")[:-1]
-    # A .zip on the path has a finder too. Python caches its finder for "", so it may look in another folder.
+    # `pkgutil` has finders for .zip files too. It caches them, so that the one for "" would look in the folder that was
+    # the working directory when it was created.
     finders = filter(None, (pkgutil.get_importer(os.path.join(each or os.getcwd(), *parents)) for each in folders))
     specs = filter(None, (finder.find_spec(module) for finder in finders))
     return next(((spec.origin, spec.loader) for spec in specs if (spec.origin or "").endswith(".py")), (None, None))

@@ -15,7 +15,7 @@ from src.system.errors import UserError
 def new_file(path: Path) -> Generator[BinaryIO]:
     """Opens a file for writing that appears when the block ends, complete, or not at all if the block raises.
 
-    Several threads and processes may write it at the same time. A killed process leaves `.NAME....part`.
+    Several threads and processes may write it at the same time. A killed process leaves `.NAME.PID-THREAD.part`.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:

@@ -79,9 +79,10 @@ def first_few(items: Iterable[str], separator: str = ", ", near: str = "") -> st
 
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """Asks ` Did you mean ...?` with the `names` most similar to `name`, then names that contain it; "" if none match.
+    """Asks ` Did you mean ...?` with `name` if it is in `names`, else with up to four of them; "" if none is similar.
 
-    `prefix`, such as a folder, is put before each name; it does not affect the similarity.
+    These are the most similar ones, then names that contain `name`. `prefix`, such as a folder, is put before each
+    name; it does not affect the similarity.
     """
     names = list(names)
     parts_of = [other for other in names if len(name) >= 3 and name in other]
@@ -91,7 +92,7 @@ def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
 
 
 def from_here(path: str | os.PathLike[str]) -> str:
-    """Returns a path relative to the working directory if it is in it, for suggested commands; others unchanged."""
+    """Makes a path below the working directory relative to it, for suggested commands; returns others unchanged."""
     path = os.fspath(path)
     if "://" in path:
         return path

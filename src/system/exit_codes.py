@@ -67,10 +67,11 @@ def _open_streams() -> None:
 
 
 def end(code: int, message: str, *, at_once: bool = False) -> NoReturn:
-    """Prints the message, ends the process, and tells the other processes of its job to end.
+    """Tells the other processes of its job to end, prints the message, and ends the process with `code`.
 
-    With `at_once`, in a job of several processes, and while threads of Orbax hang, it skips the exit handlers, which
-    would wait for the other processes or threads. With `at_once` or in a job, any thread may call it.
+    Skips the exit handlers, which would wait for other processes or threads, if any of these holds: `at_once`, the
+    process is in a job of several, or a thread of Orbax still runs after a second's wait. In the first two cases any
+    thread may call it.
     """
     if job:
         job.tell(code, message)

@@ -19,7 +19,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Reads a file that contains a JSON object; raises UserError if it does not, or OSError if it does not exist."""
+    """Reads a file that contains a JSON object.
+
+    Raises UserError if it contains something else, is a folder or may not be read, and OSError if it does not exist or
+    the disk fails.
+    """
     try:
         value = parse_json(file.read_bytes())
     except (IsADirectoryError, PermissionError) as error:

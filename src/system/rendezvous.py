@@ -41,7 +41,7 @@ HOW_LONG = "jax_distributed_initialization_timeout is how long processes wait"
 
 @dataclass
 class Meeting:
-    """Connects the processes of a job before they begin."""
+    """Connects the processes of a job, and checks that they agree in `facts`, before JAX connects them."""
 
     address: str  # host:port of process 0
     count: int
@@ -54,8 +54,8 @@ class Meeting:
     def join(self, process: int) -> dict[int, "Peer"]:
         """Connects `process` with the others and waits for all of them; returns its connections by process.
 
-        Raises TransientError if a process is missing or process 0's port is in use; UserError if the facts of the
-        processes differ, two have the same number, or process 0 cannot listen.
+        Raises TransientError if a process is missing or process 0's port is in use; UserError if the processes differ
+        in `facts` or `count`, if a number is given twice or is not below `count`, or if process 0 cannot listen.
         """
         self._begin = self._last_line = time.monotonic()
         return {0: self._connect(process)} if process else self._receive()
@@ -206,7 +206,7 @@ class Job:
         self._tell_all({"code": code, "message": f"process {self.process} of this job ended: {message or code}"})
 
     def all_failed(self, place: str) -> bool:
-        """Reports that this process failed at `place`; returns whether all others do within `AGREE_SECONDS`."""
+        """Reports that this process failed at `place`; tells if all others report the same within `AGREE_SECONDS`."""
         with self._failures:
             if self.process:
                 self._send({"failed": place})
@@ -306,7 +306,7 @@ class Peer:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def poll(self) -> dict[str, Any] | None:
-        """Returns the next message; None if it has not arrived yet, `{"lost": reason}` if it never will."""
+        """Returns the next message; None if it has not arrived yet, `{"lost": reason}` if no valid one will."""
         if not self.is_gone() and b"\n" not in self._received:
             return None
         line, end, self._received = self._received.partition(b"\n")
@@ -316,7 +316,10 @@ class Peer:
         return message if isinstance(message, dict) else {"lost": "it sent something other than MinText's messages"}
 
     def read(self, seconds: float | None = None) -> dict[str, Any]:
-        """Waits for the next message, at most `seconds` (None: forever); returns it as `poll` does."""
+        """Waits for the next message and returns it, or `{"lost": reason}` as `poll` does.
+
+        It also counts as lost if no data arrives for `seconds` (None: no limit).
+        """
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         while (message := self.poll()) is None:

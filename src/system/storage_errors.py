@@ -28,7 +28,7 @@ class Failure(enum.IntEnum):
     """Kinds of failures, in increasing order: if several happen, the largest counts."""
 
     NONE = 0
-    DAMAGED = 1  # the contents differ from those written
+    DAMAGED = 1  # the contents are missing, or differ from those written
     TRANSIENT = 2  # the same call may succeed later
     FULL = 3
     OTHER = 4
@@ -43,7 +43,7 @@ class StoreError(Exception):
 
 
 class DamagedError(StoreError):
-    """Reports contents that differ from those written."""
+    """Reports contents that are missing, or differ from those written."""
 
 
 _OF_ERRNO = {
@@ -79,7 +79,7 @@ def failure_of(error: BaseException) -> Failure:
         return Failure.TRANSIENT if int(http) in HTTP_TRANSIENT else Failure.OTHER
     if isinstance(error, FileNotFoundError):  # fsspec raises it without errno
         return Failure.DAMAGED
-    # Such as a closed connection, or an unreachable token server.
+    # A closed connection (aiohttp's errors without a status), or an unreachable token server (TransportError).
     if type(error).__module__.partition(".")[0] == "aiohttp" or type(error).__name__ == "TransportError":
         return Failure.TRANSIENT
     return failure_of(error.__cause__) if error.__cause__ else Failure.OTHER
@@ -141,7 +141,7 @@ def attempted(what: str, use: Callable[[], T], otherwise: str = "can't be read")
 
 
 def one_line(error: BaseException) -> str:
-    """Formats the error's type and the beginning of its message in one line."""
+    """Formats the error's type, except for a StoreError, and the beginning of its message in one line."""
     message = (str(error).splitlines() or [""])[0].partition(" [tensorstore_spec")[0]
     if isinstance(error, StoreError):
         return message

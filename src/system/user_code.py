@@ -14,7 +14,11 @@ from src.system.storage_errors import Failure, failure_of
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:
-    """Imports the function `name`, module:function, the value of `key`; raises UserError or TransientError."""
+    """Imports the function that `name` names as module:function; `key` is the config key with this value, for errors.
+
+    Raises UserError if there is no such module or function, or if the module raises or tries to end the process;
+    TransientError if it raises for a reason that may pass.
+    """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
         raise UserError(f"{key}={name}: expected module:function, such as my_data:documents")

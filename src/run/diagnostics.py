@@ -21,8 +21,8 @@ from src.data.types import Rows
 from src.system.errors import TRY_AGAIN, UserError, say, show
 from src.system.exit_codes import end
 
-TIMED_STEPS = 10  # of a start, before the watch begins: the first step compiles, and with pgle=auto a later one too
-_GRACE_SECONDS = 10  # before hang_action=exit ends the process: to write and upload reports, here and elsewhere
+TIMED_STEPS = 10  # before the watch of a start begins: the first step compiles, and with pgle=auto a later one too
+_GRACE_SECONDS = 10  # until hang_action=exit ends the process, so that all processes can write and upload reports
 
 
 def stack_traces(keys: Diagnostics) -> contextlib.AbstractContextManager[None]:
@@ -60,7 +60,7 @@ def advice_on_memory(per_device_batch_size: float, remat_policy: str) -> Generat
 class Profile:
     """Profiles `profiler_steps` steps in process 0, after `skip_first_n_steps_for_profiler` steps of this start.
 
-    If the run ends earlier, no profile is written.
+    If the run has fewer steps left, prints a line and writes no profile.
     """
 
     def __init__(self, keys: Diagnostics, first_step: int, steps: int, folder: Path) -> None:
@@ -121,7 +121,11 @@ class Watchdog:
         self._closed.set()
 
     def step(self, dispatched: int, rows_taken: int, stream_positions: np.ndarray) -> None:
-        """Records that the step before `dispatched` ended; the data resume at `stream_positions`, [rows, S, 2]."""
+        """Records that step `dispatched` - 1 has ended.
+
+        The data of the following step begin after `rows_taken` rows, at `stream_positions`: [rows, S, 2], the document
+        and token at which each row continues in each source.
+        """
         now = time.monotonic()
         if self._last:
             self._times.append(now - self._last)

@@ -23,7 +23,8 @@ PER_PROCESS_KEYS = ("process_id", "coordinator_address", "jax_cache_dir", "datas
 def start_distributed(cluster: tuple[str, int, int], mesh: Mesh, settings: Mapping[str, str]) -> None:
     """Joins a job of several processes. `cluster`: address, number of processes and index, as JAX takes them.
 
-    Raises as `Meeting.join`: UserError if they differ in `settings` (`job_settings`), TransientError if one is missing.
+    Raises as `Meeting.join` does, such as UserError if the processes differ in `settings` (from `job_settings`), and
+    TransientError if one is missing.
     """
     timeout, silence = mesh.jax_distributed_initialization_timeout, mesh.jax_distributed_heartbeat_timeout_seconds
     address, count, process_id = cluster
@@ -36,8 +37,8 @@ def start_distributed(cluster: tuple[str, int, int], mesh: Mesh, settings: Mappi
     exit_codes.job = rendezvous.Job(process_id, meeting.join(process_id), exit_codes.end_now)
     # Registered after JAX's exit handler, which waits for the other processes, so that this runs before it.
     atexit.register(exit_codes.job.leave)
-    # If heartbeats, sent at half this interval, stop, JAX aborts a process without explanation. The heartbeats of
-    # `rendezvous` have to stop the job before that.
+    # JAX aborts a process, without an explanation, if its own heartbeats stop for this timeout. The heartbeats of
+    # `rendezvous` must end the job earlier, with an explanation: hence 6 times their limit.
     jax.distributed.initialize(*cluster, initialization_timeout=timeout, heartbeat_timeout_seconds=6 * silence)
 
 

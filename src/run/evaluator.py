@@ -69,10 +69,10 @@ def _averaged(state: TrainState) -> Weights:
 
 
 def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Computes `eval_loss`, in nats per token, `eval_perplexity`, its exponential, and the metrics of `eval_metrics`.
+    """Computes `eval_loss` (nats per token), `eval_perplexity` (its exponential) and the metrics of `eval_metrics`.
 
     If bytes are counted and all tokens are text, also `eval_bits_per_byte`: the loss of tokens of text, without ends of
-    documents, in bits per byte of UTF-8. Metrics with a count of 0 are left out, with a line for the user. `sums` has
+    documents, in bits per byte of UTF-8. A metric with a count of 0 is left out, with a line for the user. `sums` has
     one entry per batch. Raises UserError if no token of the batches counts in the loss.
     """
     loss = mean_loss(sums)
@@ -94,7 +94,7 @@ def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def mean_loss(sums: Sequence[Mapping[str, Any]]) -> float:
-    """Averages the loss over these batches, in nats per token; raises UserError if no token counts in it."""
+    """Averages the loss over the batches of `sums`, in nats per token; raises UserError if no token counts in it."""
     tokens = sum(float(batch["tokens"]) for batch in sums)  # weighted, if a batch_transform gives weights
     if not tokens:
         raise UserError(

@@ -22,8 +22,8 @@ from src.system.json_text import parse_json
 # The keys of a train line of metrics.jsonl, in order (docs/metrics.md explains each). mfu and mfu_palm need a device
 # whose peak rate is known, the losses of experts and MTP a model that has them, `conversations_cut` needs `use_sft`,
 # and `updates_skipped` needs `skip_step_on_spikes`. An eval line has `step`, EVAL_KEYS and the metrics of
-# `eval_metrics`, with /NAME appended for a named set; `ema_decay` adds `eval_ema_loss`. The k-th train line describes
-# update k, counted from 1.
+# `eval_metrics` and `decode_metrics`, with /NAME appended for a named set; `ema_decay` adds `eval_ema_loss`. The k-th
+# train line describes update k, counted from 1.
 TRAIN_KEYS = (
     *("step", "loss", "perplexity", "load_balance_loss", "router_z_loss", "expert_load_max", "tokens_dropped"),
     *("mtp_loss", "conversations_cut", "grad_norm", "updates_skipped", "learning_rate", "step_time_seconds"),
@@ -32,7 +32,8 @@ TRAIN_KEYS = (
 EVAL_KEYS = ("eval_loss", "eval_perplexity")
 # Lists with a number for each layer of experts, and the function that reduces one to a point of a curve.
 PER_LAYER: dict[str, Callable[[Sequence[float]], float]] = {"expert_load_max": max, "tokens_dropped": statistics.fmean}
-# Prefixes of the keys that `log_internals` adds: lists with a number for each layer, or one number for a variable.
+# Prefixes of the keys that `log_internals` adds: lists with a number per layer, or with one number for a weight that is
+# not stacked over layers.
 INTERNALS = ("activation_rms", "weight_norm/", "gradient_norm/", "update_norm/")
 Entry = Mapping[str, Any]  # a line of metrics.jsonl: numbers, None for one that is not finite, and lists of these
 
@@ -71,9 +72,10 @@ class MetricsLog:
     def __init__(
         self, path: Path, tensorboard_dir: Path, resume_step: int | None, evaluates_again: bool = False
     ) -> None:
-        """Opens both on a local disk, and deletes the lines after `resume_step`; None: a new run, with empty files.
+        """Opens `path`, metrics.jsonl, and a new file in `tensorboard_dir`, both on a local disk.
 
-        `evaluates_again` also deletes the evaluation of that step, which will be written again.
+        Deletes the lines after `resume_step`, or all lines if it is None, for a new run. `evaluates_again` also deletes
+        the evaluation of that step, which will be written again.
         """
         # Imported here because it takes 0.4 s, and in parts because the whole package imports PyTorch, if that is
         # installed, in 2 s. Its SummaryWriter would wait forever for its thread, which fails on a full disk.
@@ -102,7 +104,10 @@ class MetricsLog:
         self._tensorboard.write_event(Event(wall_time=time.time(), step=first_step, session_log=start))
 
     def write(self, entry: Entry) -> None:
-        """Adds a line: `step` and metrics of a step, an evaluation or internals; first TRAIN_KEYS and EVAL_KEYS."""
+        """Adds the line of a step, an evaluation or internals to metrics.jsonl, and its scalars to TensorBoard.
+
+        `entry` has `step` and metrics; those in TRAIN_KEYS and EVAL_KEYS are written first, in this order.
+        """
         places = {key: place for place, key in enumerate(TRAIN_KEYS + EVAL_KEYS)}
         ordered = sorted(entry, key=lambda key: places.get(key, len(places)))
         finite = {key: _or_null(entry[key]) for key in ordered}

@@ -20,7 +20,7 @@ from src.checkpoint.run_folder import describe_latest
 from src.system.errors import INTERRUPTED, TRY_AGAIN
 from src.system.exit_codes import end
 
-HANG_SECONDS = 15.0  # how long a run waits for its data after a request to end
+HANG_SECONDS = 15.0  # the least time that a run waits for its data after a request to end
 _NOTICE = "RECEIVED_PREEMPTION_NOTICE"  # JAX sets this key of its store once a process of the job receives SIGTERM
 
 
@@ -124,7 +124,7 @@ class Preemption:
         return False
 
     def _answer(self) -> None:
-        """Explains a first Ctrl-C and passes it on to JAX in a job of several; after a signal, it ends the process."""
+        """Explains a first Ctrl-C and passes it on to JAX in a job of several; one after a signal ends the process."""
         asked = False
         while number := os.read(self._reader, 1)[0]:
             if number == signal.SIGINT and asked:

@@ -1,4 +1,4 @@
-"""Records the metrics of each step in metrics.jsonl, TensorBoard, the console and report.html."""
+"""Records the metrics of each step in metrics.jsonl and TensorBoard, and on the console."""
 
 import contextlib
 import math
@@ -39,7 +39,7 @@ class NonFiniteError(UserError):
 
 
 class Recorder:
-    """Records each of a run's `steps` while the next one runs, so that the devices never wait for the host.
+    """Records each of a run's `steps` while the next one runs, so that the devices need not wait for the host.
 
     `log` and `printer` are None except in process 0. `flops` is the cost of a token.
     """
@@ -100,9 +100,9 @@ class Recorder:
         """Queues the metrics of update `step` (from 1), which may still be computing, and records the previous one.
 
         `tokens`: the batch's size, rows x T. Raises NonFiniteError for the previous update if it is not finite and has
-        to stop the run (`on_nonfinite`), if it is the last of MAX_SKIPPED or of the run and is skipped, or if it made
-        the weights unusable. Raises UserError if no token of the first steps counts in the loss, or if a metric of the
-        user's loss has the name of another.
+        to stop the run (`on_nonfinite`), if it is skipped as the last of MAX_SKIPPED in a row or of the run, or if it
+        made the weights unusable. Raises UserError if no token of the first steps counts in the loss, or if a metric of
+        the user's loss has the name of another.
         """
         self.flush()
         self._pending = (step, metrics, tokens, self._data_wait)
@@ -161,7 +161,7 @@ class Recorder:
 
     def _check(self, step: int, metrics: Entry) -> None:
         advice, keys, loss = "", self._keys, metrics["loss"]
-        # It has no key True if the loss is finite, and only the gradient is not.
+        # If the loss is finite, and only the gradient is not, this dict has no key True.
         aborts = {math.isnan(loss): keys.abort_on_nan_loss, math.isinf(loss): keys.abort_on_inf_loss}
         if not metrics["usable"]:
             problem = f"step {step}: the update made weights so large that no layer can be computed with them."

@@ -20,9 +20,10 @@ HUB_KEYS = ("model_name", "load_parameters_path", "tokenizer_path")  # they may 
 
 
 def read_folder(folder: str, tokenizer_only: bool) -> dict[str, Any] | None:
-    """Reads the keys of the model and tokenizer in a Hugging Face folder; None if it is not one.
+    """Reads the keys of the model and tokenizer in a Hugging Face folder, or in a model of the hub (hf://).
 
-    With `tokenizer_only`, reads only the tokenizer's keys; {} if there is no tokenizer.
+    Returns None for a local folder without a Hugging Face model. With `tokenizer_only`, reads only the tokenizer's
+    keys; {} if there is no tokenizer. Raises as `folder_keys` does.
     """
     if not folder.startswith(HUB):
         from src.config.model_folders import has_tokenizer, is_hf_folder
@@ -49,7 +50,11 @@ def _pinned(config: Config) -> Config:
 def load(
     argv: Sequence[str] | ConfigDict, notes: list[str] | None = None, *, uses_weights: bool = False, command: str = ""
 ) -> Config:
-    """Loads a configuration as `src.config.load.load`; raises UserError, or OSError if a disk fails transiently."""
+    """Loads a configuration as `src.config.load.load` does, with models of the hub pinned to commits.
+
+    Adds `notes` on environment variables with which MaxText sets keys. Raises UserError; if a failure may pass, OSError
+    of a disk, or TransientError of the hub.
+    """
     unread = hints().environment_notes(os.environ) if any(name.startswith("M_") for name in os.environ) else []
     if notes is not None:
         notes += unread
@@ -65,7 +70,7 @@ def load(
 
 
 def of_command(argv: Sequence[str] | ConfigDict, usage: Usage = TRAIN) -> Config | None:
-    """Loads the configuration of a command without JAX, and prints its notes; None for --help. Raises as `load`."""
+    """Loads a configuration without using JAX, and prints its notes; None for --help. Raises as `load` does."""
     if (text := help_for(argv, usage)) is not None:
         show(text)
         return None

@@ -130,14 +130,15 @@ class Run:
         self._batches = train_batches(
             self.inputs, self.data, self._streams, schedule.rows, position, schedule, self.done
         )
-        self._exits.callback(self._batches.close)  # not before the report: it waits for rows that are being prepared
+        # Closing waits for rows that are being prepared, so it comes last, after the report.
+        self._exits.callback(self._batches.close)
 
     def is_over(self) -> bool:
         """Tells whether neither a step nor an evaluation is left, as in a restart loop or after a kill at the end."""
         return bool(self.finished) and not self.start.evaluation_due
 
     def announce(self, **replaced: str) -> None:
-        """Prints the lines of `run_header`, with the values in `replaced` for those names, and the messages so far."""
+        """Prints `run_header`, unless `quiet`, with the values in `replaced` for those names; and messages so far."""
         self._header = []
         if self._is_writer:
             header = run_header(
@@ -235,9 +236,9 @@ class Run:
     # ---- Steps
 
     def steps(self) -> Iterator[int]:
-        """Yields the number of updates made before each step, after an evaluation that the last start did not make.
+        """Yields the number of updates made before each step; a step is recorded while the next one runs.
 
-        A step is recorded while the next one runs.
+        First evaluates the state if the last start saved it, but ended before the evaluation that was due.
         """
         if self.start.evaluation_due and self.evaluators:
             self.evaluate()

@@ -35,7 +35,7 @@ def configured(
 
     With `joins` this process joins its job, and JAX uses the devices of this machine. Otherwise JAX is not started, and
     the caller checks the environment's flags, because only the caller knows which will be read. `uses_weights`: as in
-    `config.load`.
+    `src.config.load.load`.
 
     Raises UserError if the command line or, with `joins`, a flag in the environment is wrong, or if another process of
     the job has another configuration, code or packages. Raises TransientError if another process of the job does not

@@ -28,7 +28,7 @@ KEPT_EVALUATIONS = 10  # so that a run that falls back to an older checkpoint ne
 
 
 class Saver:
-    """Saves the state after the last step; all processes must make the same calls."""
+    """Saves the state after the newest step; all processes must make the same calls."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Saver:
         self._saved = self._done
 
     def save_now(self) -> None:
-        """Saves the state after the last step, and waits until it is saved."""
+        """Records the newest step, saves the state as `save` does, and waits until it is on disk."""
         self._recorder.flush()
         self.save()
         self.finish()

@@ -36,7 +36,7 @@ def print_header(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def step_flops(plan: StepPlan, length: int) -> FlopsPerToken:
-    """Counts the operations of a step per token, for sequences of `length` tokens; no gradients of frozen weights."""
+    """Counts a step's FLOPs per token, for sequences of `length` tokens, without the gradients of frozen weights."""
     frozen_flops = optional("frozen_flops") if plan.split(plan.shapes).frozen else None
     return frozen_flops.trained_flops(plan, length) if frozen_flops else flops_per_token(plan.spec, length)
 
@@ -114,7 +114,7 @@ def run_header(
 
 
 def dates(folder: RunFolder, first_step: int) -> dict[str, str]:
-    """Returns for the report when the run was `started`, and if this is another start, `started again`."""
+    """Returns for the report when the run was `started` and, if this is a later start, `started again`: now."""
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     try:
         before = read_environment(folder.path) if first_step else {}
@@ -171,7 +171,7 @@ def amount(source: Source | RowSource) -> str:
 
 
 def few_documents(inputs: InputSpec, data: TrainData, rows: int, steps: int) -> list[str]:
-    """Returns a line for each source with fewer documents than rows, or so long that a row reads few of them."""
+    """Returns a line for each source with fewer documents than `rows`, and one if a row reads few of its documents."""
     lines, tokens, spreads = [], steps * inputs.batch.max_target_length, inputs.rules > 1 and not inputs.data.use_sft
     for name, source, weight in zip(data.names, data.sources, data.weights, strict=True):
         if isinstance(source, RowSource) or rows_per_epoch(inputs, source) is not None:  # each row is one item

@@ -78,7 +78,7 @@ def check_outputs(paths: Mapping[str, str]) -> None:
 
 
 def write_output(key: str, path: str, content: bytes) -> None:
-    """Writes a file and the folders that it needs; raises UserError as `check_outputs`, or if writing fails."""
+    """Writes a file and the folders that it needs; raises UserError as `check_outputs` does, or if writing fails."""
     with _writing(key, path) as target:
         target.parent.mkdir(parents=True, exist_ok=True)
         if "://" in path:  # stores write objects atomically

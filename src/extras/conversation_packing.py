@@ -71,7 +71,10 @@ def _oldest(sizes_of: Sizes, item: int, placed: int) -> tuple[int, int]:
 
 
 def _leading(item: int, sizes: Sequence[int], offset: int, free: int) -> list[Segment]:
-    """Starts a row with the segments of an item after `offset` targets; cuts a document that is longer than the row."""
+    """Returns the segments that begin a row of `free` targets: an item's documents, without its first `offset` targets.
+
+    Cuts a document that is longer than the row.
+    """
     segments: list[Segment] = []
     for document, first, rest in remaining(sizes, offset):
         if rest > free and segments:
@@ -82,7 +85,7 @@ def _leading(item: int, sizes: Sequence[int], offset: int, free: int) -> list[Se
 
 
 def _row_ends(sizes: Sequence[int], length: int) -> list[int]:
-    """Lists the number of targets of an item that are taken before each row that it begins, and at its end."""
+    """Lists how many of an item's targets come before each row that begins with it, and last, how many it has."""
     ends = [0]
     while ends[-1] < sum(sizes):
         ends.append(ends[-1] + sum(segment.length for segment in _leading(0, sizes, ends[-1], length)))

@@ -42,7 +42,10 @@ _INSTEAD = {
 
 
 class ChatFields:
-    """Extracts a record's fields for the chat template and the loss; `unused` collects the names of other fields."""
+    """Extracts a record's fields for the chat template and the loss; `unused` collects the names of other fields.
+
+    `shown`: variables that every conversation's template gets.
+    """
 
     def __init__(self, inputs: InputSpec, **shown: Any) -> None:
         of = inputs.tokenizer
@@ -130,7 +133,11 @@ class ConversationSource(Source):
             raise UserError(f"{files.line_name(file, start)}: {error}") from None
 
     def parse_record(self, record: Any, file: str, start: int) -> Any:
-        """Converts a line's JSON to a conversation; raises ValueError if it is not one, or trains on no message."""
+        """Converts a line's JSON to a conversation.
+
+        Raises ValueError if it is not one, if no message counts in the loss, or if only some of the assistant's do and
+        `sft_train_on_completion_only` is false.
+        """
         messages, *names = _messages(record)
         chat = self._fields.read(record, messages, *names)
         left_out = list(map(is_left_out, chat.messages))
@@ -155,9 +162,10 @@ class ConversationSource(Source):
 
 
 def _messages(record: Any) -> tuple[Any, ...]:
-    """Returns a list of messages, from a line's messages or prompt and completion, and the names of the fields read.
+    """Returns a record's list of messages, then the names of the fields read.
 
-    Raises ValueError for any other record.
+    A prompt and a completion become a message of the user and one of the assistant. Raises ValueError for any other
+    record.
     """
     if not isinstance(record, dict):
         raise ValueError(_EXPECTED)
@@ -217,9 +225,10 @@ def encode_conversation(
     """Tokenizes a conversation, and marks the ids that count in the loss.
 
     The tokenizer's chat template formats it. Without a template, a prompt and its completion become bos, prompt,
-    completion, eos. With `completion_only`, only the assistant's messages from number `first` on count, including the
+    completion, eos. With `completion_only`, only the assistant's messages from index `first` on count, including the
     token that ends each turn; a template that rewrites earlier turns then gives a document for each turn of the
-    assistant. Raises UserError for messages without a template, or if the template does not mark the assistant's turns.
+    assistant. Raises UserError for messages without a template, or if the template does not show the bounds of the
+    assistant's turns.
     """
     if conversation.is_pair and tokenizer.chat_template is None:
         prompt, completion = (message["content"] for message in conversation.messages)

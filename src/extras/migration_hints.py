@@ -30,7 +30,10 @@ class Hint(NamedTuple):
 
 
 class Renamed(NamedTuple):
-    """What to type instead: `...` stands for the value, {0} {1} for a list's entries; a dict maps values."""
+    """Another trainer's name for keys of ours. In `template`, the words to type, `...` stands for the value.
+
+    {0} and {1} stand for the entries of a list. A dict has a template for each value, and "*" for any other.
+    """
 
     program: str
     template: str | dict[str, str]
@@ -46,7 +49,10 @@ class Renamed(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """What MinText does instead, and which value is accepted without effect: "..." is any, None is none."""
+    """Another trainer's key without an equivalent: `why` says what MinText does instead.
+
+    `accepted` is the value that has no effect, and so may be given; "..." is any, None is none.
+    """
 
     program: str
     why: str
@@ -112,13 +118,13 @@ def value_hint(key: str, value: Any) -> str:
 
 
 def own_value(key: str, value: Any) -> Any:
-    """Converts MaxText's parsed `value` for a shared `key` to MinText's spelling; most are unchanged."""
+    """Converts MaxText's parsed `value` for a shared `key` to MinText's spelling; unchanged if no table has it."""
     hint = _about_value(key, value)
     return Plain(hint["type"].removeprefix(f"{key}=")) if isinstance(hint, dict) else value
 
 
 def is_maxtext_default(key: str, value: Any) -> bool:
-    """Tests whether `value` is MaxText's default for a `key` that has no effect here, so it can be ignored."""
+    """Tells whether `value`, given for a `key` without effect in this config, may be ignored: as MaxText's default."""
     return _about_value(key, value) == ""
 
 
@@ -128,7 +134,7 @@ def _about_value(key: str, value: Any) -> Any:
 
 
 def retired_flag(name: str, value: str) -> str | None:
-    """Returns the replacement for a retired XLA flag; "" if XLA does it by default, None for an unlisted value."""
+    """Returns what to type for a retired XLA flag; "" if XLA does it by default, None if flag or value is unknown."""
     rows = read_table()[RETIRED_FLAGS].get(name, {}).items()
     return next((typed for theirs, typed in rows if theirs == "*" or _same(Plain(value), Plain(theirs))), None)
 
@@ -173,10 +179,13 @@ def _spell(value: Any) -> str:
 
 
 def corrected_command(argv: Sequence[str], load: Callable[[Sequence[str]], object]) -> str:
-    """Suggests the whole corrected command as a line; "" if nothing changes, or if `load` rejects it."""
+    """Suggests the whole corrected command as a line; "" if nothing changes, or if `load` rejects the result.
+
+    Also "" if the command names several files.
+    """
     words = [corrected for word in joined(argv) for corrected in _corrected(word)]
     words += _implied(argv, {word.partition("=")[0] for word in words})
-    files = [word for word in words if "=" not in word]  # the last one is a recipe that a word expands to
+    files = [word for word in words if "=" not in word]  # a name that stands for a recipe adds a file: the last one
     words = [*files[-1:], *(word for word in words if "=" in word)]
     if words == list(argv) or sum("=" not in word for word in joined(argv)) > 1:
         return ""
@@ -192,7 +201,8 @@ def corrected_command(argv: Sequence[str], load: Callable[[Sequence[str]], objec
 def _implied(argv: Sequence[str], given: set[str]) -> list[str]:
     """Lists settings beyond the `given` keys that another program derives from sizes on its command line.
 
-    If that needs sizes that only the other program knows, the result is a word that no command accepts.
+    If a size is missing, which only the other program knows, or is not divisible, the result is a word that no command
+    accepts.
     """
     typed = {key.lstrip("-"): value for key, _, value in (word.partition("=") for word in joined(argv))}
     settings: list[str] = []

@@ -56,10 +56,12 @@ def _begin_cloud_tpu_diagnostics(interval: int, exits: contextlib.ExitStack) -> 
     traces = configuration.stack_trace_configuration.StackTraceConfig(True, True, interval)
     debug = configuration.debug_configuration.DebugConfig(traces)
     context = diagnostic.diagnose(configuration.diagnostic_configuration.DiagnosticConfig(debug))
-    signal.signal(signal.SIGUSR1, lambda *_: None)  # before and after: the package's signal must not end the process
+    # By default, SIGUSR1 ends the process: ignore the package's signals before and after its handler is installed.
+    signal.signal(signal.SIGUSR1, lambda *_: None)
     exits.callback(signal.signal, signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
     context.__enter__()  # exited in a thread, because exiting waits for the interval to end
     exits.callback(threading.Thread(None, context.__exit__, "cloud-tpu-diagnostics", (None,) * 3, daemon=True).start)
-    # The package registers with faulthandler below its own handler, so another registration would not be called.
+    # The package has registered faulthandler, and then a handler of its own on top. Registering again would only change
+    # the file of the hidden one: remove it, so that `written` registers on top.
     faulthandler.unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))

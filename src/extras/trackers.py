@@ -35,7 +35,7 @@ from src.system.errors import (
 )
 
 RETRY_SECONDS = 60.0
-END_SECONDS = 20  # a machine about to be preempted leaves about thirty
+END_SECONDS = 20  # for all trackers at the run's end; a machine about to be preempted leaves about thirty seconds
 MAX_TEXT = 4900  # MLflow's stores accept at least 5000 characters per parameter or tag
 MAX_METRICS, MAX_TEXTS = 1000, 100  # MLflow's limits per request, for metrics, and for parameters or tags
 RATE = "train/learning_rate"  # in every step, and sent to MLflow as a step's last metric
@@ -47,10 +47,11 @@ Saved = Mapping[str, Any]
 
 
 class Tracking:
-    """Makes the trackers in `report_to` follow a run. Entered on every process, started on process 0.
+    """Makes the trackers in `report_to` follow a run, on process 0.
 
-    Each one reads metrics.jsonl in its own thread: a slow or unreachable tracker costs the run nothing, and receives
-    what it missed once it is back, or when the run is resumed.
+    Each one reads metrics.jsonl in its own thread: no step waits for a slow or unreachable tracker, and it receives the
+    steps that it missed once it is back, or when the run is resumed. At the run's end, all of them together have
+    `END_SECONDS`.
     """
 
     def __init__(self, report_to: tuple[str, ...]) -> None:
@@ -70,7 +71,10 @@ class Tracking:
             )
 
     def start(self, folder: RunFolder, resume_step: int | None) -> None:
-        """Follows the run's metrics.jsonl, continuing its folder's tracked runs; `resume_step` None: a new run."""
+        """Follows the run's metrics.jsonl.
+
+        `resume_step` is the step after which the run resumes, as do its folder's tracked runs; None: a new run.
+        """
         for name in dict.fromkeys(self._names):
             self._followers.append({"wandb": _Wandb, "mlflow": _Mlflow}[name](name, folder, resume_step))
             self._followers[-1].start()
@@ -97,8 +101,8 @@ class _Follower(threading.Thread):
     """Sends a run's metrics to a tracker, from one thread. Any error in its package means that it is unreachable.
 
     A subclass has `_begin(keys) -> Saved`, which starts a tracked run with the config's keys or continues the saved
-    one, and returns the last step it has; `_log(steps)`, which yields the last step sent so far, so that no step is
-    lost if it fails; and `_finish(sample)`, with the text generated at the run's end.
+    one, and returns its `id` and the last `step` it has; `_log(steps)`, which yields the last step sent so far, so that
+    no step is lost if it fails; and `_finish(sample)`, with the text generated at the run's end, or "".
     """
 
     _begin: Any

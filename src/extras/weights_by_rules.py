@@ -64,8 +64,8 @@ def load_by_rules(
 def _load_named(path: str, wanted: Tree, tree: Tree, ema: bool) -> Restored:
     """Loads the weights `wanted`, keyed by their dotted names in `path`, with adapters merged into them.
 
-    From a Hugging Face folder it loads and returns all of `tree`, which must be there; so it does from a run with
-    adapters, unless that saved the wanted weights whole. Raises UserError for a wanted name that `path` lacks.
+    From a Hugging Face folder, it loads and returns all of `tree`, which the folder must have; so too from a run with
+    adapters, if a wanted weight has an adapter or was not saved. Raises UserError for a wanted name that `path` lacks.
     """
 
     def named(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> Tree:
@@ -85,7 +85,7 @@ def _load_named(path: str, wanted: Tree, tree: Tree, ema: bool) -> Restored:
 
 
 class _IncompleteError(Exception):
-    """A wanted weight is in a run's base, or has an adapter."""
+    """Raised for a run with adapters, if a wanted weight has an adapter or is saved only with the run's base."""
 
 
 def _check_names(path: str, wanted: Iterable[str], available: Iterable[str]) -> None:

@@ -5,13 +5,14 @@
     python -m src.convert to-peft RUN OUT_DIR
     python -m src.convert check HF_DIR CKPT_OR_RUN
 
-`from-hf` writes OUT_DIR/model.yml, OUT_DIR/checkpoint and the tokenizer's files; weights keep the folder's dtypes.
-`to-hf` takes such an OUT_DIR, a run's folder or one of its checkpoints, and writes a folder that transformers loads,
-with the tokenizer, in the checkpoint's dtypes or in the given one; with `load_ema=true` it writes the moving average of
-a run's weights (ema_decay). `to-peft` writes the adapters of a run with lora_rank as a folder that the package peft
-loads. Such a folder, also one written by peft, can be used as HF_DIR and as load_parameters_path: its model's weights
-are merged with the adapters. `check` compares a checkpoint's logits with those that transformers, if installed,
-computes from the folder. HF_DIR may be hf://ORG/NAME[@REVISION], a model of the Hugging Face Hub.
+`from-hf` writes to OUT_DIR model.yml, hf_config.json (a copy of the folder's config.json), checkpoint/ and the
+tokenizer's files; weights keep the folder's dtypes. `to-hf` takes such an OUT_DIR, a run's folder or one of its
+checkpoints, and writes a folder that transformers loads, with the tokenizer, in the checkpoint's dtypes or in the given
+one; with `load_ema=true` it writes the moving average of a run's weights (ema_decay). `to-peft` writes the adapters of
+a run with lora_rank as a folder that the package peft loads. Such a folder, also one written by peft, can be used as
+HF_DIR and as load_parameters_path: its model's weights are merged with the adapters. `check` compares a checkpoint's
+logits with those that transformers, if installed, computes from the folder. HF_DIR may be hf://ORG/NAME[@REVISION], a
+model of the Hugging Face Hub.
 """
 
 import functools
@@ -106,9 +107,10 @@ def _folder(text: str) -> Path:
 
 
 def from_hf(hf_dir: Path, out_dir: Path) -> None:
-    """Writes model.yml, checkpoint/ and the tokenizer's files to `out_dir`.
+    """Converts the Hugging Face model in `hf_dir`; weights keep the folder's dtypes.
 
-    Raises UserError unless `out_dir` is new or empty, and as `open_folder`, `folder_model` and `match_tensors` do.
+    Writes to `out_dir` model.yml, hf_config.json (a copy of its config.json), checkpoint/ and the tokenizer's files.
+    Raises UserError unless `out_dir` is new or empty, and as `open_folder`, `match_tensors` and `load_weights` do.
     """
     folder = open_folder(hf_dir)
     family, keys = folder_model(folder)
@@ -264,7 +266,8 @@ def _model_sections(keys: Json) -> tuple[Model, Step, int]:
 def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:
     """Locates a model or run: its keys, the path of its checkpoint, and its model file's folder.
 
-    The folder is None if the model file is a shipped one. Raises UserError if `source` is neither a model nor a run.
+    The folder is None if there is no model file, or a shipped one. Raises UserError if `source` is neither a model nor
+    a run, and as `local_folder` does.
     """
     if (source / "model.yml").is_file():
         keys = from_yaml((source / "model.yml").read_text(encoding="utf-8"))
@@ -380,7 +383,7 @@ def compare_ids(hf_dir: Path, vocab_size: int) -> str:
 
 
 def agreement(ours_BTV: np.ndarray, theirs_BTV: np.ndarray) -> Agreement:
-    """Compares two arrays of logits."""
+    """Compares our logits with transformers', both [B, T, V], over all positions."""
     ours_BTV, theirs_BTV = ours_BTV.astype(np.float64), theirs_BTV.astype(np.float64)
     difference = np.abs(ours_BTV - theirs_BTV) / theirs_BTV.std()
     ours, theirs = (np.asarray(jax.nn.log_softmax(jnp.asarray(x))) for x in (ours_BTV, theirs_BTV))

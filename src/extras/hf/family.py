@@ -143,7 +143,7 @@ def count_entry(hf: Json, name: str, default: int) -> int:
 
 
 def require(hf: Json, **values: Any) -> None:
-    """Raises UserError if an entry has another value; absent entries pass, and so does null for false."""
+    """Raises UserError if an entry has a value other than given; absent ones pass, and so do null and 0 for false."""
     for name, value in values.items():
         actual = hf.get(name, value)
         if actual != value and (actual or value):

@@ -163,7 +163,7 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             return encode()
         except BaseException as error:
-            # A Rust panic, which is not an Exception.
+            # Not only Exception, because a panic of the package's Rust code is not one.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise UserError(

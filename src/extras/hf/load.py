@@ -27,7 +27,7 @@ from src.system.errors import UserError, first_few
 ROWS = 4096  # number of rows that are compared at a time
 
 
-TAIL_BYTES = 2**16  # read at the end of each file, which training changes too
+TAIL_BYTES = 2**16  # read at the end of each file; training changes these bytes too
 
 
 def load_weights(path: str | os.PathLike[str], tree: Tree, notes: list[str] | None = None) -> Tree:

@@ -65,7 +65,10 @@ def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
 
 
 def find_family(model: Model, max_target_length: int, preferred: str = "") -> tuple[Family, Json]:
-    """Returns a family, `preferred` if possible, and its config.json for this model; raises UserError if none fits."""
+    """Returns a family that can represent this model, and its config.json; raises UserError if there is none.
+
+    `preferred` is the model_type of the family to try first.
+    """
     spec, layers = _spec(model, max_target_length), _layers(model)
     missing: dict[str, list[str]] = {}  # by family
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):

@@ -13,10 +13,10 @@ from src.system.errors import UserError
 
 
 def folder_keys(folder: str, tokenizer_only: bool) -> dict[str, Any]:
-    """Returns the keys of the model and tokenizer in a Hugging Face folder, or hf:// name, or only the tokenizer's.
+    """Returns the keys of the model and tokenizer in a Hugging Face folder, or in a model of the hub (hf://).
 
-    Raises UserError if the folder has no config.json (unless `tokenizer_only`), and as `local_folder` and
-    `read_model_keys` do.
+    With `tokenizer_only`, only the tokenizer's keys, which are left out if there is no tokenizer. Raises UserError if
+    the folder has no model (unless `tokenizer_only`), and as `local_folder` and `read_model_keys` do.
     """
     name = folder
     if name.startswith(HUB):

@@ -40,7 +40,7 @@ SCALES = tuple(DTYPES[name] for name in ("F8_E8M0", "BF16", "F16", "F32"))
 # The sixteen values of a float with two exponent bits and one mantissa bit (OCP Microscaling Formats 1.0, 5.3.3).
 FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 MX_BLOCK = 32  # elements that share a scale
-MX_BIAS = 127  # of a scale, which is a power of two
+MX_BIAS = 127  # added to the exponent of a scale, which is a power of two
 
 
 class Tensor(NamedTuple):
@@ -116,7 +116,7 @@ def write_header(file: BinaryIO, tensors: Mapping[str, tuple[np.dtype, tuple[int
 def block_scaled(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     """Reads DeepSeek V3's float8: a matrix with one scale per block of rows and columns (its report, 3.3).
 
-    `values` are [rows, columns], `scales` [rows / block, columns / block], rounded up.
+    `values` are [rows, columns], `scales` [rows / block[0], columns / block[1]], both rounded up.
     """
 
     def read(index: Index) -> np.ndarray:

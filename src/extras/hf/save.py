@@ -29,7 +29,7 @@ def save_folder(
     dtype: np.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes config.json and the safetensors files, holding only one tensor in memory in addition to `weights`.
+    """Writes config.json and the safetensors files, one tensor at a time, to use little memory beside `weights`.
 
     `hf` is config.json without `architectures`, `model_type` and `torch_dtype`. `weights` are all of the model's
     weights; rows of the embedding beyond `vocab_size` are padding. Tensors have `dtype`, or else their weights' dtypes,

@@ -1,4 +1,4 @@
-"""Tensor-table rows that many families share, with the names in Llama's files."""
+"""Rows that many families' tables of tensors share (tensor_map.py explains them), with Llama's tensor names."""
 
 from src.extras.hf.tensor_map import TensorMap
 

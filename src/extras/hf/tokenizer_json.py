@@ -51,7 +51,6 @@ def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[tokenizers.Tok
 
     Also returns bos and eos. Raises UserError for any other model.
     """
-    # SentencePiece merges the neighbors that form the piece with the highest score; list the merges in that order.
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     scores = {piece.piece: piece.score for piece in model.pieces if piece.type == _PIECE.NORMAL}
@@ -70,6 +69,7 @@ def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[tokenizers.Tok
         listed = ", ".join(reason for reason, applies in reasons.items() if applies)
         raise UserError(f"tokenizer.json can't represent this SentencePiece model: {listed}")
 
+    # SentencePiece merges the neighbors that form the piece with the highest score; list the merges in that order.
     splits = [
         (piece[:i], piece[i:]) for piece in sorted(scores, key=lambda p: -scores[p]) for i in range(1, len(piece))
     ]

@@ -1,4 +1,7 @@
-"""Runs untrusted content of downloaded models, chat templates and tokenizer.json, in separate processes with limits."""
+"""Guards against untrusted files of downloaded models, with processes limited in CPU time and memory.
+
+They render chat templates, and try each tokenizer.json once before this process loads it.
+"""
 
 import contextlib
 import datetime
@@ -69,10 +72,10 @@ class ChatTemplate:
     """Renders a chat template as `transformers` does: with messages, special tokens by name, and a few functions.
 
     `tool_source`, if given, formats conversations with tools. Templates come with downloaded weights. Jinja2's sandbox
-    restricts them to strings, but does not prevent endless loops or gigabytes of text. Therefore a separate process
-    renders them, which the kernel limits to `CPU_SECONDS` per conversation and to `MEMORY_BYTES`. The process
-    starts with the first conversation; any thread may call `render`. Error messages name `where`, the template's file.
-    Raises UserError if a source is not a Jinja2 template.
+    keeps them from Python's internals and from changing their inputs, but not from endless loops or gigabytes of text.
+    Therefore a separate process renders them, which the kernel limits to `CPU_SECONDS` per conversation and to
+    `MEMORY_BYTES`. The process starts with the first conversation; any thread may call `render`. Error messages name
+    `where`, the template's file. Raises UserError if a source is not a Jinja2 template.
     """
 
     def __init__(self, source: str, tool_source: str | None, tokens: Mapping[str, str], where: str) -> None:
@@ -139,9 +142,10 @@ class ChatTemplate:
 
 
 def serve(cpu_seconds: int, memory_bytes: int) -> None:
-    """Renders conversations until stdin ends: the process of a `ChatTemplate`, which writes and reads JSON lines.
+    """Renders conversations until stdin ends, in the process of a `ChatTemplate`; both exchange lines of JSON.
 
-    The first line has the template; each further one is a request, answered on stdout with its texts or an error.
+    The first line has the template and special tokens; each further one is a request, answered on stdout with its texts
+    or an error.
     """
     # A scheduler may send SIGTERM to all processes of a job; this one ends when stdin closes.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -218,7 +222,7 @@ def try_tokenizer(file: Path, digest: str) -> None:
 
 
 def trial(seconds: int) -> None:
-    """Loads and uses the tokenizer on stdin, within limits; ignores Python exceptions, which actual loading reports."""
+    """Loads and uses the tokenizer on stdin, within limits; ignores Python exceptions, which actual use reports."""
     _limit(seconds, TRIAL_MEMORY_BYTES)
     import tokenizers
 

@@ -159,7 +159,7 @@ DEEPSEEK3 = Family(
     fields=(
         *FIELDS,
         *V3_EXPERT_FIELDS,
-        # transformers rotates this many dims.
+        # transformers rotates head_dim dims of each head.
         FieldGroup("head_dim", lambda hf, keys: require(hf, head_dim=keys["qk_rope_head_dim"]), _write_head_dim),
         Field("rope_interleave", "rope_interleave", absent=False),
     ),

@@ -1,7 +1,8 @@
 """Gemma 1 to 3: tied output, embeddings scaled by the square root of their width, norms that store their scale minus 1.
 
-Gemma 2 has windows in every other layer, norms before and after, and both soft caps. Gemma 3's text models have five
-windowed layers per global one, each kind with its own positions, and norms of each head.
+Gemma 2 has windows in every other layer, norms before and after each attention and feed-forward, and soft caps of
+attention scores and logits. Gemma 3's text models have five windowed layers per global one, each kind with its own
+positions, and norms of each head.
 """
 
 from src.extras.hf import fields, tensors
@@ -34,7 +35,7 @@ LATER = (  # since version 2
     Field("hidden_activation", "mlp_activations", fields.GATED["gelu_new"], fields.GATED),
     Field("sliding_window", "sliding_window_size"),
 )
-# For versions 2 and 3; transformers requires an integer.
+# For versions 2 and 3; transformers requires that query_pre_attn_scalar is an integer.
 FIELDS = (
     *LATER,
     Field(SCALAR, SCALAR, UNSET, written=lambda layer: int(layer.query_pre_attn_scalar or layer.head_dim)),

@@ -11,7 +11,7 @@ LLAMA = Family(
     fields=(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS, fields.MLP_BIAS),
     tensors=(*tensors.DECODER, *tensors.FEED_FORWARD, *tensors.FEED_FORWARD_BIASES),
     defaults={"rms_norm_eps": 1e-6},
-    only={"activation": "swiglu"},  # Falcon 3, beside hidden_act
+    only={"activation": "swiglu"},  # an entry of Falcon 3, beside hidden_act
     skipped=(tensors.ROTARY_TABLES,),
     whole_heads=True,
 )

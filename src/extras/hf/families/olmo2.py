@@ -38,9 +38,8 @@ OLMO3 = replace(
         *(*fields.DECODER, fields.ATTENTION_BIAS, Field("sliding_window", "sliding_window_size")),
         FieldGroup(
             "rope_parameters rope_scaling rope_theta layer_types",
-            lambda hf, keys: fields.read_kinds(
-                hf, keys, 4, entry(hf, "rope_theta", 5e5), 5e5
-            ),  # theta of full attention
+            # rope_theta applies to full attention.
+            lambda hf, keys: fields.read_kinds(hf, keys, 4, entry(hf, "rope_theta", 5e5), 5e5),
             _write_layers,
         ),
     ),

@@ -138,7 +138,7 @@ def check_store(spec: DatasetSpec) -> None:
 
 
 def open_reader(file: str, place: str) -> Any:
-    """Opens a reader of `file`, stored at `place`, that several threads may use concurrently; raises as `attempted`."""
+    """Opens a reader of `file`, stored at `place`, that several threads may use at once; raises as `attempted` does."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     def opened() -> ArrayRecordReader:
@@ -175,7 +175,10 @@ def _chunk_records(file: str, at: int) -> int:
 
 
 def _open_files_allowed() -> int:
-    """Returns how many files a source may open: a quarter of the process's limit, which it raises first if possible."""
+    """Returns how many files a source may keep open: 2,048, or a quarter of the process's hard limit if that is less.
+
+    Raises the process's soft limit to four times that, if it is lower.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = 4 * _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, 4 * _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -229,5 +232,5 @@ def _text(data: bytes) -> str:
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> ArrayRecordSource:
-    """Opens ArrayRecord files."""
+    """Opens the ArrayRecord files of `dataset_path`; raises UserError as `ArrayRecordSource` does."""
     return ArrayRecordSource(spec, inputs.rules)

@@ -25,9 +25,10 @@ _END = object()
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> Source:
-    """Calls the function `dataset_factory`; its result is a stream if it can save a state, else a `CustomSource`.
+    """Calls the function `dataset_factory`, and reads the object that it returns.
 
-    Raises UserError if there is no such function, or it raises, and as `CustomSource` does.
+    That is read as a stream if it can save and restore a state, else by number (`CustomSource`). Raises UserError if
+    there is no such function, or it raises, and as `CustomSource` does.
     """
     name, factory = spec.setting("dataset_factory"), load_function(spec.dataset_factory, spec.key("dataset_factory"))
     digests = code_digests(spec.dataset_factory, spec.key("dataset_factory"))
@@ -42,7 +43,7 @@ def open_source(spec: DatasetSpec, inputs: InputSpec) -> Source:
 
 
 def document_of(name: str, column: str, vocab_size: int, nulls: Nulls, i: int, item: Any) -> str | np.ndarray:
-    """Reads the document in item `i` of a data set, `name` in messages; raises UserError if the item lacks one."""
+    """Reads the document in item `i` of a dataset; raises UserError, beginning with `name`, if the item lacks one."""
     read = functools.partial(as_document, vocab_size=vocab_size)
     try:
         return nulls(from_fields(item, column, read)) if isinstance(item, Mapping) else read(item)
@@ -61,11 +62,12 @@ def _facts(name: str, dataset: Any) -> dict[str, str | int]:
 
 
 class CustomSource(Source):
-    """Reads the documents that the function `dataset_factory`, module:function, returned.
+    """Reads the documents in an object that the function `dataset_factory` (module:function) returned.
 
     The function is called with the config and the split, and returns an object with `__len__` and `__getitem__`, or an
     iterable, which is read completely at the start. docs/data.md lists the requirements for both and for their items.
-    Raises UserError if the function returned something else, or no documents.
+    Raises UserError if the function returned something else, no documents, endless ones, or an iterable of more than
+    `_MAX_DOCUMENTS` or `_MAX_BYTES`.
     """
 
     def __init__(self, name: str, dataset: Any, read: Callable[..., str | np.ndarray], code: Fingerprint) -> None:

@@ -26,7 +26,8 @@ class ParquetSource(Source):
     Opening only reads the files' footers. Reading a row decodes the column of its row group, and the last used groups
     are cached: 512 MiB of them, or a single larger one. Threads that need the same group share one read.
     `dataset_column` has strings, in which null is an empty text, or lists of integers; `a.b` is the field `b` of the
-    structs in column `a`. Raises UserError if all files are empty, or if a file is damaged or lacks the column.
+    structs in column `a`. Raises UserError if all files are empty, or if a file is damaged, lacks the column or has
+    another type for it.
     """
 
     def __init__(self, spec: DatasetSpec, rules: int = PRESENT_RULES) -> None:
@@ -152,5 +153,5 @@ def _is_ids(kind: pa.DataType) -> bool:
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> ParquetSource:
-    """Opens Parquet files."""
+    """Opens the Parquet files of `dataset_path`; raises UserError as `ParquetSource` does."""
     return ParquetSource(spec, inputs.rules)

@@ -28,7 +28,7 @@ class LocalCopies:
         self._folder = tempfile.TemporaryDirectory(prefix="mintext-")
 
     def path(self, file: str, length: int) -> str:
-        """Returns the path of the copy of a file of `length` bytes; raises as `attempted`."""
+        """Copies a file of `length` bytes, unless that was done; returns the copy's path; raises as `chunks` does."""
         copy = os.path.join(self._folder.name, hashlib.sha256(file.encode()).hexdigest()[:32])
         if not os.path.exists(copy):
             with new_file(Path(copy)) as opened:  # another thread may copy it too

@@ -63,7 +63,7 @@ class StreamSource(Source):
             )
 
     def check_rows(self, rows: int, global_batch: int) -> None:
-        """Raises UserError if processes share rows of a batch; `rows` is this process's number of them."""
+        """Raises UserError if processes share rows of a batch; every process calls it, with its number of rows."""
         if jax.process_count() > 1 and sum(gather_json(rows)) != global_batch:
             raise UserError(
                 f"{self.name} is one stream per process, and on this mesh processes share rows: make the product of "
@@ -71,7 +71,7 @@ class StreamSource(Source):
             )
 
     def fingerprint(self) -> Fingerprint:
-        """Gives the facts passed to the constructor, which are the same on all hosts."""
+        """Gives the facts passed to the constructor, which must be the same on all hosts."""
         return self._facts
 
     def open(self, epoch: int, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:

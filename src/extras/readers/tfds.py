@@ -115,7 +115,7 @@ def _kind(tensor: "TensorInfo") -> str | None:
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Flattens nested dicts to the leaves' names in a record, joined by /."""
+    """Flattens nested dicts to one, by the leaves' names in a record: their keys, joined by /."""
     if not hasattr(tree, "items"):
         return {prefix[:-1]: tree}
     return {name: leaf for key, value in tree.items() for name, leaf in _flat(value, f"{prefix}{key}/").items()}
@@ -166,5 +166,5 @@ def _check_files(
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> TfdsSource:
-    """Opens a TFDS dataset."""
+    """Opens the prepared dataset `dataset_name`; raises UserError as `TfdsSource` does."""
     return TfdsSource(spec)

@@ -1,8 +1,8 @@
 """Reads TFRecord files by record number, with an index that is built once and saved.
 
 A record is its length (8 bytes), a CRC of the length (4), the data, and a CRC of the data (4), so finding record i
-requires all earlier ones. The index, int64 [records + 1], has each record's start; it is saved in
-~/.cache/mintext/tfrecord.
+requires all earlier ones. The index, int64 [records + 1], has each record's start, and the file's size; it is saved in
+~/.cache/mintext/tfrecord, or below XDG_CACHE_HOME.
 """
 
 import contextlib

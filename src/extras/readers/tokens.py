@@ -8,7 +8,7 @@ Local files are memory-mapped. In a remote folder, ids are read by byte ranges, 
 machine when the shard is first used.
 
 To detect damage, opening checks all sizes, and the digests of some local shards, half a GiB spread over the folder. Any
-other index's digest is checked on first use, and ids are checked as they are read.
+other index is checked on first use, by its digest if tokens.json has it (format 2), and ids as they are read.
 """
 
 import functools
@@ -140,7 +140,7 @@ class _TokenFolder:
         return fingerprint | {"contents": self.listings[0].fingerprint["contents"]}
 
     def _verify(self) -> None:
-        """Checks digests and indexes of shards, up to `_VERIFIED_BYTES` of them; raises UserError if one is damaged."""
+        """Checks the digests and indexes of some shards, `_VERIFIED_BYTES` at most; raises UserError for damage."""
         budget = _VERIFIED_BYTES
         for number in np.argsort(order.mix64(np.arange(len(self._shards), dtype=np.uint64))).tolist():
             shard, digest = self._shards[number], hashlib.sha256()

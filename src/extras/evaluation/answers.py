@@ -1,6 +1,6 @@
 """Answers the requests of an evaluation harness: how likely texts are, and how a model continues them.
 
-Requests and answers are as in EleutherAI's lm-evaluation-harness with `--model hf`, whose package is not needed here.
+Requests and answers are as in EleutherAI's lm-evaluation-harness with `--model hf`; its package is not needed here.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from src.step.eval_step import eval_batch_size
 from src.step.plan import StepPlan
 from src.system.errors import UserError
 
-# Aliases, the first one present counts.
+# Aliases of the maximum number of generated tokens; the first one present counts.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _DEFAULT_LENGTH = 256
 # Keywords of transformers' generate with values that change nothing.

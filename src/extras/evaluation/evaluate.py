@@ -51,7 +51,7 @@ python -m src.evaluate CONFIG load_parameters_path=PATH tokens_path=IN.npy logit
 
 
 def _check_held_out(run: Any, data: schema.Data) -> None:
-    """Raises UserError if a run, given by its folder, trained on the part of `data` that would be held out here."""
+    """Raises UserError if the run in the folder `run` may have trained on the part of `data` held out here."""
     keys = from_yaml((run / CONFIG).read_text())
     of_run = schema.Config.of({key: value for key, value in keys.items() if key in schema.KEYS})
     trained, interval = of_run.data, of_run.evaluation.eval_interval
@@ -59,7 +59,7 @@ def _check_held_out(run: Any, data: schema.Data) -> None:
     same = [_overlap(place, each) for each in places]
     if names_eval_data(data) or not any(same):
         return
-    if interval == -1 or names_eval_data(trained) or not same[0]:  # a part of the first dataset is held out
+    if interval == -1 or names_eval_data(trained) or not same[0]:  # runs hold out a part of their first dataset only
         named = "its own evaluation data are named" if names_eval_data(trained) else "except from its first dataset"
         why = "eval_interval=-1" if interval == -1 else named
         raise UserError(
@@ -79,7 +79,7 @@ def _check_held_out(run: Any, data: schema.Data) -> None:
 
 
 def _places(specs: Sequence[DatasetSpec]) -> list[tuple[str, ...]]:
-    """Names the documents of each dataset, however they are cut."""
+    """Identifies the documents of each dataset, however they are cut: by type, path, name, split and factory."""
     paths = [spec.dataset_path for spec in specs]
     full = [
         path.rstrip("/") if not path or "://" in path else os.path.realpath(os.path.expanduser(path)) for path in paths
@@ -100,9 +100,9 @@ def _overlap(place: tuple[str, ...], other: tuple[str, ...]) -> bool:
 
 
 def _listing(path: str) -> dict[str, str]:
-    """Maps the names of a dataset's local files, by which a part is held out, to full paths.
+    """Maps the names of a dataset's local files, by which a part is held out, to full paths with links resolved.
 
-    Without links; empty for a path on a store, or one that can't be read.
+    Returns {} for a path on a store, or one that can't be read.
     """
     if not path or "://" in path:
         return {}

@@ -33,7 +33,10 @@ _SHORTEST_ROW = 128  # tokens; kernels need sequence lengths that are multiples 
 
 
 class Scorer:
-    """Computes log-probabilities of given ids, in rows padded to T, T / 2, ... tokens; each length compiles once."""
+    """Computes log-probabilities of given ids, in rows padded to T, T / 2, ... tokens; each length compiles once.
+
+    T is max_target_length.
+    """
 
     def __init__(self, evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weights: Weights) -> None:
         self._plan, self._weights, self._T = plan, weights, batch.max_target_length
@@ -208,7 +211,7 @@ def _hidden_states(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> tu
 
 
 class TextBytes:
-    """Tokenizes texts with the bytes of each id, and remembers the texts that the tokenizer decodes to other texts."""
+    """Tokenizes texts, counting the bytes of each id, and remembers texts that the tokenizer decodes to other texts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._example = tokenizer, ""

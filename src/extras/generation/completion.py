@@ -27,8 +27,8 @@ def make_generator(decoding: Decoding, max_target_length: int, plan: StepPlan, w
 def encode_prompt(decoding: Decoding, max_target_length: int, tokenizer: Tokenizer, prompt: Prompt) -> np.ndarray:
     """Returns the prompt's token ids, int32 [n].
 
-    The chat template formats a conversation and, with `use_chat_template`, also a text, as a user's message. Raises
-    UserError if the prompt is too long, or the tokenizer has no template.
+    The chat template formats a conversation and, with `use_chat_template`, also a string, as a user's message. Raises
+    UserError if the prompt is too long, or if it needs a template and the tokenizer has none.
     """
     if isinstance(prompt, np.ndarray):
         text, ids = tokenizer.decode(prompt), prompt
@@ -80,7 +80,8 @@ class Completion:
         self._tail = _CONTEXT + 4 * max(map(len, self._stop_texts), default=0)
         self._ids: list[int] = self.prompt.tolist()
         self._stable = ""  # the text so far, up to its last complete character
-        # Numbers of ids after which the text ended in a whole character: one to decode from, and all later ones.
+        # Numbers of ids after which the text ended in a whole character: first one (or 0) at least _CONTEXT ids before
+        # the end, from which `stable_text` decodes, then all later ones.
         self._whole = [0, len(self._ids)]
         self._max_tokens = min(len(self.prompt) + (decoding.sample_length or max_target_length), max_target_length)
 

@@ -21,7 +21,7 @@ from src.parallel.mesh import MeshLayout
 from src.step.plan import StepPlan
 
 _Next = tuple[Any, jax.Array, jax.Array, jax.Array]  # caches; tokens [B], their positions and log-probabilities
-MAX_DOUBLED = 1024  # tokens of a prompt that gets a second row on a GPU
+MAX_DOUBLED = 1024  # length of the longest padded prompts that get a second row on a GPU (`padded`)
 MIN_PREFILL = 16  # minimum length that prompts are padded to, so that short ones share one program
 
 
@@ -49,7 +49,10 @@ def sampling(decoding: Decoding) -> Sampling:
 def sample_tokens(
     logits_BV: jax.Array, sampling: Sampling, seed: int, indices_B: jax.Array, positions_B: jax.Array
 ) -> jax.Array:
-    """Samples one token per row of logits, int32 [B], depending only on the seed, and each row's index and position."""
+    """Samples one token per row of logits, int32 [B]; at temperature 0, takes the most likely one.
+
+    A row's random key depends only on the seed and on the row's index and position, so other rows do not affect it.
+    """
     if sampling.temperature == 0.0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 

@@ -58,8 +58,8 @@ def quantize_at_rest(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tupl
 def in_activation_dtype(plan: StepPlan, weights: Weights) -> Weights:
     """Casts the weights of matmuls and lookups to `dtype` if it is narrower, so that no step has to.
 
-    Deletes the old arrays. `plan` and `weights` are from `unrolled`. Routers and 8-bit weights are not cast. With
-    `quantization` nothing is: its matmuls quantize the weights as they are.
+    Deletes the old arrays. `plan` and `weights` are from `unrolled`. Routers and 8-bit weights are not cast; with
+    `quantization`, no weights are, because its matmuls quantize the weights as they are.
     """
     if plan.quantization.kind:
         return weights

@@ -49,5 +49,5 @@ def model_fingerprint(config: Config) -> dict[str, str]:
 
 
 def inference_plan(config: Config, layout: MeshLayout) -> StepPlan:
-    """Plans the config's model without adapters or frozen weights; raises UserError as `make_plan`."""
+    """Plans the config's model without adapters or frozen weights; raises UserError as `make_plan` does."""
     return plan_step(config.replace(lora_rank=0, trainable_parameters=[], optimizer_rules=[]), layout)

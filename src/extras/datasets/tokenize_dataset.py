@@ -1,7 +1,7 @@
 """Writes a config's training data, including any held-out part, as token ids for dataset_type=tokens.
 
-Each CPU core works on a separate shard (src/extras/readers/tokens.py). A shard's documents depend only on the data, so
-the same command writes the same bytes on any machine, and continues after its finished shards if it was killed.
+Each CPU core works on a separate shard (src/extras/readers/tokens.py). A shard's documents depend only on the data and
+the keys, so the same command writes the same bytes on any machine, and skips its finished shards if it was killed.
 """
 
 import array

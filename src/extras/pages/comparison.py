@@ -34,8 +34,8 @@ Table = list[list[str]]  # rows; the first has the runs' names, the first column
 _ENVIRONMENT = ("MinText", "jax", "Python", "devices", "mesh", "model", "step", "data")  # of environment.json
 _MAX_ROWS = 10  # approximate limit for a table of steps
 _MAX_COLUMNS = 6  # with more runs, tables have a row per run
-# Keys that determine an evaluation's tokens: always, if it takes a number of batches, and if its data is held out from
-# the training data.
+# Keys that determine an evaluation's tokens: _EVAL_KEYS always, _EVAL_BATCH if it takes a number of batches, _HELD_OUT
+# if its data is held out from the training data.
 _EVAL_KEYS = ("eval_dataset_path", "eval_dataset_name", "eval_split", "eval_datasets", "eval_steps", "eval_mode")
 _EVAL_KEYS += ("max_target_length", "packing", "long_documents", "max_document_bytes", "use_sft")
 _EVAL_KEYS += ("data_shuffle_seed", "dataset_column", "sft_train_on_completion_only", "batch_transform")
@@ -79,7 +79,7 @@ def read_runs(paths: Sequence[str]) -> dict[str, Run]:
     Raises UserError for a missing or malformed file, OSError for an unreadable one.
     """
     runs = {}
-    names = [epath.Path(path).name for path in paths]  # the path as typed, if names are not unique
+    names = [epath.Path(path).name for path in paths]  # may repeat
     for name, path in zip(names, paths, strict=True):
         folder, history = epath.Path(path), History()
         for file in ("metrics.jsonl", "config.yml"):
@@ -184,7 +184,7 @@ def _settings(run: Run) -> dict[str, str]:
 def _at_steps(curves: Sequence[Curve], ends: Sequence[int]) -> Table:
     """Builds rows at round steps, with the mean of each curve since the previous row.
 
-    `ends` are the runs' last steps; the value of a run that ended before its row's step names that run's last step.
+    `ends` are the runs' last steps. If a run ended before a row's step, its value is followed by its last step.
     """
     columns = [[block for block in curve.blocks() if block.count] for curve in curves]
     rough = max(ends) / _MAX_ROWS

@@ -31,8 +31,8 @@ class Block(NamedTuple):
 class Curve:
     """The points of one curve, added in order, in bounded memory.
 
-    Up to 2 * _BLOCKS points are stored unchanged. Longer curves are blocks of 2, 4, 8, ... neighbors; a block's median
-    is the mean of its halves' medians.
+    Fewer than 2 * _BLOCKS points are stored unchanged. Longer curves are blocks of 2, 4, 8, ... neighbors; a block's
+    median is the mean of its halves' medians.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class PairSource(ConversationSource):
     reader, expected = "src.train_dpo", _EXPECTED
 
     def parse_record(self, record: Any, file: str, start: int) -> Pair:
-        """Converts a line's JSON to a pair; raises ValueError if it is not one, or excludes messages from the loss."""
+        """Converts a line's JSON to a pair; raises ValueError if it is not one, or leaves an answer out of the loss."""
         prompt, chosen, rejected, is_text = _read_pair(record)
         names = ("prompt", "chosen", "rejected")
         chats = [self._fields.read(record, prompt + answer, *names) for answer in (chosen, rejected)]
@@ -111,7 +111,10 @@ def _check(before: Messages, chosen: Messages, rejected: Messages) -> None:
 
 
 class PairRows(RowSource):
-    """Makes a row of each pair: the prompt with the chosen answer, then with the rejected one. Only answers count."""
+    """Makes a row of each pair: the prompt with the chosen answer, then with the rejected one.
+
+    Only answers count in the loss.
+    """
 
     def __init__(self, inputs: InputSpec, source: Any) -> None:
         self._inputs, self._source, self.row_count, self.listings = inputs, source, len(source), source.listings

@@ -96,7 +96,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
     # ---- Start or resume
     run.open(inputs, data, eval_sets, reference=model["weights"])
-    as_chats = config.replace(use_sft=True, eval_interval=-1, sample_length=0)  # the commands to suggest: for a chat
+    # With these keys, `conclude` generates no sample, and suggests a chat but no src.evaluate.
+    as_chats = config.replace(use_sft=True, eval_interval=-1, sample_length=0)
     if run.is_over():
         return run.conclude(as_chats)
     order = f"by seed {config.data.data_shuffle_seed}, one pair per row"

@@ -77,7 +77,7 @@ class Attention(nnx.Module):
         saved_by: dict[str, tuple[str, ...]] = {name: (f"{name}_proj",) for name in ("query", "key", "value", "out")}
         if spec.share_kv_projections:  # one matmul, saved as key and as value
             saved_by["key"] += saved_by.pop("value")
-        # The derivatives of norms need their inputs, but remat policies save their outputs.
+        # The derivative of a norm needs its input, the matmul's output, but remat policies save the norm's output.
         if spec.qk_norm != "none":
             del saved_by["query"], saved_by["key"]
         if spec.value_norm:
@@ -185,7 +185,7 @@ def repeat_kv(x_BTKH: Array, num_query_heads: int, layout: MeshLayout) -> Array:
     With grouped heads, keys and values are small, and gathering them takes less time than computing the scores.
     """
     if layout.axes("kv_heads") != layout.axes("heads"):
-        # `together` neighbouring queries of a device read the same head.
+        # On a device, `together` neighbouring query heads read the same key/value head.
         group = num_query_heads // x_BTKH.shape[2]
         together = math.gcd(group, num_query_heads // layout.shards("heads"))
         x_BTKH = jnp.repeat(x_BTKH, group // together, axis=2)

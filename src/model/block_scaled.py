@@ -24,7 +24,7 @@ _LARGEST = float(jnp.finfo(CODES).max)
 
 
 def encode(x: Array, on_cpu: bool) -> QTensor:
-    """Quantizes x [..., S] in blocks of 32 along S; the scales are [..., S / 32], in E8M0.
+    """Quantizes x [..., S] in blocks of 32 along S, a multiple of 32; the scales are [..., S / 32], in E8M0.
 
     `on_cpu`: returns the dequantized values in float32, with scales of one.
     """
@@ -114,7 +114,8 @@ class BlockMatmul:
     def _coded(self, x: Array, dims: str, order: str, at: Shards) -> QTensor:
         """Transposes x to the dims `order`, quantizes it along the last one, and gathers it from the sharding `at`.
 
-        If a shard is not a multiple of blocks, gathers it first; raises Unsupported if the whole is not either.
+        If BLOCK does not divide a shard, gathers it before quantizing; raises Unsupported if the gathered dim is not
+        divisible either.
         """
         x = jnp.einsum(f"{dims}->{order}", x)
         elsewhere = [at[dim][len(self.parts[dim]) :] for dim in order]

@@ -31,7 +31,7 @@ def cache_slots(scores: ScoreSpec, length: int) -> int:
 
 
 def update(cache: Cache, new: Cache, context: ForwardContext) -> Cache:
-    """Writes the arrays [B, T, K, H] of these positions to the cache.
+    """Returns the cache with the arrays [B, T, K, H] of the positions in `context` written to it.
 
     With `context.decoding`, T is 1 and each token's position selects its slot. Otherwise the sequences are prompts from
     position 0, padded on the right, and replace the whole cache.

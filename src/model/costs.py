@@ -9,7 +9,7 @@ from src.model.attention_kernels.scores import ScoreSpec
 class Costs(NamedTuple):
     """Costs of a mixer (such as attention) or feed-forward layer, other than its weights, which are declared."""
 
-    activation_size: int  # activation numbers per token that are sharded by heads or hidden units
+    activation_size: int  # elements per token of the activations that heads or hidden units shard
     sharded: Mapping[str, tuple[int, ...]]  # logical axis -> sizes of the activation dims that it shards
     # Weight -> the named arrays that make it unnecessary to recompute its matmul, if a remat policy saves all of them.
     saved_by: Mapping[str, tuple[str, ...]] = {}

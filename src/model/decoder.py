@@ -33,8 +33,8 @@ class Decoder(nnx.Module):
     def __init__(self, spec: ModelSpec, rngs: Rngs) -> None:
         self.spec = spec
         V, D, dtype = spec.padded_vocab_size, spec.emb_dim, spec.weight_dtype
-        # As an input, embeddings start at size 1, like a norm's output; if tied, the table is also a projection that
-        # sums over D.
+        # Untied embeddings start with a standard deviation of 1, like a norm's output. A tied table is also the output
+        # projection, which sums over D, so its variance is 1 / D.
         fan_in = (1,) if spec.logits_via_embedding else ()
         self.embedding = weight(rngs, (V, D), ("vocab", "embed"), dtype, fan_in=fan_in)
         if spec.added_positions == "learned":

@@ -8,7 +8,7 @@ from src.model.params import DROPOUT, random_stream
 
 
 def dropout_keys(seed: int, step: Array, tokens_BT: Array, ramp_shards: int) -> Array:
-    """Makes each token's key for this step, as key data [B, T, W].
+    """Makes each token's key for this step, as key data [B, T, W] of W words each.
 
     `ramp_shards` is the number of the batch's shards if the batch size is ramped up, otherwise 1.
     """

@@ -27,7 +27,7 @@ class Execution:
     remat_custom: dict[str, str] = field(default_factory=dict)  # array -> device or offload
     schedule: "Schedule | None" = None  # of pipeline stages
     has_experts: bool = False  # then even remat_policy=none recomputes the gathered weights of experts
-    grad_barriers: bool = False  # on TPUs: compute gradients early (`grad_barrier`); `cast_matrices` once
+    grad_barriers: bool = False  # on TPUs: compute gradients early (`grad_barrier`), and `cast_matrices` once a step
     for_gpu: bool = False  # separate arrays for feed-forward factors; stack unrolled layers' gradients once
     update_in_branch: bool = False  # update in a conditional branch, entered once it is known whether to update
 
@@ -99,7 +99,7 @@ def make_schedule(mesh: Mesh, spec: ModelSpec, layout: MeshLayout) -> "Schedule 
 
 
 def check_rows(rows: int, layout: MeshLayout, execution: Execution, key: str) -> None:
-    """Applies `pipeline.check_rows` if there are several stages."""
+    """Raises Unsupported as `pipeline.check_rows` does, if there are several stages."""
     if execution.schedule:
         from src.model import pipeline
 

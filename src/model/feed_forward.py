@@ -93,7 +93,7 @@ class FeedForward(nnx.Module):
         factors = [context.layout.constrain(factor, "batch", "length", "mlp") for factor in factors]
         activate = jax.checkpoint(activated, static_argnums=1) if context.recomputes_activated else activated
         hidden_BTF = activate(factors, self.spec)
-        if gate_BT1 is not None:  # here, as for experts: its gradient then needs no output of the last matmul
+        if gate_BT1 is not None:  # before the last matmul, as for experts: the gate's gradient does not need its output
             hidden_BTF *= gate_BT1
         return matmul(hidden_BTF, wo, "BTF,FD->BTD")
 

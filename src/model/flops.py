@@ -17,10 +17,13 @@ from src.model.spec import LayerSpec, ModelSpec
 
 
 class FlopsPerToken(NamedTuple):
-    """Floating-point operations per token, mainly of matmuls; the two totals count attention's scores differently."""
+    """Floating-point operations per token of matmuls and of layers' `other_flops`, without recomputation.
 
-    causal: float  # attention counts the keys that queries see: half of the square, a window or a block
-    palm: float  # attention counts all keys, as in PaLM (Chowdhery et al. 2022, appendix B)
+    Each function says which passes it counts. The two totals differ in the keys that attention counts.
+    """
+
+    causal: float  # only the keys that queries see: up to the query's own, and within its window or chunk
+    palm: float  # all keys, as in PaLM (Chowdhery et al. 2022, appendix B)
     layers: float = 0.0  # part of both totals: matmuls with layers' weights
 
 
@@ -48,13 +51,13 @@ def all_layers(spec: ModelSpec) -> collections.Counter[LayerSpec]:
 
 
 class BlockWeight(NamedTuple):
-    """One weight of a block, as declared."""
+    """One weight of a block, and its use for a token."""
 
     path: tuple[str, ...]  # in the block
     size: int  # elements
     used: float  # elements that a token uses; experts count only if the token is sent to them
     summed: int  # size of the dims that a matmul sums over
-    taken: float  # numbers that a token's matmul reads, over all experts that the token is sent to
+    taken: float  # activations that a token's matmul reads: `summed`, for each expert that it is sent to
     input: tuple[str | None, ...]  # logical axes of the summed dims; none: not used in a matmul
     ends_block: bool  # its output is only added to the residual stream
     saved_by: tuple[str, ...]  # arrays that, if saved, avoid recomputing its matmul; none: always recomputed
@@ -111,8 +114,8 @@ def matmul_flops(
 ) -> FlopsPerToken:
     """Counts a token's operations in `passes` passes; a forward pass is one, a backward pass two.
 
-    They are matmuls with weights, `elements` outside and `in_layers` inside the layers; attention to every layer's
-    keys, if `attends`; and the `other_flops` of the layers.
+    These are matmuls with the weights that the token uses, `elements` outside and `in_layers` inside the layers;
+    attention's matmuls, if `attends`; and the layers' `other_flops`.
     """
     causal = palm = 2.0 * passes * (elements + in_layers)
     for layer, count in all_layers(spec).items():

@@ -1,7 +1,7 @@
 """Linear attention by the gated delta rule (Gated DeltaNet, arXiv:2412.06464, section 3.4), as in Qwen3-Next.
 
 Letters in addition to those in src/model/spec.py: K key heads, each with G value heads, H size of queries and keys, P
-of values, X numbers of a key head's query, key and values, Z = G P of its values, C tokens that the convolution sees.
+of values, X = 2 H + Z size of a key head's query, key and values, Z = G P of its values, C tokens of the convolution.
 """
 
 import jax
@@ -95,7 +95,7 @@ class GatedDelta(nnx.Module):
             out_BTKGP = out_BKGP[:, None]
         else:
             out_BTKGP, state = in_chunks(q_BTKH, k_BTKH, v_BTKGP, *gates_BTKG, documents_BT, old["state"])
-        if cache is not None:  # sequences are padded on the right
+        if cache is not None:  # keep the inputs of the last C - 1 real tokens; padding is on the right
             last_Bt = jnp.sum(context.segment_ids_BT > 0, axis=1, keepdims=True) + jnp.arange(old["tail"].shape[1])
             tail = jnp.take_along_axis(past_BtKX, last_Bt[:, :, None, None], axis=1)
             cache = {"state": state, "tail": tail.astype(old["tail"].dtype)}
@@ -107,7 +107,7 @@ class GatedDelta(nnx.Module):
         return checkpoint_name(out_BTD, "out_proj"), cache
 
     def _convolve(self, past_BtKX: Array, documents_BT: Array) -> tuple[Array, Array, Array]:
-        """Applies the causal convolution over the last C tokens of each document; returns q, k and v in float32.
+        """Convolves each token with the C - 1 before it in its document, and applies SiLU: q, k and v in float32.
 
         Keys have the norm 1, queries the norm 1 / sqrt(H).
         """
@@ -126,7 +126,7 @@ class GatedDelta(nnx.Module):
         return _unit(q_BTKH) * H**-0.5, _unit(k_BTKH), v_BTKGP
 
     def _gates(self, x_BTD: Array, non_padding_BT: Array) -> tuple[Array, Array]:
-        """Computes the logarithm of each token's decay, and the strength of its correction; both are 0 for padding."""
+        """Computes each token's log-decay and the strength of its correction, [B, T, K, G] each; 0 for padding."""
         write_BTKG, decay_BTKG = (
             matmul(x_BTD, kernel[...], "BTD,DKG->BTKG").astype(jnp.float32)
             for kernel in (self.write_gate, self.decay_gate)

@@ -1,4 +1,4 @@
-"""Computes the norms and sizes that `log_internals` reports, layer by layer."""
+"""Computes the norms and root mean squares that `log_internals` reports, layer by layer."""
 
 import jax
 import jax.numpy as jnp

@@ -6,7 +6,7 @@ from jax import Array
 from src.model.rows import rows
 from src.parallel.mesh import MeshLayout
 
-LANES = 128  # numbers of a row that a TPU moves at once
+LANES = 128  # elements of a row that a TPU moves at once
 
 
 def look_up(table_VD: Array, ids_BT: Array, layout: MeshLayout, axis: str) -> Array:
@@ -32,5 +32,5 @@ def _column_blocks(table_VD: Array, ids_BT: Array, layout: MeshLayout, axis: str
     tokens = ids_BT.size // (layout.shards("batch") * layout.shards("length"))
     if 4 * tokens > size // layout.shards(axis):
         return 1
-    # A block has at least as many columns as a TPU fetches of a row in any case.
+    # A TPU fetches at least LANES columns of a row, so narrower blocks would not be faster.
     return max(n for n in range(1, devices + 1) if devices % n == 0 and (n == 1 or width // n >= LANES))

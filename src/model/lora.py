@@ -62,7 +62,7 @@ class Adapted:
 
 
 def initial(keys: Step, declarations: Tree) -> Tree:
-    """Makes initial adapters for these declarations; they leave outputs unchanged. Raises UserError as `declare`."""
+    """Makes initial adapters, which leave outputs unchanged, for these declarations; raises as `declare` does."""
     return values(declare(keys, declarations)(Rngs(random_stream(keys.init_weights_seed, ADAPTERS))))
 
 

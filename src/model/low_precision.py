@@ -105,6 +105,7 @@ class EightBitMatmuls:
 
         `bound` is what the method `bound` returns for the weight. Dims of x that the weight lacks are batch and
         sequence. The gradients are matmuls of quantized arrays too, and pass straight through the quantization itself.
+        Raises UserError as `check_summed` does.
         """
         x_dims, w_dims, out_dims = einsum.replace("->", ",").split(",")
         parts, scattered = shards(self.layout, einsum, axes)
@@ -153,12 +154,12 @@ class EightBitMatmul:
         codes_spec, x_spec = spec(self.coded, self.parts), spec(self.other, self.parts)
         varying = (part if size > 1 else None for part, size in zip(codes_spec, coded.scale.shape, strict=True))
         in_specs = QTensor(codes_spec, PartitionSpec(*varying)), x_spec
-        # Each device has its own scales, even along dims that do not vary on it.
+        # Each device has its own scales of x, so they are sharded like x, also along dims where a device has only one.
         out_specs = spec(self.out, self.out_parts), QTensor(x_spec, x_spec)
         return self.how.layout.shard_map(on_device, in_specs, out_specs)(coded, x)
 
     def on_device(self, coded: QTensor, x: Array, bound: float, dtype: Any) -> tuple[Array, QTensor]:
-        """Computes `__call__` for one device's shards. Raises UserError as `check_summed`."""
+        """Computes `__call__` for one device's shards. Raises UserError as `check_summed` does."""
         summed = [dim for dim in self.other if dim not in self.out]
         scales, scaled, is_integer = coded.scale, x, self.how.format.per_channel
         if varies := any(scales.shape[self.coded.index(dim)] > 1 for dim in summed):

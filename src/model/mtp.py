@@ -53,9 +53,8 @@ def run_mtp_layers(
 ) -> tuple[list[Array], Tree]:
     """Runs the layers, numbered from `first_layer`, on the decoder's hidden states.
 
-    Each takes the embeddings [B, T, D] of the tokens 1, 2, ... positions after the states' own. Returns hidden states
-    for `Decoder.logits`, where entry k - 1 at position t predicts token t + k + 1 of the same segment, and the layers'
-    reports.
+    Layer k = 1, 2, ... takes the embeddings [B, T, D] of the tokens k positions later. Returns each layer's hidden
+    states for `Decoder.logits`, of which layer k's at position t predict token t + k + 1, and the layers' reports.
     """
     predicted, reports = [], {}
     for index, (layer, embedded_BTD) in enumerate(zip(layers, embedded, strict=True)):

@@ -26,7 +26,7 @@ Tree = dict[str, Any]
 Axes = tuple[str | None, ...]  # logical axis of each dim; None: never sharded
 
 STACKED = ("layers", "other_layers", "expert")  # logical axes of dims that stack several weights in one array
-ADAPTER_DTYPE = "float32"  # whatever the base weights' dtype: updates and adapters are small
+ADAPTER_DTYPE = "float32"  # also if weights are bfloat16, which rounds small updates away; adapters are small
 
 # Flattens a nested dict to a dict by path, such as ("segments", 0, 0, "attention", "query"), and back.
 by_path: Callable[[Mapping[str, Any]], dict[Any, Any]] = traverse_util.flatten_dict
@@ -60,7 +60,7 @@ ROLES = tuple(field.name for field in dataclasses.fields(Weights))
 
 
 class Buffer(nnx.Variable):
-    """A value that the forward pass reads and no gradient changes (PyTorch's term)."""
+    """A value that the forward pass reads, and a step may update, but not by a gradient (PyTorch's term)."""
 
 
 class Fixed(nnx.Variable):
@@ -70,8 +70,7 @@ class Fixed(nnx.Variable):
 class Rngs:
     """Makes a key for each weight in turn, as `nnx.Rngs` does; without a key, weights are declared, not sampled.
 
-    `nnx.Rngs` keeps its count in a JAX array: incrementing that takes longer than sampling a weight, and declarations
-    sample nothing.
+    `nnx.Rngs` keeps its count in a JAX array, and incrementing that takes longer than sampling a weight.
     """
 
     def __init__(self, key: Any = None) -> None:
@@ -99,8 +98,8 @@ def weight(
     """Declares one weight of one layer; `stack` prepends the dim of stacked layers.
 
     Values are `constant` (a number or an array), or normal, truncated at two standard deviations, with variance
-    `scale**2` divided by the product of the dims `fan_in`, which matmuls sum over (LeCun et al., Efficient BackProp,
-    section 4.6). `axes` are the dims' logical axes (None: never sharded); `decays`: weight decay applies to it;
+    `scale**2` divided by the product of the sizes of `fan_in`, the dims that matmuls sum over (LeCun et al., Efficient
+    BackProp, section 4.6). `axes` are the dims' logical axes (None: never sharded); `decays`: weight decay applies;
     `trained`: it is an `nnx.Param` that training may change, otherwise it is `Fixed`.
     """
     if constant is not None or rngs.key is None:
@@ -115,7 +114,8 @@ def weight(
 
 def matmul(x: Array, kernel: Any, einsum: str, precision: str | None = None) -> Array:
     """Computes the einsum of `x` and a plain, adapted or quantized weight, in `x`'s dtype; every projection uses it."""
-    # einsum sums over letters in alphabetic order, and would transpose a weight whose dims are in another order.
+    # Rename dims so that the weight's are in alphabetic order: einsum sums over letters in that order, and would
+    # transpose the weight if its dims were in another.
     x_dims, _, others = einsum.partition(",")
     letters = dict.fromkeys(others.partition("->")[0] + x_dims)
     einsum = einsum.translate(str.maketrans(dict(zip(letters, string.ascii_lowercase, strict=False))))
@@ -157,7 +157,7 @@ def random_stream(seed: int, stream: int) -> Array:
     return jax.random.fold_in(jax.random.key(seed), stream)
 
 
-# `Rngs` gives the weights the keys fold_in(key(seed), 0), 1, 2 and so on.
+# Counted from the end, because `Rngs` gives the weights the keys fold_in(key(seed), 0), 1, 2 and so on.
 DROPOUT, ADAPTERS = 2**32 - 1, 2**32 - 2
 
 
@@ -167,7 +167,7 @@ def dotted(path: tuple[Any, ...]) -> str:
 
 
 def matches(path: tuple[Any, ...], patterns: Sequence[str]) -> bool:
-    """True if a pattern matches a weight's dotted path or its last components; * matches anything."""
+    """True if an fnmatch pattern matches a weight's dotted path or its last components; * matches dots too."""
     name = dotted(path)
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in patterns)
 

@@ -36,5 +36,5 @@ def attention_scores(spec: ModelSpec) -> list[ScoreSpec]:
 
 
 def kernel_for(attention: str, spec: ModelSpec, length: int, layout: MeshLayout) -> Kernel:
-    """Chooses the attention kernel for a model and sequences of `length` tokens; raises as `choose_kernel`."""
+    """Chooses the attention kernel for a model and sequences of `length` tokens; raises as `choose_kernel` does."""
     return choose_kernel(attention, layout.platform, attention_scores(spec), spec.dtype, length, layout)

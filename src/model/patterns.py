@@ -7,7 +7,7 @@ def shortest_patterns(items: Sequence[Hashable]) -> tuple[tuple[int, int], ...]:
     """Writes the list as consecutive patterns, each (period, repeats).
 
     Minimises the sum of all periods, then the number of patterns, and then lets the first patterns cover as many items
-    as possible: 26 items of which every sixth differs are 4 x (5 + 1) and 2 x 1.
+    as possible: for 26 items of which every sixth differs, returns ((6, 4), (1, 2)).
     """
     count, number_of = len(items), {item: number for number, item in enumerate(items)}
     if len(number_of) == 1:

@@ -203,7 +203,7 @@ def _add_entry(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Non
     return jax.lax.dynamic_update_index_in_dim(rows_MBTD, rows_MBTD[index] + entry_BTD, index, 0), None
 
 
-# Adds the entry's gradient in place; the gradient of plain indexing would add a whole array of zeros.
+# Reads an entry. Its gradient is added in place; the gradient of plain indexing would add a whole array of zeros.
 _read = with_gradient(lambda rows_MBTD, index: ((rows_MBTD, rows_MBTD[index]), index), _add_entry)
 
 

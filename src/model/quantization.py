@@ -35,7 +35,7 @@ class Quantized:
 
     weight: Array
     bound: Any  # its largest magnitudes, from `EightBitMatmuls.bound`; None: scales are by block
-    products: Any = field(metadata={"static": True})
+    products: Any = field(metadata={"static": True})  # EightBitMatmuls or BlockMatmuls
     axes: tuple[str | None, ...] = field(metadata={"static": True})  # logical axes of the weight's dims
 
     def __getitem__(self, index: Any) -> Self:
@@ -94,7 +94,7 @@ def store_in_8_bits(chosen: Quantization, weights: params.Tree, on_cpu: bool) ->
 
 
 def attach(chosen: Quantization, weights: params.Tree, layout: MeshLayout) -> params.Tree:
-    """Replaces each weight of `chosen` by a `Quantized`; returns `weights` itself without any."""
+    """Replaces each weight of `chosen` by a `Quantized`; returns `weights` itself if nothing is quantized."""
     if not chosen.kind:
         return weights
     block_scaled = chosen.kind == "mxfp8"
@@ -103,7 +103,7 @@ def attach(chosen: Quantization, weights: params.Tree, layout: MeshLayout) -> pa
     )
     flat = params.by_path(weights)
     for path, (bounded, axes) in chosen.matmuls.items():
-        # For all layers at once: inside the layers, devices would wait for each other's magnitudes.
+        # Computed for all layers at once: inside the layers, devices would wait for each other's magnitudes.
         bound = None if block_scaled else products.bound(flat[path], bounded)
         flat[path] = Quantized(flat[path], bound, products, axes)
     return params.nested(flat)
@@ -118,8 +118,8 @@ def select(keys: Keys, declarations: params.Tree, layout: MeshLayout) -> Quantiz
     """Selects the weights of a model that `quantization` quantizes, on the devices of this layout.
 
     Raises Unsupported if the devices lack these matmuls; UserError if `quantization_exclude` leaves no weight, has a
-    pattern that matches none (unless it is one of the default patterns), or does not exclude experts, which only int8
-    quantizes.
+    pattern that matches no weight (unless it is one of the default patterns), or does not exclude experts, which only
+    int8 quantizes.
     """
     if not keys.quantization:
         return Quantization()
@@ -131,7 +131,10 @@ def select(keys: Keys, declarations: params.Tree, layout: MeshLayout) -> Quantiz
 
 
 def select_at_rest(keys: Keys, declarations: params.Tree) -> Quantization:
-    """Selects the weights that `quantize_weights` stores in 8 bits; raises UserError as `select`, and for experts."""
+    """Selects the weights that `quantize_weights=int8` stores in 8 bits.
+
+    Raises UserError as `select` does, and also if experts are not excluded.
+    """
     return _chosen("int8", keys.quantization_exclude, declarations, "quantize_weights=int8", has_experts=False)
 
 
@@ -178,7 +181,7 @@ def _check_devices(kind: str, device: jax.Device) -> None:
     """Raises Unsupported if a device lacks this kind of matmul. A CPU computes the same numbers in float32."""
     if device.platform == "cpu" or peak_flops(device.device_kind, kind):
         return
-    capability = compute_capability(device)  # of other GPUs; float8 came with 8.9
+    capability = compute_capability(device)  # for GPUs without a known rate; float8 came with 8.9
     if (kind == "fp8" and capability >= 8.9) or (kind == "mxfp8" and 10 <= capability < 11):
         return
     raise Unsupported(

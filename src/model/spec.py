@@ -65,12 +65,12 @@ class ModelSpec(EmbeddingSettings):
     stacked: bool = True  # stack the weights of repeated layers, for a scan over them; otherwise each layer has its own
 
     def __hash__(self) -> int:
-        # Counts are cached by model: hashing a hundred layers for each lookup would take longer than counting.
+        # Functions cached by model look it up often: hashing a hundred layers each time would be slow.
         return hash((self.layers[:1], len(self.layers)))
 
     @functools.cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """Groups the layers as weights and caches are nested; without `stacked`, only shared groups have repeats."""
+        """Groups of layers, in the nesting of weights and caches; without `stacked`, only shared groups repeat."""
         groups = group_layers(self.layers)
         if self.stacked:
             return groups
@@ -94,7 +94,7 @@ class ModelSpec(EmbeddingSettings):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding and columns of the output projection; those past `vocab_size` are masked."""
+        """Rows of the embedding and columns of the output projection; logits past `vocab_size` are masked."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
@@ -118,7 +118,7 @@ def model_spec(model: Model, numerics: Numerics, max_target_length: int) -> Mode
 
 
 def _values(keys: type, model: Model) -> dict[str, Any]:
-    """Maps the names of the fields of a group of `keys` to their values in the section."""
+    """The section's values of the fields that the dataclass `keys` declares, by name."""
     return {field.name: getattr(model, field.name) for field in dataclasses.fields(keys)}
 
 

@@ -133,7 +133,7 @@ def _on_device(spec: ScoreSpec, parts: int, tile: int) -> Callable[..., Array]:
     def gradients(kept: tuple, d_out_BTNV: Array) -> tuple[Array | None, ...]:
         *arrays, pairs, sinks, out_BTNV, normaliser_BTN1 = kept
         (q, k, v, q_ids, k_ids), dtype = cut(*arrays), normaliser_BTN1.dtype
-        # The mean of the softmax weights' gradients, weighted by the softmax weights themselves.
+        # This sum equals the mean of the softmax weights' gradients, weighted by the softmax weights themselves.
         mean_BTN1 = jnp.sum(d_out_BTNV.astype(dtype) * out_BTNV.astype(dtype), axis=-1, keepdims=True)
         d_out, mean, normaliser = (_heads(x, k.shape[2], parts, tile) for x in (d_out_BTNV, mean_BTN1, normaliser_BTN1))
 

@@ -70,14 +70,14 @@ def cudnn(
     lists = context.segment_lists
     if (
         lists is None or lists.ids_BT is not context.segment_ids_BT
-    ):  # replaced by chunks, or by a pipeline's micro-batch
+    ):  # chunks, or a pipeline's micro-batch, replaced the ids
         lists = segment_lists(context)
     mapped = layout.shard_map(_listed(pieces, Segments(spec.scale, window)), (*specs, layout.spec(("batch",))), sharded)
     return mapped(*given, lists)
 
 
 def segment_lists(context: ForwardContext) -> SegmentLists | None:
-    """Lists the segments of each device's sequences, for all layers; None if none can be computed by segments."""
+    """Lists the segments of each device's sequences, for all layers; None if no layer can compute by segments."""
     if not _lists(context.segment_ids_BT.shape[1], context.packed, context.layout):
         return None
     rows, by_device = context.layout.spec(("batch", None)), context.layout.spec(("batch",))
@@ -106,11 +106,11 @@ def masked_block(B: int, T: int, spec: ScoreSpec, packed: bool, layout: MeshLayo
 
 
 def workspace_bytes(B: int, T: int, spec: ScoreSpec, kv_heads: int, packed: bool, layout: MeshLayout) -> int:
-    """Counts the memory in which cuDNN computes the gradients of sequences [B, T] on a device.
+    """Bytes of the memory in which cuDNN computes the gradients of sequences [B, T] on a device.
 
-    The compiler adds it only on a machine with a GPU. Measured with cuDNN 9.19 on an H200: the queries' gradients in
-    float32 and, if `kv_heads` are fewer than the query heads, the keys' and values' in bfloat16, per query head and for
-    each listed segment.
+    XLA counts this memory only if it compiles on a machine with a GPU. Measured with cuDNN 9.19 on an H200: the
+    queries' gradients in float32 and, if `kv_heads` are fewer than the query heads, the keys' and values' in bfloat16,
+    per query head; by segments, all of these for each segment that a list has room for.
     """
     packed = packed or spec.chunk > 0  # `attend` makes each chunk a segment
     tokens = B // layout.shards("batch") * (T // layout.shards("length"))
@@ -177,7 +177,7 @@ class _Mask(NamedTuple):
     """
 
     bias_b1ts: Array | None = None
-    lengths: tuple[Array, ...] | None = None  # [b]: numbers of the first queries and of the first keys
+    lengths: tuple[Array, ...] | None = None  # [b] each: how many first queries see how many first keys
     used: tuple[Array, ...] | None = None  # [b, t] and [b, s]: queries seeing a key, and keys seen; None: all
 
     def of_queries(self, x_bt: Array, otherwise: float = 0.0) -> Array:
@@ -191,7 +191,10 @@ class _Mask(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Pieces:
-    """Attention on one device. A piece has b rows of t queries and s keys: one of its blocks, or two joined blocks."""
+    """Attention on one device, in pieces of b rows of t queries and s keys.
+
+    A piece's queries and keys are from the same block, or its queries are from a later block or part than its keys.
+    """
 
     scale: float
     window: int
@@ -229,7 +232,7 @@ class _Pieces:
         ]
 
     def queries(self, x_BT: Array, fill: int = 0) -> list[Array]:
-        """Splits an array by query into each piece's queries [b, t, ...]."""
+        """Selects each piece's queries [b, t, ...] from an array by query [B, T, ...]."""
         blocks, sizes = self._blocks(x_BT, fill), x_BT.shape[2:]
         pieces = [blocks.reshape(-1, self.block, *sizes)]
         for kind, number in self.joins:
@@ -239,7 +242,7 @@ class _Pieces:
         return pieces if self.shards == 1 else [*pieces, parts[:, 0], parts[:, 1]]
 
     def keys(self, x_BS: Array, starts_1p: Array, fill: int = 0) -> list[Array]:
-        """Splits an array by key into each piece's keys [b, s, ...]; a device's parts begin at `starts_1p`.
+        """Selects each piece's keys [b, s, ...] from an array by key [B, S, ...]; parts begin at `starts_1p`.
 
         The keys of joined blocks and of parts are reversed, except in "biased" joins.
         """
@@ -256,7 +259,8 @@ class _Pieces:
                 earlier = _pad(blocks[:, :-number], (number, 0), fill).reshape(-1, self.block, *sizes)
             pieces.append(earlier if kind == "biased" else jnp.flip(earlier, axis=1))
         if self.shards > 1:
-            back = _pad(jnp.flip(x_BS, axis=1), (0, x_BS.shape[1]), fill)  # from a part's start: all keys before it
+            # Reversed, the keys before a part are consecutive, nearest first, from index S - start on.
+            back = _pad(jnp.flip(x_BS, axis=1), (0, x_BS.shape[1]), fill)
             for start, most in zip(starts_1p[0], (self.shards - 1, 2 * self.shards - 1), strict=True):
                 first = x_BS.shape[1] - start
                 pieces.append(jax.lax.dynamic_slice_in_dim(back, first, most * self.length, axis=1))

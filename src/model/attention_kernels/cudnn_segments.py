@@ -39,7 +39,10 @@ def operands(
     lengths: tuple[Array, ...] | None = None,
     offsets: tuple[Array, ...] | None = None,
 ) -> tuple[tuple[Array, ...], dict[str, Any]]:
-    """Builds the operands and settings of a call of cuDNN's attention with q, k, v [b, t, n, h]."""
+    """Builds the operands and settings of a call of cuDNN's attention with q, k, v [b, t, n, h].
+
+    `lengths`, in tokens, and `offsets`, in array elements, are pairs: of queries and of keys.
+    """
     none = jnp.zeros(0, arrays[0].dtype)
     settings = {
         "scale": scale,
@@ -115,7 +118,7 @@ class Segments:
         return _of_own_class(results, (B, T))
 
     def _call(self, arrays: tuple[Array, ...], each: SegmentClass) -> tuple[tuple[Array, ...], dict[str, Any]]:
-        # Offsets count numbers, not tokens, so the segments need not be inside the rows that cuDNN sees.
+        # Offsets count array elements, not tokens, so the segments need not be inside the rows that cuDNN sees.
         q, k, v = (x.reshape(-1, each.longest, *x.shape[2:]) for x in arrays)
         rows, tokens = q.shape[0], q.shape[0] * each.longest
         lengths = each.lengths_S.reshape(rows, -1)

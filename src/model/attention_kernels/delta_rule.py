@@ -45,7 +45,8 @@ def in_chunks(
     # For each token: is it in the document that the previous chunk ended in, and in the one that this chunk ends in?
     carried_nBC, last_nBC = documents_nBC == before_nB1, documents_nBC == documents_nBC[..., -1:]
     same_nBCc = documents_nBC[..., None] == documents_nBC[..., None, :]
-    # Sum between each pair of tokens: subtracting prefix sums would lose digits if a token decays strongly.
+    # Sums of log-decays between each pair of tokens: subtracting prefix sums would lose digits if a token decays
+    # strongly.
     decay_nBKGCc = jnp.cumsum(jnp.where(np.tri(C, k=-1, dtype=bool), g_nBKGC[..., None], 0.0), axis=-2)
     within_nBKGCc = _exp_where(same_nBCc & np.tri(C, dtype=bool), decay_nBKGCc)
     from_start_nBKGC = _exp_where(carried_nBC, jnp.cumsum(g_nBKGC, axis=-1))

@@ -16,7 +16,8 @@ from src.parallel.sequence import replicate_rows, zigzag_order, zigzag_parts
 
 BLOCKS = tuple(FLASH_BLOCK << power for power in range(5))  # the kernel's block sizes, up to 2048
 COMPUTED = 512  # keys of a block whose scores are in vector memory at once
-# For blocks of 2,048 keys: with 512, the compiler of JAX 0.11 runs out of the 16 MiB of v4 and v5p.
+# For blocks of 2,048 keys: with 512, the compiler of JAX 0.11 exceeds 16 MiB of vector memory, which is all that v4
+# has, and the default limit on v5p.
 COMPUTED_OF_LARGE = COMPUTED if jax.__version_info__ < (0, 11) else 256
 
 
@@ -70,9 +71,9 @@ def block_sizes(queries: int, keys: int, window: int, head_dim: int, dtype: jnp.
     """Chooses the kernel's block sizes, which divide `keys` and `queries`, the number of consecutive queries.
 
     A larger block needs fewer instructions per score but computes more scores that the mask hides; docs/performance.md
-    counts both for heads of 128 in bfloat16, which are the same for v4, v5e, v5p and v6e. Other heads and dtypes use
-    the smaller blocks: in float32, larger ones do not fit in a v4's 16 MiB of vector memory. One fused kernel for all
-    gradients needs fewer instructions than two, but writes the query gradients once per block of keys, memory that
+    counts both for heads of 128 in bfloat16. The sizes are the same for v4, v5e, v5p and v6e. Larger heads and float32
+    use the smaller blocks: in float32, larger ones do not fit in a v4's 16 MiB of vector memory. One fused kernel for
+    all gradients needs fewer instructions than two, but writes the query gradients once per block of keys, memory that
     grows with sequence length: long sequences and large heads use two kernels.
     """
     large = dtype.itemsize == 2 and head_dim <= 128
@@ -135,7 +136,7 @@ def splash(
         return jnp.swapaxes(jax.vmap(of_row)(q, k, v, q_ids, kv_ids), 1, 2)
 
     arrays = (q_BTNH, k_BSKH, v_BSKH, context.segment_ids_BT, replicate_rows(context.segment_ids_BT, layout))
-    specs = (kernel.manual_sharding_spec(by_query), sharded, sharded, sharded, rows, rows)  # device masks first
+    specs = (kernel.manual_sharding_spec(by_query), sharded, sharded, sharded, rows, rows)  # first, the kernel's masks
     if sinks_N is not None:
         arrays, specs = (*arrays, sinks_N.astype(jnp.float32)), (*specs, layout.spec(("heads",)))
     return layout.shard_map(on_device, specs, sharded)(kernel, *arrays)

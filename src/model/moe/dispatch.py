@@ -38,7 +38,9 @@ class ExchangePlan(NamedTuple):
     received: Array  # number of rows
 
 
-Rows = tuple[Array, Array | None]  # tokens, and factors for their hidden units; None: no factors
+# Tokens [X, D] with router weights [X, k], or buffer rows [..., D] with theirs [..., 1]. Experts multiply their hidden
+# units by the weights; None: unweighted.
+Rows = tuple[Array, Array | None]
 
 
 @jax.named_scope("dispatch")
@@ -272,7 +274,7 @@ def fill_buffer(x_XD: Array, choice_R: Array, row_M: Array, k: int) -> Array:
     """Fills a buffer [R, D] with tokens; each token has k consecutive choices.
 
     `choice_R` is the choice that fills each row (M: none, and the row is 0), `row_M` the inverse (R: none). Forward and
-    backward are gathers, because scatter-add is slow on every accelerator.
+    backward are gathers, because scatter-add is slow on accelerators.
     """
     return x_XD.at[choice_R // k].get(mode="fill", fill_value=0)
 

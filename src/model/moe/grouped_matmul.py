@@ -39,8 +39,8 @@ class GroupedCodes:
 def encoded(weight: Quantized, dtype: Any) -> GroupedCodes:
     """Quantizes a weight to int8; the gradient of the weight has `dtype`."""
     products, limit = weight.products, jnp.iinfo(jnp.int8).max
-    # Round scales up to exact bfloat16 values: the backward pass looks up a scale for every entry, in an array as large
-    # as the gradient.
+    # Round scales up to exact bfloat16 values: the backward pass looks up a scale for every entry of the gradient, and
+    # that array is half as large in bfloat16.
     bound = limit * (weight.bound / limit * (1 + 2**-8)).astype(jnp.bfloat16).astype(jnp.float32)
     coded = encode(jax.lax.stop_gradient(weight.weight), bound, products.format.forward, products.on_cpu)
     return GroupedCodes(weight.weight.astype(dtype), coded, products)
@@ -99,7 +99,7 @@ def batched_matmul(x_GRX: Array, kernel_GXY: Array | Adapted | GroupedCodes, tra
 
 
 def add_by_group(x: Array, bias: Array, factor_R1: Array | None = None, *, rows_G: Array) -> Array:
-    """Adds to rows [R, ...] their group's bias [G, ...] times the row's factor; 0 past the last group."""
+    """Adds to rows [R, ...] their group's bias [G, ...] times the row's factor (None: 1); 0 past the last group."""
     group_R = _group_of_rows(rows_G, len(x))
     # A one-hot matmul, because the gradient of a lookup would be a scatter-add.
     of_row_RG = jax.nn.one_hot(group_R, len(rows_G), dtype=x.dtype)
@@ -135,7 +135,7 @@ def _grouped_codes(
     """Multiplies rows by the weight of their group in int8, like `grouped_matmul`.
 
     Each row, and each output channel of a group, has a scale. For the weight gradient, a channel has one scale for all
-    groups' rows.
+    groups' rows. Its computation raises UserError as `check_summed` does.
     """
     on_cpu, how = platform == "cpu", {"platform": platform, "interpret": interpret}
 

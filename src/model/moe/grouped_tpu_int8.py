@@ -62,7 +62,10 @@ def rows_times_kernel(
 
 
 def rows_times_rows(x_RX: Array, y_RY: Array, scales: Array, rows_G: Array, dtype: Any, interpret: bool) -> Array:
-    """Multiplies each group's transposed [rows, X] by its [rows, Y] and the scales, [X, 1] or [1, Y]; to [G, X, Y]."""
+    """Multiplies each group's transposed [rows, X] by its [rows, Y], and by scales that all groups share, to [G, X, Y].
+
+    The scales are [X, 1] or [1, Y].
+    """
     (_, X), Y, rows = x_RX.shape, y_RY.shape[1], row_tile(len(x_RX), len(rows_G))
     x, y = tile_sizes(rows, X, Y, 1)
     x_RX, y_RY = padded(x_RX, 0, rows), padded(y_RY, 0, rows)

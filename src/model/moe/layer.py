@@ -179,7 +179,7 @@ def _by_leaf(kernel: Any, axes: tuple[str | None, ...]) -> Any:
         return [_by_leaf(each, axes) for each in kernel]
     if isinstance(kernel, Adapted):  # a rank of 1 must not be taken for a scale
         return Adapted(_by_leaf(kernel.base, axes), (*axes[:2], None), (axes[0], None, axes[2]))
-    # Scales have dims of size 1.
+    # Scales have dims of size 1, which cannot be sharded.
     return jax.tree.map(lambda x: tuple(axes[dim] if size > 1 else None for dim, size in enumerate(x.shape)), kernel)
 
 

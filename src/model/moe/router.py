@@ -110,9 +110,10 @@ def _figures(sums: Report, tokens: Array) -> Report:
 def loss_shares(
     reports: Tree, tokens: Array, all_tokens: Array, layout: MeshLayout, replicas: tuple[str, ...]
 ) -> Report:
-    """Computes a micro-batch's share of each of LOSSES, summed over layers; all shares add up to a mean.
+    """Computes this replica's share of a micro-batch's LOSSES, each summed over layers.
 
-    The micro-batch has `tokens` of the batch's `all_tokens`, and the mesh axes `replicas` split it.
+    All shares of a batch add up to the mean over its micro-batches, weighted by their tokens. The mesh axes `replicas`
+    split a micro-batch; `tokens` are this replica's, `all_tokens` the batch's.
     """
     # These losses are not sums over tokens, so first sum their inputs over the replicas.
     buffers, tokens = jax.lax.psum((totals(reports), tokens), replicas)

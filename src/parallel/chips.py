@@ -58,7 +58,8 @@ _PEAK_FLOPS = {
     for kind, rates in re.findall(r"(.+): +(.+)", _PEAK_TERAFLOPS)
 }
 
-# Properties of further GPUs for XLA's compiler, by kind, which src/extras/aot/chip_file.py adds to those in devices.py.
+# Properties of GPUs for XLA's compiler, by kind, in addition to those that src/extras/aot/devices.py lists. A chip file
+# adds them (src/extras/aot/chip_file.py).
 GPU_PROPERTIES: dict[str, str] = {}
 
 _MIB = 2**20

@@ -48,7 +48,10 @@ class MeshLayout:
         return tuple(name for name in rule if self.mesh.shape[name] > 1 and name not in mapped)
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
-        """Partition of an array with dims of these logical axes (None: unsharded); raises UserError if two overlap."""
+        """Partition of an array with dims of these logical axes (None: unsharded).
+
+        Raises UserError if the rules shard two dims over the same mesh axis.
+        """
         used = [mesh_axis for axis in axes if axis is not None for mesh_axis in self.rules[axis]]
         if clash := sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1}):
             raise UserError(
@@ -100,7 +103,7 @@ class MeshLayout:
                 yield axis, f"{axis} = {size}{key} is not divisible by {self.sharded_by(axis)}"
 
     def split_rows(self, x: Array, parts: int, *axes: str | None) -> Array:
-        """Splits [B, ...] to [parts, B / parts, ...], keeping sequences on their devices; `axes`: of dims after B."""
+        """Splits [B, ...] to [parts, B / parts, ...]; sequences stay on their devices; `axes`: logical axes after B."""
         x = jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)
         return self.constrain(x, None, "batch", *(axes or [None] * (x.ndim - 2)))
 
@@ -128,7 +131,7 @@ class MeshLayout:
 
 
 def make_layout(section: MeshSection, devices: Sequence[jax.Device]) -> MeshLayout:
-    """Makes the mesh of `ici_*_parallelism` within and `dcn_*_parallelism` between slices; raises as `mesh_sizes`."""
+    """Makes the mesh: `ici_*_parallelism` within slices, `dcn_*_parallelism` between; raises as `mesh_sizes` does."""
     names, groups = section.mesh_axes, count_slices(devices)
     ici, dcn = (mesh_sizes(kind, section, len(devices) // groups, groups) for kind in ("ici", "dcn"))
     if groups == 1:
@@ -153,7 +156,7 @@ def axes_of_dim(part: Any) -> tuple[str, ...]:
 
 
 def replica_axes(layout: MeshLayout, shardings: Any) -> tuple[str, ...]:
-    """Mesh axes that shard the batch but no parameter: devices along them hold the same weights."""
+    """Mesh axes that shard the batch but no weight: devices along them hold the same weights."""
     used = {name for at in jax.tree.leaves(shardings) for name in mesh_axes_of(at.spec)}
     return tuple(name for name in layout.axes("batch") if name not in used)
 
@@ -175,7 +178,10 @@ def weight_shardings(layout: MeshLayout, shapes: Mapping[str, Any], axes: Mappin
 
 
 def global_batch_size(layout: MeshLayout, per_device: float, micro_batches: int, key: str) -> int:
-    """Computes the rows of a global batch; raises Unsupported, naming `key`, if shards do not divide a micro-batch."""
+    """Computes the rows of a global batch from those per device and micro-batch, which `key` sets.
+
+    Raises Unsupported if a micro-batch's rows over all devices are 0, not whole, or not divisible by its shards.
+    """
     devices, shards = layout.mesh.size, layout.shards("batch")
     rows = round(per_device * devices)
     if abs(per_device * devices - rows) > 1e-6 or rows % shards or rows == 0:

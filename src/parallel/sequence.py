@@ -11,11 +11,11 @@ from src.system.errors import Unsupported
 
 
 def zigzag_order(length: int, layout: MeshLayout) -> np.ndarray:
-    """Zigzag order for sequences of `length` tokens: the original index of the token at each position, int [length].
+    """Zigzag order for sequences of `length` tokens: the sequence index of the token at each position, int [length].
 
     A token attends to all earlier ones, so if n devices had consecutive parts, the last would have the most work.
-    Sequences are cut into 2n parts instead, and device i has parts i and 2n - 1 - i. Every array along T is in this
-    order, except in generation. Raises Unsupported if n > 1 and the length is not divisible by 2n.
+    Sequences are cut into 2n parts instead, and device i has parts i and 2n - 1 - i. The model's arrays along T are in
+    this order, except in generation. Raises Unsupported if n > 1 and the length is not divisible by 2n.
     """
     n = layout.shards("length")
     if length % zigzag_parts(n):
@@ -42,7 +42,7 @@ def zigzag_parts(n: int) -> int:
 
 
 def to_zigzag(x_BT: Array, layout: MeshLayout) -> Array:
-    """Reorders [B, T, ...] from the original into the zigzag order, and shards it over devices."""
+    """Reorders [B, T, ...] from sequence order to zigzag order, and shards it over devices."""
     if layout.shards("length") == 1:
         return x_BT
     ordered_BT = x_BT[:, zigzag_order(x_BT.shape[1], layout)]
@@ -50,7 +50,7 @@ def to_zigzag(x_BT: Array, layout: MeshLayout) -> Array:
 
 
 def from_zigzag(x_BT: Array, n: int) -> Array:
-    """Reorders [B, T, ...] from the zigzag order of n devices into the original; T must not be sharded."""
+    """Reorders [B, T, ...] from the zigzag order of n devices to sequence order; T must not be sharded."""
     if n == 1:
         return x_BT
     # Slicing whole parts copies faster than looking up every position.
@@ -59,11 +59,11 @@ def from_zigzag(x_BT: Array, n: int) -> Array:
 
 
 def replicate_rows(x_BT: Array, layout: MeshLayout, *axes: str | None) -> Array:
-    """All-gathers [B, T, ...] in zigzag order, and restores the original: [B, n T, ...] for n shards.
+    """All-gathers [B, T, ...] from zigzag order into sequence order, one complete copy per device: [B, n T, ...].
 
-    Each of the n devices gets a copy of the complete sequences, and the copies are concatenated along T. So each device
-    can use its copy differently; the gradient is summed over copies and sharded again here. `axes` are the logical axes
-    of the dims after T.
+    The n copies, for n shards of T, are concatenated along T, so that each device's shard is its own copy, which it may
+    use differently. The gradient is summed over the copies and sharded again. `axes` are the logical axes of the dims
+    after T.
     """
     sharing, n = layout.axes("length"), layout.shards("length")
     if n == 1:
@@ -75,5 +75,5 @@ def replicate_rows(x_BT: Array, layout: MeshLayout, *axes: str | None) -> Array:
     def gather(x_BT: Array) -> Array:
         return from_zigzag(jax.lax.all_gather(x_BT.astype(sent), sharing, axis=1, tiled=True), n).astype(x_BT.dtype)
 
-    # Mapped over all axes that shard it: otherwise XLA would gather it over the others too.
+    # Mapped over all axes that shard the array: otherwise XLA would gather it over the others too.
     return layout.shard_map(gather, sharded, sharded, over=mesh_axes_of(sharded))(x_BT)

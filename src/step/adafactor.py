@@ -27,10 +27,9 @@ class AdafactorState(NamedTuple):
 def adafactor(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransformation]:
     """Divides gradients by the root of their second moment, clips, and scales by weight size (algorithms 4 and 5).
 
-    Gradients of weights that are not `chosen` pass unchanged.
-
-    The learning rate is then relative to the weights' root mean square. Layers and experts that are stacked in one
-    array have their own rows, columns and scales (`MatrixDims.batch`). No first moment is used.
+    A weight's size is its root mean square, at least EPSILON_2, so the learning rate is relative to that. Layers and
+    experts that are stacked in one array have their own rows, columns and scales (`MatrixDims.batch`). No first moment
+    is used. Gradients of weights that are not `chosen` pass unchanged.
     """
     is_chosen = by_path(chosen)
     kinds: dict[Any, MatrixDims] = {path: kind for path, kind in by_path(inputs.matrices).items() if is_chosen[path]}
@@ -68,7 +67,7 @@ def adafactor(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransf
 
 
 def clip_matrices(matrices: Any, chosen: Any, threshold: jax.Array) -> optax.GradientTransformation:
-    """Scales each matrix or vector in the updates of `chosen` weights down to a root mean square of `threshold`."""
+    """Scales each matrix or vector in the updates of `chosen` weights to a root mean square of at most `threshold`."""
     return optax.stateless(
         lambda updates, _: jax.tree.map(
             lambda x, kind, is_chosen: _clip(x, kind, threshold) if is_chosen else x, updates, matrices, chosen
@@ -81,7 +80,7 @@ def _clip(x: jax.Array, kind: MatrixDims, threshold: jax.Array | float) -> jax.A
 
 
 def _root_mean_square(x: jax.Array, kind: MatrixDims) -> jax.Array:
-    """Root mean square of each matrix, without the rows that pad a vocabulary, whose gradients are always zero."""
+    """Root mean square of each matrix or vector, without a vocabulary's padding, whose gradients are always zero."""
     is_word = None
     if kind.vocab is not None:
         dim, size = kind.vocab

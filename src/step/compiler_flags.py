@@ -18,7 +18,7 @@ from src.config.hints import hints
 from src.step.eval_step import always
 from src.system.errors import UserError, say
 
-# If both flags are on, a collective is fused with the computation that it overlaps; both are off in today's libtpu.
+# If both flags are on, a collective is fused with the computation that it overlaps; both are off by default.
 _ASYNC_ALL_GATHER, _ASYNC_ALL_REDUCE = (
     {f"xla_enable_async_{name}": "true", f"xla_tpu_enable_async_collective_fusion_fuse_{name}": "true"}
     for name in ("all_gather", "all_reduce")
@@ -38,8 +38,8 @@ _GPU = {
     "xla_gpu_memory_limit_slop_factor": "112",
 }
 # The flags of `auto`, by `jax.Device.device_kind`, or else by platform; prefixed with "multi-slice" for several slices
-# or hosts. docs/aot.md explains each, and which flags of MaxText and Pax are left out: today's defaults, and flags that
-# make no difference.
+# or hosts. docs/aot.md explains each, and which flags of MaxText and Pax are left out: those that are now the default,
+# or make no difference.
 PRESETS: dict[str, dict[str, str]] = {
     "cpu": {},
     "gpu": _GPU,
@@ -47,7 +47,7 @@ PRESETS: dict[str, dict[str, str]] = {
     "multi-slice gpu": {**_GPU, "xla_gpu_enable_command_buffer": ""},
     "tpu": {},
     "TPU v4": _ASYNC_ON_LARGE,
-    # Pax's for several slices, without `_ASYNC_ON_LARGE`: with both, layers of its 22B did not finish compiling.
+    # Pax's flags for several slices. With `_ASYNC_ON_LARGE` too, layers of Pax's 22B did not finish compiling.
     "multi-slice TPU v4": {
         "xla_enable_async_all_gather": "true",
         "xla_jf_spmd_threshold_for_windowed_einsum_mib": "0",
@@ -126,7 +126,7 @@ def _error(options: Mapping[str, str], device: jax.Device) -> str:
         jax.jit(lambda x: x, compiler_options=dict(options)).lower(scalar).compile()
     except jax.errors.JaxRuntimeError as error:
         message = str(error).removeprefix("INVALID_ARGUMENT: ").splitlines()[0]
-        # Any other error is not about options: no single-device program compiles for two slices that are absent.
+        # Other errors are not about options: for example, a single-device program does not compile for absent slices.
         if message.startswith(("No such compile option", "While setting option", "Failed to parse")):
             return message.rstrip(": ")  # some end before the reason
     return ""
@@ -171,7 +171,7 @@ def check_environment(uses_tpu: bool) -> None:
             value = (typed or flag).partition("=")[2].strip("'\"") or "true"
             if (
                 typed and hints().retired_flag(name, value) == ""
-            ):  # no word has it if the variable names a file of flags
+            ):  # `typed` is empty if the variable names a file of flags
                 print(f"{variable} in the environment: {typed} is left out: {BY_ITSELF}", flush=True)
                 os.environ[variable] = " ".join(word for word in os.environ[variable].split() if word != typed)
             else:
@@ -182,7 +182,7 @@ def check_environment(uses_tpu: bool) -> None:
             messages.append(f"{variable} in the environment: {line}")
     if messages:
         raise UserError("\n".join(messages))
-    if problems:  # all of them removed: others may come after them
+    if problems:  # all were removed: the next start may report others
         check_environment(uses_tpu)
 
 

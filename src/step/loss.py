@@ -50,7 +50,7 @@ LossFunction = Callable[[Decoder, Batch, StepPlan], LossSums]
 def next_token_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
     """Sums the cross-entropy of each next token, and with `mtp_num_layers` of the tokens after it.
 
-    The batch has arrays [b, T] as listed in src/data/types.py, in the text's order; `dropout_keys` for dropout; and the
+    The batch has arrays [b, T] as listed in src/data/types.py, in sequence order; `dropout_keys` for dropout; and the
     fields that `batch_transform` adds.
     """
     inputs = in_zigzag(batch, plan.layout)
@@ -125,7 +125,7 @@ def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[Array,
 
 
 def in_zigzag(batch: Batch, layout: MeshLayout) -> Batch:
-    """Reorders a batch's arrays [B, T, ...] from the text's order to zigzag order, and shards T.
+    """Reorders a batch's arrays [B, T, ...] from sequence order to zigzag order, and shards T.
 
     Fields that `batch_transform` added in another shape are unchanged.
     """
@@ -191,7 +191,7 @@ def cross_entropy(
 
 def of_logits(logits_BTV: Array, targets_BT: Array, ids_V: Array) -> tuple[Array, Array]:
     """Computes the log-sum-exp [B, T] of logits, and the target's logit, or 0 if it is not among the tokens `ids_V`."""
-    # A sum instead of a lookup, for which XLA would hold the logits in float32.
+    # The target's logit is a sum, not a lookup, for which XLA would hold the logits in float32.
     log_normaliser_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     return log_normaliser_BT, jnp.sum(jnp.where(targets_BT[..., None] == ids_V, logits_BTV, 0.0), axis=-1)
 

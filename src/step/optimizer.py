@@ -40,7 +40,7 @@ def make_optimizer(
     """Builds the optimizer, with decoupled weight decay (Loshchilov and Hutter 2019).
 
     `decays`, `matrices` (of `MatrixDims`), `shardings` (of updates) and `rules` (of `Rule`) are trees with an entry for
-    each weight. `hparams` may be traced arrays; the state does not depend on them.
+    each weight. `hparams` may be traced arrays; the initial state does not depend on them.
     """
     used = {rule.opt_type for rule in jax.tree.leaves(rules)}
     if any(OPTIMIZERS[name].hidden_only for name in used):
@@ -53,7 +53,7 @@ def make_optimizer(
         return "adamw" if OPTIMIZERS[rule.opt_type].hidden_only and not matrix.hidden else rule.opt_type
 
     names = jax.tree.map(name_of, rules, matrices)
-    for name in reversed(OPTIMIZERS):  # the order of their states, so adamw comes last
+    for name in reversed(OPTIMIZERS):  # also the order of their states: adamw is last
         if name in used and OPTIMIZERS[name].scaling:
             chosen = jax.tree.map(name.__eq__, names)
             scaling += named(OPTIMIZERS[name].scaling)(chosen, inputs)

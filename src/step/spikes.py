@@ -7,7 +7,10 @@ from src.model.params import Tree
 
 
 def empty_window(interval: int) -> Tree:
-    """Makes an empty window for the losses and gradient norms of `interval` steps, with a count of skipped updates."""
+    """Makes an empty window for the losses and gradient norms of `interval` steps.
+
+    It also counts the steps that entered it so far, and the skipped updates.
+    """
     values = {"loss": jnp.zeros(interval), "grad_norm": jnp.zeros(interval)}
     return values | {"count": jnp.zeros((), jnp.int32), "skipped": jnp.zeros((), jnp.int32)}
 
@@ -19,8 +22,8 @@ def skip_spikes(
 
     The update is skipped if loss or gradient norm exceeds the window's mean by more than `factor` times its standard
     deviation (of a sample, over N - 1), once half of the window is filled: the rule of OLMo-core and MaxText. A spike
-    itself enters the window, so that a loss that stays high soon stops counting as one; values that are not finite
-    never enter.
+    itself enters the window, so that a loss that stays high soon stops counting as one. Without `finite` the update is
+    skipped too, and its values do not enter.
     """
     interval = window["loss"].size
     filled = jnp.minimum(window["count"], interval)

@@ -50,7 +50,7 @@ class TrainState:
 def init_state(plan: StepPlan, weights: Weights | None = None) -> TrainState:
     """Makes the state before the first step, from `weights`, or from initial weights if None."""
     weights = weights or plan.init_weights()
-    opt = plan.optimizer(hparams_at(plan.step, 1, 0)).init(weights.trainable)  # the same for all values
+    opt = plan.optimizer(hparams_at(plan.step, 1, 0)).init(weights.trainable)  # the same for all hyper-parameters
     spikes = {}
     if plan.step.skip_step_on_spikes:
         from src.step.spikes import empty_window

@@ -76,7 +76,7 @@ def trace_train_step(
 
 
 def plan_step(config: Config, layout: MeshLayout) -> StepPlan:
-    """Plans a checked config's step; raises as `make_plan`."""
+    """Plans a checked config's step; raises as `make_plan` does."""
     spec = model_spec(config.model, config.step, config.batch.max_target_length)
     tiles = vocab_tiles(config.step, config.batch, spec, layout)
     step = dataclasses.replace(config.step, num_vocab_tiling=tiles)

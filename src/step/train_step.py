@@ -41,8 +41,8 @@ def train_step(
 
     The loss is a mean over the whole batch's tokens, however they are split into micro-batches and shards. An update
     whose loss or gradient is not finite leaves weights and optimizer unchanged, and so does a batch in which no token
-    counts in the loss; the step count still advances. Whether the updated weights are usable is reported but not
-    undone: that would require a copy of them.
+    counts in the loss, or a spike with `skip_step_on_spikes`; the step count still advances. Updated weights that are
+    not usable are reported, but the update is not undone: that would require a copy of them.
 
     Returns:
         The next state; and `loss` (nats per token), `grad_norm` (before clipping), `tokens` (number that count: if 0,

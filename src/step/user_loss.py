@@ -1,4 +1,4 @@
-"""The loss that a configuration names: `next_token_loss`, or a user's function whose result is checked."""
+"""Loads the loss function that the key `loss` names, and checks its results."""
 
 import functools
 
@@ -13,7 +13,7 @@ from src.system.user_code import call, check_metrics, class_name, load_function
 
 
 def loss_function(name: str) -> LossFunction:
-    """Loads the function that the key `loss` names, and checks what it returns; raises UserError if there is none."""
+    """Wraps the function that the key `loss` names in a check of its result; raises as `load_function` does."""
     return functools.partial(_checked, load_function(name, "loss"))
 
 

@@ -47,7 +47,8 @@ class BatchSchedule:
     def of(cls, keys: BatchKeys, rows_of: Callable[[float, str], int], shards: int = 1) -> Self:
         """Builds a run's schedule. `rows_of(rows per device, key)` returns a batch's rows; its errors name the key.
 
-        As in MaxText, each of the ramp's n sizes lasts for the fewest steps that take global_rampup_samples / n rows.
+        As in MaxText, each of the ramp's n sizes lasts for the fewest steps that take at least global_rampup_samples /
+        n rows.
         """
         rows = rows_of(keys.per_device_batch_size, "per_device_batch_size")
         if not keys.enable_rampup_batch_size:

@@ -10,7 +10,7 @@ Fields = Mapping[str, jax.ShapeDtypeStruct]  # shape and dtype per row of each f
 
 
 def added_fields(batch: BatchKeys, vocab_size: int) -> Fields:
-    """Finds the fields that `batch_transform` adds; {} if it is not set. Raises UserError as `UserTransform` does."""
+    """Finds the fields that `batch_transform` adds; {} if it is not set. Raises as `UserTransform` does."""
     if not batch.batch_transform:
         return {}
     from src.data.user_transform import UserTransform

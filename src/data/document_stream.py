@@ -30,7 +30,7 @@ class DocumentStream:
             self._order = GroupShuffle(sizes, seed, name or 0)
 
     def documents(self, ordinal: int) -> list[Document]:
-        """Reads and tokenizes item `ordinal` of the stream; raises UserError as the source and `encode` do."""
+        """Reads and tokenizes item `ordinal` of the stream; raises as the source and `encode` do."""
         return encode(self._inputs, self._source[self._order(ordinal)])
 
 

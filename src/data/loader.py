@@ -1,6 +1,7 @@
 """Makes this host's rows of training batches, ahead of time.
 
-A row depends only on the data, the seed, the global batch size, T and its number, not on the host, except in streams.
+A row's contents depend on the data, the entries of their fingerprint and the row's number, but not on how many hosts
+there are, unless a source is a `StreamSource`.
 
 B: rows of a batch, over all hosts.  T: tokens per row.  S: sources.
 """
@@ -49,7 +50,7 @@ def train_batches(
     `streams` are the packing streams whose rows this host makes: without a ramp, these are the rows' numbers in the
     global batch (see `host_rows`). `schedule` has the batch sizes; None: always `global_batch`. `first_step` is the
     number of steps made before.
-    Raises UserError if a source has less text than one row.
+    Raises UserError if a source has fewer tokens than one row.
     """
     packers = []
     for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):

@@ -12,10 +12,11 @@ from src.data.order import permute
 class Mixture:
     """Assigns the rows 0, 1, 2, ... of a run to sources; any first n rows have each source's share to within one row.
 
-    Weights count rows. The schedule is proportionately fair (Baruah, Cohen, Plaxton and Varvel, "Proportionate
-    Progress", 1996): row number k of a source with share w belongs between rows floor(k / w) and ceil((k + 1) / w);
-    among the sources whose next row is eligible, the one with the earliest deadline is taken. That keeps every source's
-    count after n rows within one of n w. Raises UserError as `whole_numbers` does.
+    A source's share is its weight over the sum of weights, in rows, not tokens. The schedule is proportionately fair
+    (Baruah, Cohen, Plaxton and Varvel, "Proportionate Progress", 1996): row number k of a source with share w belongs
+    between rows floor(k / w) and ceil((k + 1) / w); among the sources whose next row is eligible, the one with the
+    earliest deadline is taken. That keeps every source's count after n rows within one of n w. Raises UserError as
+    `whole_numbers` does.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -35,7 +36,7 @@ class Mixture:
         return turns * self._shares[source] + int(np.count_nonzero(self._source[:place] == source))
 
     def assign(self, row: int, global_batch: int, seed: int) -> tuple[int, int]:
-        """Returns the result of `at` for a row of the same full batch: this shuffles the schedule within each batch.
+        """Returns the result of `at` for a permuted row, so that the schedule is shuffled within each full batch.
 
         If the schedule's period and the batch have a common divisor, row j of every batch would otherwise have the same
         few sources. A smaller batch of a ramp takes some of the `global_batch` rows of a full batch.

@@ -28,7 +28,7 @@ READERS = {  # dataset_type -> the module whose `open_source(spec, inputs)` open
 def open_sources(inputs: InputSpec, evaluation: Evaluation) -> tuple[TrainData, list[EvalSet]]:
     """Opens the training data, and if the run evaluates also evaluation data, maybe held out of the training data.
 
-    Raises UserError if data can't be read, or no part of them can be held out.
+    Raises UserError if data can't be read, or no part of them can be held out; TransientError if a store fails.
     """
     specs = train_specs(inputs.data)
     sources = [open_source(spec, inputs) for spec in specs]
@@ -42,7 +42,7 @@ def open_sources(inputs: InputSpec, evaluation: Evaluation) -> tuple[TrainData, 
 
 
 def open_eval_sets(inputs: InputSpec, evaluation: Evaluation) -> list[EvalSet]:
-    """Opens a config's evaluation data, even if its run does not evaluate; raises UserError as `open_sources` does."""
+    """Opens a config's evaluation data, even if its run does not evaluate; raises as `open_sources` does."""
     data, steps = inputs.data, evaluation.eval_steps
     if names_eval_data(data):
         counts = [entry.get("eval_steps", steps) for entry in data.eval_datasets] or [steps]
@@ -55,7 +55,10 @@ def open_eval_sets(inputs: InputSpec, evaluation: Evaluation) -> list[EvalSet]:
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> AnySource:
-    """Opens a dataset. Raises UserError if it can't be read, or its reader or a package for it is missing."""
+    """Opens a dataset.
+
+    Raises UserError if it can't be read, or its reader or a package for it is missing; TransientError if a store fails.
+    """
     try:
         source = _open(spec, inputs)
     except MissingExtra:
@@ -95,7 +98,7 @@ class _Subset:
 
 
 class Subset(_Subset, Source):
-    """Selects some items of another source."""
+    """Selects documents of another source by ascending numbers, which are consecutive if that source has groups."""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -111,7 +114,7 @@ class Subset(_Subset, Source):
         sizes = self._source.group_sizes()
         if sizes is None:
             return None
-        # A source with groups is split into consecutive items, so only the first and last groups may be partial.
+        # The items are consecutive if the source has groups, so only the first and last groups may be partial.
         bounds = np.concatenate([[0], np.cumsum(sizes)])
         return np.diff(np.clip(bounds, self._items[0], self._items[-1] + 1))
 

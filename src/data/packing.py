@@ -48,10 +48,10 @@ RowLayout = Callable[[Sizes, Position, int], tuple[list[Segment], Position]]
 
 
 class Truncation(NamedTuple):
-    """Whether a row's documents are cut at its start or end."""
+    """Whether a row has documents without their start or end."""
 
-    start: bool  # the first document began in an earlier row
-    end: bool  # the last document continues in a later row
+    start: bool  # a document began in an earlier row
+    end: bool  # a document continues in a later row, or its rest is dropped (long_documents=truncate)
 
 
 def empty_batch(rows: int, length: int, counts_bytes: bool = False) -> RowArrays:
@@ -131,7 +131,10 @@ class PackingStream:
         self.position: Position = (int(position[0]), int(position[1]))
 
     def fill(self, batch: RowArrays, row: int) -> Truncation:
-        """Writes the stream's next row into row `row` of `batch`, still padding; raises UserError if no text comes."""
+        """Writes the stream's next row into row `row` of `batch`, still padding.
+
+        Raises UserError for more than MAX_EMPTY_DOCUMENTS empty items in succession, unless the stream has an `end`.
+        """
         self._empty_items = 0
         segments, self.position = self._layout(self._sizes, self.position, batch["tokens"].shape[1])
         cuts = fill_row(

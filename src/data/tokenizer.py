@@ -37,7 +37,7 @@ def make_tokenizer(data: Data, vocab_size: int, needed_by: str = "") -> Tokenize
     """Opens the config's tokenizer; None for synthetic data.
 
     Raises UserError if the data are synthetic but `needed_by` names a use of the tokenizer, or if the tokenizer is
-    unusable or has more ids than `vocab_size`.
+    unusable or has more ids than `vocab_size`; TransientError if it is on the hub, which does not answer.
     """
     if all_synthetic(data):
         if needed_by:

@@ -58,7 +58,7 @@ class Source(Protocol):
         """Returns the number of documents, in constant time."""
 
     def __getitem__(self, i: int) -> Item:
-        """Reads document `i`; raises UserError, naming its location, if it can't be read."""
+        """Reads document `i`; raises UserError, naming its location, or TransientError if a store fails."""
 
     def document_keys(self) -> np.ndarray | None:
         """Hashes each document, uint64 [documents], equal for all pieces of a text; None: not supported."""

@@ -19,7 +19,7 @@ class UserTransform:
     """Applies `batch_transform` to a host's rows; `fields` are the fields that it adds to a batch."""
 
     def __init__(self, batch: BatchKeys, vocab_size: int) -> None:
-        """Loads the function, and finds its fields; raises UserError as `load_function` and `apply_transform` do."""
+        """Loads the function, and finds its fields; raises as `load_function` and `apply_transform` do."""
         self._function = load_function(batch.batch_transform, "batch_transform")
         self._vocab_size = vocab_size
         self.fields = _added_fields(self._function, batch.max_target_length, vocab_size)

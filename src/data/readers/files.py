@@ -52,8 +52,8 @@ class Listing:
         """The number and total size of the files, a digest of names and sizes, and `contents`, a digest of the bytes.
 
         Above 16 MiB in total, contents are sampled in 256 blocks of 64 KiB, so that the time is bounded for any size (a
-        store gets hundreds of requests). Up to a hundred files are also listed individually, as `file NAME`: SIZE.
-        Raises as `attempted` does if a file can't be read.
+        store gets hundreds of requests). If there are at most a hundred files, each is also listed, as `file NAME`:
+        SIZE. Raises as `attempted` does if a file can't be read.
         """
         files = sorted(self.sizes.items())
         listed = "\n".join(f"{size} {name}" for name, size in files)
@@ -66,9 +66,10 @@ class Listing:
         } | {f"file {name}": size for name, size in files if len(files) <= _MAX_NAMED}
 
     def only(self, is_read: Callable[[str], object]) -> "Listing":
-        """Leaves out the files of a folder whose names `is_read` rejects, and prints them; keeps all of a file or glob.
+        """Leaves out the files of a folder whose names `is_read` rejects, and prints them.
 
-        From data rules 2 on, names that begin with `_`, such as _SUCCESS, are left out too, except source code.
+        From data rules 2 on, names that begin with `_`, such as _SUCCESS, are left out too, except source code. If the
+        path is a file or a glob, keeps all files.
         """
         if not self.is_whole:
             return self

@@ -80,7 +80,7 @@ def _find_local(path: str, rules: int) -> _Found:
 
 
 def _fixed_part(path: str) -> str:
-    """Cuts a path to its folder, before the first part with a wildcard."""
+    """Returns the deepest folder of a path that has no wildcard in its name or above it."""
     protocol, colon, place = path.rpartition("://")
     parts = place.split("/")[:-1]
     fixed = "/".join(itertools.takewhile(lambda part: not set(part) & set("*?["), parts))

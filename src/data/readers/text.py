@@ -30,7 +30,7 @@ class DocumentFiles:
     `path` is a file, a folder (its files at any depth, except hidden ones) or a glob, local or remote; if empty, the
     source code of the running Python's standard library is read. Messages name its config key, `key`. Each .jsonl file
     is read once to find its lines, so a remote one is fetched completely. Raises UserError, ending with `expected`, if
-    the files have no documents.
+    the files have no documents, and as `list_text_files` does.
     """
 
     def __init__(self, path: str, key: str, expected: str = _SOME_FILES, rules: int = PRESENT_RULES) -> None:
@@ -73,7 +73,7 @@ class TextSource(Source):
     flaws become errors when they are read. For remote files, where each read is a request, only the beginning of the
     first file is checked. Documents longer than `max_document_bytes` are cut into pieces, which are then treated as
     separate documents. With `rules` 1, opening checks nothing, and a byte order mark is read as text. Raises UserError
-    if there are no documents, or a file is not text.
+    if a file is not text, and as `DocumentFiles` does.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ _CHECKED_SECONDS, _BLOCK_BYTES = 5.0, 1 << 18  # time limit, and bytes per read
 def check(source: Any, setting: str, is_remote: bool) -> None:
     """Reads the first and the last piece of each file, then blocks in a random order until the time is up.
 
-    `source` is a `TextSource`; for remote files, where each read is a request, only the first piece is read. Raises
-    UserError if something is not text, or a line is not JSON with a document.
+    `source` is a `TextSource`; for remote files, where each read is a request, only the first file's first piece is
+    read. Raises UserError if something is not text, or a line is not JSON with a document.
     """
     documents = source.files
     first_documents = np.unique(documents.file, return_index=True)[1]

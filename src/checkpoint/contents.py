@@ -42,7 +42,7 @@ def saved_entries(plan: StepPlan, state: TrainState) -> dict[str, Any]:
 def saved_meta(
     plan: StepPlan, inputs: InputSpec, data: TrainData, start: DataPosition, fingerprint: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Builds the metadata that are the same in all checkpoints of a run; `start` is where its data begin."""
+    """Builds the metadata that all checkpoints of this launch have; `start` is where the launch's data begin."""
     meta = {
         "data": fingerprint,
         "vocab_size": plan.spec.vocab_size,

@@ -53,8 +53,8 @@ def _digest_in_pieces(x: np.ndarray) -> jax.Array:
 def digest(x: jax.Array) -> jax.Array:
     """Sums, modulo 2**32, a hash of (bits, position) over the elements of `x`: uint32[].
 
-    The sum does not depend on the order in which devices add; the position in the hash reveals swapped elements. For a
-    given position the hash is a bijection of the bits, so a change of one element is always detected; any other change
+    The sum does not depend on the order in which devices add; the position in the hash reveals swapped elements. At a
+    given position different bits have different hashes, so a change of one element is always detected; any other change
     is missed with a probability of about 2**-32. Elements have 8, 16 or 32 bits.
     """
     bits = x if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")

@@ -19,7 +19,7 @@ class Restored(NamedTuple):
     """The contents read from a checkpoint."""
 
     state: dict[str, Any]  # arrays, in the requested structure
-    meta: dict[str, Any]  # as it was saved
+    meta: dict[str, Any]  # as it was saved; if a run resumes, with the results of the checkpoint's evaluation
     messages: list[str]  # for the user
 
 
@@ -45,6 +45,6 @@ def checksum_of(content: Mapping[str, Any]) -> int:
 
 
 def flatten(state: Any) -> dict[str, Any]:
-    """Names the leaves with dots, so that files do not depend on the types of optax's containers."""
+    """Returns a state's leaves by dotted name, so that files do not depend on the types of optax's containers."""
     dotted = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
     return {dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}

@@ -10,8 +10,9 @@ from src.model.params import Tree, join
 def initial_weights(inputs: InputSpec, accept_changes: Sequence[str], tree: Tree, axes: Tree) -> tuple[Tree, list[str]]:
     """Loads the weights that a run begins with, by `load_parameters_path` and `load_weights_rules`; also messages.
 
-    The rules' weights replace those loaded from the path. `tree` is as in `load_weights`; `axes` has the logical axes
-    of its weights. Raises UserError as `load_weights`, and if they were trained with another vocabulary or tokenizer.
+    The rules' weights replace those loaded from the path; without a path, only they are returned. `tree` is as in
+    `load_weights`; `axes` has the logical axes of its weights. Raises as `load_weights` and `load_by_rules` do, and
+    UserError if the weights were trained with another vocabulary or tokenizer.
     """
     keys = inputs.config.checkpoint
     weights, metas, messages = {}, [], []

@@ -21,9 +21,10 @@ from src.system.errors import UserError, changed_keys
 
 
 def load_state(path: str, wanted: Mapping[str, Any], vocab_size: int) -> Restored:
-    """Loads the whole state of a run or checkpoint, for `load_full_state_path`; `wanted` as in `restore_latest`.
+    """Loads the whole state of a run or checkpoint, for `load_full_state_path`.
 
-    Raises as `restore_any`, and UserError if it has another vocabulary size.
+    `wanted` is `restore_latest`'s `abstract_state`. Raises as `restore_any` does, and UserError if the vocabulary size
+    differs.
     """
     # src/config/checks.py refuses adapters here, because load_parameters_path, which names their base, is not set.
     restored = restore_any(path, lambda meta, saved: wanted, ", ".join(wanted))
@@ -34,7 +35,7 @@ def load_state(path: str, wanted: Mapping[str, Any], vocab_size: int) -> Restore
 def load_base(keys: Checkpoint, adapters: Mapping[str, Any], tree: Tree) -> Tree:
     """Loads the base weights of a resumed run with adapters, which its checkpoints leave out.
 
-    Raises as `load_weights`, and UserError if `adapters`, from a checkpoint's meta, were trained on other weights.
+    Raises as `load_weights` does, and UserError if `adapters`, from a checkpoint's meta, were trained on other weights.
     """
     check_base(adapters, keys.load_parameters_path, keys.load_ema)
     return load_weights(keys.load_parameters_path, tree, keys.load_ema).state
@@ -46,7 +47,8 @@ def load_weights(path: str, tree: Tree, ema: bool = False, keep_dtypes: bool = F
     `tree` has all of a model's weights as `jax.ShapeDtypeStruct`s with shardings; `ema` loads the moving averages of
     trained weights; `keep_dtypes` keeps a checkpoint's saved dtypes instead of those in `tree`. Returns the weights; a
     checkpoint's meta, or a Hugging Face folder's `vocab_size` and `tokenizer`; messages for the user. Raises UserError
-    if weights are missing, damaged, or from another model, or if the run has no moving averages.
+    if weights are missing, damaged, or from another model, or if the run has no moving averages; TransientError if they
+    could not be read after several attempts.
     """
     if folder := hf_folder(path):
         if ema:
@@ -71,7 +73,11 @@ def load_weights(path: str, tree: Tree, ema: bool = False, keep_dtypes: bool = F
 
 
 def _wanted(tree: Tree, keep_dtypes: bool, meta: Mapping[str, Any], saved: Mapping[str, Any]) -> Tree:
-    """Chooses the weights to restore: all, or for a run with adapters, the adapters and other trained weights."""
+    """Abstract arrays to restore, by dotted name: all of `tree`, or for a run with adapters, those that it saved.
+
+    The latter include the adapters, replicated. `saved` has the shape and dtype of each saved array. With
+    `keep_dtypes`, weights have their saved dtypes instead of those in `tree`.
+    """
     leaves = {dotted(path): leaf for path, leaf in by_path(tree).items()}
     if "lora" in meta:
         leaves = {name: leaf for name, leaf in leaves.items() if name in saved}
@@ -103,7 +109,8 @@ def identity(path: str) -> str:
 def hf_folder(path: str) -> str:
     """Returns the folder of the Hugging Face model `path`, fetched first if it is on the hub; "" for other paths.
 
-    Raises UserError if a hub name has no config.json, or if only some processes find the folder.
+    Raises UserError if a hub name has no config.json or cannot be fetched, or if only some processes find the folder;
+    TransientError if the hub does not answer.
     """
     folder = path
     if path.startswith(HUB):

@@ -1,4 +1,7 @@
-"""Opens Orbax's checkpoint manager. Only the first save imports this: Orbax is a sixth of a command's import time."""
+"""Opens Orbax's checkpoint manager, whose import takes a sixth of a command's import time.
+
+`Checkpointer` therefore imports this module only if a run saves, while devices compute its first step.
+"""
 
 import contextlib
 import gc

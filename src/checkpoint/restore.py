@@ -76,7 +76,7 @@ def restore_any(path: epath.PathLike, abstract_of: AbstractOf, what: str) -> Res
 def newest_meta(path: epath.PathLike) -> tuple[dict[str, Any], str]:
     """Reads the meta of the newest readable checkpoint at `path`, and makes a string that identifies the checkpoint.
 
-    Raises as `restore_any`.
+    Raises as `restore_any` does.
     """
     step, (meta, saved), _ = first_good(*find_steps(path), _read_meta)
     return meta, f"step {step}, {checksum_of({'meta': meta, 'arrays': saved}):08x}"
@@ -126,6 +126,7 @@ def first_good(folder: epath.Path, steps: list[int], read: Callable[[epath.Path]
 def restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str, Any], dict[str, Any]]:
     """Restores (state, meta) of one checkpoint, with the state in the structure that `abstract_of` returns.
 
+    If that has `data_position`, meta also has the checkpoint's `checksum` and the results of its evaluation, if any.
     Raises DamagedError, UserError or TransientError, the same on all processes.
     """
     meta, saved = _read_meta(step_folder)

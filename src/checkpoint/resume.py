@@ -36,8 +36,8 @@ def starting_state(
 ) -> ResumePoint:
     """Restores or initialises the state, its position in the data of `fingerprint`, and messages for the user.
 
-    Raises as `restore_latest`, and UserError if a run is resumed with different data or base weights, or begins with
-    weights that could not be loaded, or were trained with another vocabulary or tokenizer.
+    Raises as `restore_latest` does, and UserError if a run is resumed with different data or base weights, or begins
+    with weights that could not be loaded, or were trained with another vocabulary or tokenizer.
     """
     loading = inputs.config.checkpoint
     wanted = {**saved_entries(plan, abstract), "data_position": HostArray(plan.layout.sharding(()))}

@@ -112,7 +112,10 @@ class RunFolder:
         return file
 
     def set_aside(self, name: str) -> str:
-        """Renames the file `name` to the next unused `metrics.1.jsonl`, ...; returns that, "" if missing or empty."""
+        """Renames the file `name`, such as metrics.jsonl, to the next unused name, such as metrics.1.jsonl.
+
+        Returns the new name; "" if the file is missing or empty.
+        """
         file = self.path / name
         if not (file.exists() and file.stat().length):
             return ""

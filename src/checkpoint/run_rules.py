@@ -12,7 +12,7 @@ def run_rules(run: Run, loading: Checkpoint) -> int:
 
     The version comes from the run's newest checkpoint, or from `load_full_state_path`; a new run has the present rules,
     and so has one with `data_rules` in `accept_changes`. Raises UserError for a version that only a later MinText
-    knows.
+    knows, and as `newest_meta` does.
     """
     own = absolute(f"{run.base_output_directory}/{run.run_name}/checkpoints")
     has_own = run.run_name and of_process_0(lambda: steps_in(own))

@@ -17,7 +17,10 @@ def unused_name(directory: epath.Path, step: int, why: str) -> str:
 
 
 def set_aside(directory: epath.Path, step: int, why: str) -> str:
-    """Renames a checkpoint, or removes an unfinished one, on process 0; returns its new name, "" if it is missing."""
+    """Renames a checkpoint on process 0, or removes it if it is unfinished.
+
+    Returns the name that it picked, also for an unfinished one; "" if there is no such checkpoint.
+    """
     folder = directory / str(step)
     if not folder.exists():
         return ""
@@ -30,7 +33,7 @@ def set_aside(directory: epath.Path, step: int, why: str) -> str:
 def remove(folder: epath.Path) -> None:
     """Removes a folder to which unfinished writes may still add files, trying for 2 s.
 
-    The next start removes any files that remain.
+    If files remain, the run's next start removes them before its first save.
     """
     for _ in range(20):
         with contextlib.suppress(Exception):

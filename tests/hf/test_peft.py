@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from src.checkpoint.format import checksum_of
 from src.checkpoint.load_weights import identity
 from src.extras.hf import convert
 from src.extras.hf.folder import open_folder
@@ -77,6 +78,20 @@ def test_the_identity_of_adapters_is_of_their_base_too(tmp_path):
     tensors["model.norm.weight"] += 1
     saved.save_file(tensors, base / "model.safetensors", {"format": "pt"})
     assert identity(str(tmp_path / "adapter")) != before
+
+
+def test_adapters_on_a_checkpoint_of_ours_are_refused_by_name(tmp_path):
+    content = {"meta": {}, "arrays": {}}
+    meta = tmp_path / "run" / "checkpoints" / "5" / "meta" / "metadata"
+    meta.parent.mkdir(parents=True)
+    meta.write_text(json.dumps({**content, "checksum": checksum_of(content)}))
+    assert identity(str(tmp_path / "run")).startswith("step 5")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "run")}))
+    with pytest.raises(UserError, match=r"base_model_name_or_path=\S+/run, which is not a Hugging Face model folder"):
+        identity(str(tmp_path / "adapter"))
 
 
 @pytest.mark.parametrize(

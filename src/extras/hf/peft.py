@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from src.config.model_folders import is_hf_folder
 from src.config.run_configs import HUB
 from src.extras.hf.family import Family, unknown_entries
 from src.extras.hf.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -35,7 +36,8 @@ _READ = """
 def base_model(folder: Path) -> str:
     """Returns the path, or the hf:// name, of the model that a folder's adapters belong to.
 
-    "" if the folder has no adapters, or a whole model. Raises UserError if the adapters do not name a model.
+    "" if the folder has no adapters, or a whole model. Raises UserError if the adapters do not name a model, or name a
+    folder in another format, as adapters trained on a checkpoint of MinText do.
     """
     if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
         return ""
@@ -43,7 +45,14 @@ def base_model(folder: Path) -> str:
     if not isinstance(base := entries.get("base_model_name_or_path"), str) or not base:
         raise UserError(f"{folder / ADAPTER_CONFIG} names no base_model_name_or_path: write the model's folder there")
     revision = f"@{entries['revision']}" if entries.get("revision") else ""
-    return base if Path(base).expanduser().is_dir() or base.startswith(HUB) else f"{HUB}{base}{revision}"
+    if not (place := Path(base).expanduser()).is_dir():
+        return base if base.startswith(HUB) else f"{HUB}{base}{revision}"
+    if not is_hf_folder(place):
+        raise UserError(
+            f"{folder / ADAPTER_CONFIG} has base_model_name_or_path={base}, which is not a Hugging Face model folder: "
+            "write the folder, or the name on the hub, of the same model in that format there"
+        )
+    return base
 
 
 def adapted(folder: Path, base: Mapping[str, Tensor]) -> dict[str, Tensor]:

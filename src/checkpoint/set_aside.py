@@ -19,14 +19,14 @@ def unused_name(directory: epath.Path, step: int, why: str) -> str:
 def set_aside(directory: epath.Path, step: int, why: str) -> str:
     """Renames a checkpoint on process 0, or removes it if it is unfinished.
 
-    Returns the name that it picked, also for an unfinished one; "" if there is no such checkpoint.
+    Returns the new name; "" if there is no such checkpoint, or only an unfinished one.
     """
     folder = directory / str(step)
     if not folder.exists():
         return ""
-    name = unused_name(directory, step, why)
+    name = "" if is_unfinished(folder) else unused_name(directory, step, why)
     if jax.process_index() == 0:
-        folder.rmtree() if is_unfinished(folder) else folder.rename(directory / name)
+        folder.rename(directory / name) if name else folder.rmtree()
     return name
 
 

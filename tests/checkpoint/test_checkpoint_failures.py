@@ -12,9 +12,10 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
 from src.checkpoint import checkpointer as checkpoint
-from src.checkpoint import restore
+from src.checkpoint import restore, set_aside
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.run_folder import absolute
 from src.system import storage_errors
@@ -415,6 +416,13 @@ def test_the_last_good_checkpoint_stays_until_the_next_has_proven_good(tmp_path,
     saver.close()
     assert names_in(tmp_path) == ["20", "30.nonfinite"]
     assert same(checkpointer(tmp_path).restore_latest(wanted)[0], make_values(20))
+
+
+def test_an_unfinished_checkpoint_gets_no_new_name(directory, monkeypatch):
+    (directory / "30").mkdir()
+    monkeypatch.setattr(set_aside, "is_unfinished", lambda folder: True)  # only a store has such checkpoints
+    assert set_aside.set_aside(epath.Path(directory), 30, "nonfinite") == ""
+    assert names_in(directory) == ["10", "20"]
 
 
 def test_many_old_checkpoints_are_deleted_by_one_listing_a_save(directory, mesh, monkeypatch):

@@ -94,6 +94,13 @@ def test_adapters_on_a_checkpoint_of_ours_are_refused_by_name(tmp_path):
         identity(str(tmp_path / "adapter"))
 
 
+def test_a_base_that_peft_cannot_load_is_said(tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert convert.base_notes(str(saved.save(tmp_path / "hf", "llama"))) == convert.base_notes("hf://some/model") == []
+    (note,) = convert.base_notes(str(tmp_path / "run"))
+    assert f"{tmp_path}/run is a checkpoint of MinText, which peft can't load" in note
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [

@@ -48,7 +48,7 @@ from src.extras.hf.folder_tokenizer import folder_tokenizer
 from src.extras.hf.hub import COMPANIONS, local_folder
 from src.extras.hf.load import match_tensors
 from src.extras.hf.model_keys import find_family, folder_model, model_yaml, read_model_keys
-from src.extras.hf.peft import save_adapters
+from src.extras.hf.peft import base_notes, save_adapters
 from src.extras.hf.save import save_folder
 from src.extras.hf.sections import section_of
 from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
@@ -175,7 +175,8 @@ def to_peft(source: Path, out_dir: Path) -> None:
     shapes = {weight: leaf.shape for weight, leaf in params.by_path(tree).items()}
     _make_empty(out_dir)
     save_adapters(out_dir, family, shapes, model.vocab_size, adapters, meta["lora"])
-    say([f"wrote {out_dir}: adapters of {len(adapters)} weights for the model {meta['lora']['base']}"])
+    base = meta["lora"]["base"]
+    say([f"wrote {out_dir}: adapters of {len(adapters)} weights for the model {base}", *base_notes(base)])
 
 
 def _load_adapters(path: str) -> tuple[dict[tuple[str | int, ...], tuple[np.ndarray, np.ndarray]], dict[str, Any]]:

@@ -98,7 +98,7 @@ def test_a_base_that_peft_cannot_load_is_said(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert convert.base_notes(str(saved.save(tmp_path / "hf", "llama"))) == convert.base_notes("hf://some/model") == []
     (note,) = convert.base_notes(str(tmp_path / "run"))
-    assert f"{tmp_path}/run is a checkpoint of MinText, which peft can't load" in note
+    assert f"{tmp_path}/run, a checkpoint of MinText, which peft can't load" in note
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,9 @@ def base_notes(base: str) -> list[str]:
     """Returns a line for the user if `base`, to which adapters belong, is no model that peft can load."""
     if base.startswith(HUB) or is_hf_folder(base):
         return []
-    entry = f"{ADAPTER_CONFIG} names it as base_model_name_or_path"
     return [
-        f"{base} is a checkpoint of MinText, which peft can't load, and {entry}: export it with convert to-hf, and write "
-        "that folder there"
+        f"{ADAPTER_CONFIG} has base_model_name_or_path={base}, a checkpoint of MinText, which peft can't load: export "
+        "it with convert to-hf, and write that folder there"
     ]
 
 

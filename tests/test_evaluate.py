@@ -114,6 +114,14 @@ def test_the_data_are_named(trained, corpus, texts, capsys):
     assert re.search("dataset_path=elsewhere .* has no effect: src.evaluate reads it only with", printed)
 
 
+def test_one_evaluation_has_nothing_to_continue_after(trained, capsys):
+    """Nor is a whole epoch refused, as it is in a run that continues after the last evaluation."""
+    run, _ = trained
+    losses = [evaluate.main([str(run), "eval_steps=-1", *mode]) for mode in ([], ["eval_mode=rolling"])]
+    assert losses[0] == losses[1]
+    assert "eval_mode=rolling (on the command line) has no effect: it is for src.train" in capsys.readouterr().out
+
+
 def test_a_held_out_part_is_named_without_reading_its_files_again(corpus, monkeypatch):
     config = load([runs.BASE, f"dataset_path={corpus}"])
     (data,) = open_eval_sets(InputSpec.of(config, make_tokenizer(config.data, 32_000)), config.evaluation)

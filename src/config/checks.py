@@ -4,7 +4,7 @@ Checks that depend on the devices or the data are elsewhere, and run once those 
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from src.config import dataset_spec, model_checks
@@ -21,14 +21,15 @@ _NEEDED = {"tfds": "dataset_name", "custom": "dataset_factory"}
 _NEEDED |= dict.fromkeys(("array_record", "parquet", "tokens", "hf"), "dataset_path")
 
 
-def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
+def check_config(config: Mapping[str, Any], failed: set[str], unread: Collection[str] = ()) -> list[str]:
     """Checks a value for every key of base.yml; returns problems as sentences that name the keys.
 
-    Values have the right types. The keys in `failed`, whose problems are already reported, are not checked.
+    Values have the right types. The keys in `failed`, whose problems are already reported, are not checked. Keys that
+    the command does not read, `unread`, are not checked against others.
     """
     invalid = {key: problem for key in config if key not in failed and (problem := check_value(key, config[key]))}
     unsound = {*failed, *invalid}
-    sound = Config.of({key: value for key, value in config.items() if key not in unsound})
+    sound = Config.of({key: value for key, value in config.items() if key not in {*unsound, *unread}})
     for key in unsound:  # a check that reads one raises AttributeError, caught below: its problem is reported already
         object.__delattr__(getattr(sound, KEYS[key].section), key)
     problems = list(invalid.values())

@@ -20,6 +20,8 @@ SETTINGS = {
     "split": ("train_split", "eval_split"),
     **{key: (key, key) for key in ("dataset_column", "array_record_format", "dataset_factory")},
 }
+# The key that stands in for an evaluation key without a value, by `dataset_type`: TFDS has one folder for all datasets.
+SHARED = {"tfds": {"eval_dataset_path": "dataset_path"}}
 ENTRY_KEYS = {"datasets": ("name", "weight", *SETTINGS), "eval_datasets": ("name", "eval_steps", *SETTINGS)}
 
 
@@ -103,8 +105,7 @@ def names_eval_data(data: Data) -> bool:
 
 
 def _specs(data: Data, entries: Sequence[Mapping[str, Any]], is_eval: bool) -> list[DatasetSpec]:
-    shared = {setting: getattr(data, keys[is_eval]) for setting, keys in SETTINGS.items()}
-    if shared["dataset_type"] == "tfds":  # dataset_path is the folder of all TFDS datasets
-        shared["dataset_path"] = shared["dataset_path"] or data.dataset_path
+    names, instead = {setting: keys[is_eval] for setting, keys in SETTINGS.items()}, SHARED.get(data.dataset_type, {})
+    shared = {setting: getattr(data, key) or getattr(data, instead.get(key, key)) for setting, key in names.items()}
     named = [(entry["name"], {name: entry.get(name, shared[name]) for name in SETTINGS}) for entry in entries]
     return [DatasetSpec(name, data.max_document_bytes, is_eval, **each) for name, each in named or [("", shared)]]

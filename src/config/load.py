@@ -15,7 +15,7 @@ from src.config.checks import check_config
 from src.config.hints import hints
 from src.config.keys import frozen
 from src.config.model_checks import check_value, read_list
-from src.config.requirements import TYPED, Requires, Setting, to_settings, unused_keys
+from src.config.requirements import OF_TRAIN, TYPED, Requires, Setting, may_be_unused, to_settings
 from src.config.schema import KEYS, Config, defaults
 from src.config.yaml import BASE, CONFIGS, NOTHING, Plain, convert, dump, file_name, literal, parse_argument, parse_keys
 from src.system.errors import UserError, changed_keys, clipped
@@ -107,15 +107,25 @@ def _load(
     config, failed = _resolve([*below, *settings], problems, notes)
     # A model that comes from another run keeps the name it has there.
     config["model_name"] = next((str(setting.value) for setting in model if setting.key == "model_name"), model_name)
-    problems += check_config(config, failed)
-    # A run's own file lists every key, including keys without effect.
-    chosen = [setting for setting in files if not (run or setting.where.endswith(f"/{run_configs.CONFIG}"))]
-    unread: Sequence[Requires] = ()
+    unread: Sequence[Requires] = OF_TRAIN if command == "src.train" else ()
     if command not in ("", "src.train"):
         from src.config.unread_keys import UNREAD
 
         unread = UNREAD.get(command, ())
-    for key, sentence in unused_keys([*chosen, *arguments], config, failed, notes, command, unread):
+    sound = {key: value for key, value in config.items() if key not in failed}
+    if found := check_config(config, failed):  # some may be due to keys that the command does not read
+        from src.config.unused_keys import keys_not_read
+
+        of_read = check_config(config, failed, keys_not_read(sound, command, unread))
+        problems += [each for each in found if each in of_read]
+    # A run's own file lists every key, including keys without effect.
+    chosen = [setting for setting in files if not (run or setting.where.endswith(f"/{run_configs.CONFIG}"))]
+    unused: Sequence[tuple[str, str]] = ()
+    if may_be_unused([*chosen, *arguments], sound, command, unread):
+        from src.config.unused_keys import unused_keys
+
+        unused = unused_keys([*chosen, *arguments], sound, notes, command, unread)
+    for key, sentence in unused:
         (notes if hints().is_maxtext_default(key, config.get(key)) else problems).append(sentence)
     problems = [clipped(problem) for problem in dict.fromkeys(problems)]
     if len(problems) > 1:

@@ -1,10 +1,9 @@
-"""Lists which keys need certain values of others, or certain commands, and finds settings without effect."""
+"""Lists which keys have an effect only with certain values of others, or only in certain commands."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from src.config.attention_types import ATTENTION_TYPES, keys_of_type
-from src.config.dataset_spec import SETTINGS
 from src.config.keys import ABOVE_0, FROM_1, FROM_2, Range
 from src.config.optimizer_keys import OPTIMIZERS, SCHEDULES, reading
 from src.config.schema import KEYS
@@ -13,6 +12,22 @@ from src.config.yaml import dump
 IS_SET = Range("...", bool)
 EMPTY = Range("(empty)", lambda value: not value)
 ABOVE_1 = Range("a number above 1", lambda x: x > 1)
+_PART = Range("a number below 1", lambda x: x < 1)
+
+
+def _other(choice: str) -> Range:
+    return Range(f"(not {choice})", lambda value: value != choice)
+
+
+class Above(NamedTuple):
+    """A number above the value of another key."""
+
+    key: str
+
+    @property
+    def words(self) -> str:
+        """Names the other key."""
+        return f"(more than {self.key})"
 
 
 class Requires:
@@ -24,16 +39,19 @@ class Requires:
 
     def satisfied(self, facts: Mapping[str, Any]) -> bool:
         """Returns whether the keys have an effect, given the values `facts` of a configuration's or a layer's keys."""
-        return any(
-            values.holds(facts[key]) if isinstance(values, Range) else facts[key] in values
-            for key, values in self.one_of.items()
-        )
+        return any(_holds(values, facts[key], facts) for key, values in self.one_of.items())
 
     def __str__(self) -> str:
         return " or ".join(
-            f"{key}={values.words if isinstance(values, Range) else ' or '.join(map(dump, values))}"
+            f"{key}={values.words if isinstance(values, Range | Above) else ' or '.join(map(dump, values))}"
             for key, values in self.one_of.items()
         )
+
+
+def _holds(values: Any, value: Any, facts: Mapping[str, Any]) -> bool:
+    if isinstance(values, Above):
+        return value > facts.get(values.key, 0)  # 0: the other key is invalid, and reported already
+    return values.holds(value) if isinstance(values, Range) else value in values
 
 
 class Lists(Requires):
@@ -62,6 +80,8 @@ _OF_TYPES = {key for declared in ATTENTION_TYPES.values() for key in keys_of_typ
 # Keys under "Model: attention" that are not an attention type's own: a type reads all, none, or its `scores`.
 OF_SCORES = tuple(key for key in _of_group("Model: attention", "attention_type") if key not in _OF_TYPES)
 _OF_ROPE = _of_group("Model: positions", "position_type")
+# Keys of layers that are read outside of them too: for the final norm, and for embeddings.
+AROUND_LAYERS = (*_of_group("Model: norms"), "dropout_rate", "position_type")
 
 
 def _of_type(key: str) -> Requires:
@@ -73,6 +93,7 @@ def _of_type(key: str) -> Requires:
 
 _BY_LENGTH = ("llama3.1", "yarn", "dynamic", "longrope")  # rope_types that read original_max_position_embeddings
 _SCALED_ROPE = ("linear", *_BY_LENGTH, "proportional")
+_WITH_SCORES = [kind for kind, it in ATTENTION_TYPES.items() if it.head_dim]
 _WITHOUT_FACTOR = ("dynamic", "longrope", "proportional")  # rope_types with an effect even if rope_factor is 1
 # fmt: off
 # Requirements of keys that may differ by layer. A layer's spec omits keys without effect on it.
@@ -99,11 +120,26 @@ _WITHOUT_STEPS = Range(
     "(an entry without eval_steps)", lambda sets: not sets or any("eval_steps" not in each for each in sets)
 )
 _NAMED_DATA = ("eval_dataset_path", "eval_dataset_name", "eval_datasets", "datasets")
+_WITHOUT_PATH = Range(
+    "(an entry without dataset_path)", lambda sets: not sets or any("dataset_path" not in each for each in sets)
+)
 _SAMPLED = ("weighted", "topk", "nucleus", "composite")
 _STAGES = Range("2 or more", lambda size: size >= 2 or size == -1)
 REQUIREMENTS = (
     *LAYER_REQUIREMENTS,
+    Lists("log_period", quiet=False, weight_dtype="bfloat16"),  # it also dates the report on narrow weights
     Requires("trainable_position_size", position_type="learned"),
+    # Not in the list above: a layer's spec, and so an exported model, keeps these settings.
+    Lists("rope_type rope_factor", rope_type=_other("dynamic"),
+         max_target_length=Above("original_max_position_embeddings")),
+    Lists("attention", attention_type=_WITH_SCORES),
+    Lists("position_type", attention_type=_WITH_SCORES, position_type=["learned", "sinusoidal"]),
+    Lists("mscale", mscale_all_dim=ABOVE_0),
+    Lists("mscale", rope_attention_factor=[0.0]),
+    Lists("mscale_all_dim", mscale=ABOVE_0, attention_type="mla"),
+    Lists("mscale_all_dim", rope_attention_factor=[0.0], attention_type="mla"),
+    Lists("n_routing_groups topk_routing_group routing_group_score", n_routing_groups=Above("topk_routing_group")),
+    Lists("rope_type", rope_type=_other("proportional"), rope_factor=ABOVE_1, partial_rotary_factor=_PART),
     Requires("load_balance_loss_weight router_z_loss_weight", num_experts=FROM_2),
     Requires("routed_bias_update_rate", routed_bias=True),
     Requires("mtp_loss_scaling_factor", mtp_num_layers=ABOVE_0),
@@ -114,7 +150,11 @@ REQUIREMENTS = (
     Requires("target_eval_loss", eval_interval=FROM_1),
     Lists("eval_steps", eval_datasets=_WITHOUT_STEPS),
     Requires("load_ema", load_parameters_path=IS_SET, load_weights_rules=IS_SET),
+    *(Lists("init_weights_seed", **{key: EMPTY}, lora_rank=ABOVE_0, dropout_rate=ABOVE_0)
+      for key in ("load_parameters_path", "load_full_state_path")),
     *(Requires(key, lr_schedule_type=reading(SCHEDULES, key)) for key in _read_by(SCHEDULES)),
+    Lists("learning_rate_final_fraction", lr_schedule_type=_other("wsd"), wsd_decay_steps_fraction=ABOVE_0),
+    Lists("lr_schedule_type learning_rate_final_fraction", warmup_steps_fraction=_PART),
     Requires("quantization_exclude", quantization=["int8", "fp8", "mxfp8"], quantize_weights="int8"),
     Requires("lora_alpha lora_parameters", lora_rank=ABOVE_0),
     Lists("dataset_path eval_dataset_path tokenizer_type tokenizer_path sample_length", dataset_type=_READ),
@@ -135,6 +175,7 @@ REQUIREMENTS = (
     Requires("dataset_factory", dataset_type="custom"),
     Requires("max_document_bytes", dataset_type="text"),
     Requires("long_documents", packing=False),
+    Lists("long_documents", dataset_type=_READ),
     Requires("per_device_batch_size_start per_device_batch_size_increment global_rampup_samples",
          enable_rampup_batch_size=True),
     Requires("sft_train_on_completion_only", use_sft=True),
@@ -154,8 +195,23 @@ REQUIREMENTS = (
     Requires("hang_after_seconds hang_action", hang_after_steps=ABOVE_0),
     Requires("stack_trace_to_cloud stack_trace_interval_seconds", collect_stack_trace=True),
 )
+_EVALUATION = [name for name, key in KEYS.items() if key.section == "evaluation" and not key.commands]
+SAMPLING = [name for name, key in KEYS.items() if name.startswith(("decode_sampling", "decode_seed", "decode_stop"))]
+SAMPLING += ["use_chat_template", "max_prefill_predict_length"]
+# The same for src.train; src.evaluate and src.decode read these keys in any case.
+OF_TRAIN = (
+    # With tfds it is the folder of evaluation data too; otherwise `_places` refuses it.
+    Lists("dataset_path", dataset_type=_other("tfds"), datasets=_WITHOUT_PATH, eval_dataset_name=IS_SET,
+         eval_datasets=IS_SET),
+    Lists([name for name in _EVALUATION if name != "eval_interval"], eval_interval=FROM_1),
+    Lists([name for name in KEYS if name.startswith(("eval_dataset", "eval_split", "eval_fraction"))],
+         eval_interval=FROM_1, dataset_type="synthetic"),  # with synthetic data, their tokenizer is the sample's
+    Lists(SAMPLING, sample_length=FROM_1, decode_metrics=IS_SET),
+    Lists("decode_samples decode_prompt_tokens decode_num_prompts", decode_metrics=IS_SET),
+)
 # fmt: on
 
+LISTS = ("decoder_segments", "datasets", "eval_datasets")  # keys with settings of layers or of datasets
 TYPED = "on the command line"  # the source of settings that are not in a file
 
 
@@ -172,110 +228,15 @@ def to_settings(keys: Mapping[str, Any], where: str) -> list[Setting]:
     return [Setting(key, value, where) for key, value in keys.items()]
 
 
-def unused_keys(
-    settings: Sequence[Setting],
-    config: Mapping[str, Any],
-    failed: set[str],
-    notes: list[str],
-    command: str,
-    unread: Sequence[Requires] = (),
-) -> list[tuple[str, str]]:
-    """Finds a user's settings that differ from the default but have no effect; returns (key, sentence) for each.
-
-    `settings` are in the order in which they apply, and `config` is the result. Skips keys in `failed`, and keys that a
-    source after their own made unused. With a `command`, also finds keys that are for others, or that are `unread`
-    (see `unread_keys.UNREAD`). Settings that may be ignored are listed in `notes` instead.
-    """
-    last = {setting.key.partition(".")[0]: (number, setting) for number, setting in enumerate(settings)}
-    known = {key: value for key, value in config.items() if key not in failed}
-    unread = [need for need in unread if need.one_of.keys() <= known.keys() and not need.satisfied(known)]
-    not_read = {key for need in unread for key in need.keys}
-    problems: list[tuple[str, str]] = []
-    ignored: dict[tuple[str, str], list[str]] = {}  # settings that `notes` lists together, by source and reason
-    for key, (number, setting) in last.items():
-        if key not in known or known[key] == KEYS[key].default:
-            continue
-        changed = {later.key.partition(".")[0] for later in settings[number:] if later.where != setting.where}
-        found = _of_others(key, command, unread) or _idle(key, known, changed, not_read)
-        if not found:
-            continue
-        reason, ignored_where = found
-        typed = f"{key}={dump(known[key])}"
-        if {"anywhere": True, "in files": setting.where != TYPED, "nowhere": False}[ignored_where]:
-            ignored.setdefault((setting.where, reason), []).append(typed)
-        else:
-            problems.append((key, _no_effect([typed], setting.where, reason)))
-    for key, place, facts, needs in _listed(known):
-        unmet = [need for need in needs if need.one_of.keys() <= facts.keys() | known.keys()]
-        for fact, need in ((fact, each) for each in unmet for fact in each.keys if fact in facts):
-            if key in last and facts[fact] != KEYS[fact].default and not need.satisfied({**known, **facts}):
-                typed, where = f"{fact}={dump(facts[fact])}", f"{key}, {place}"
-                if key == "decoder_segments":
-                    problems.append((key, f"{where}: {typed} has no effect: it needs {need}"))
-                else:
-                    typed = typed.removeprefix("train_").removeprefix("eval_")  # as an entry spells it
-                    ignored.setdefault((where, f"it needs {need}"), []).append(typed)
-    notes += [_no_effect(typed, *why) for why, typed in ignored.items()]
-    return problems
-
-
-def _no_effect(settings: Sequence[str], where: str, reason: str) -> str:
-    """Words the sentence for settings that have the same `reason`, which is worded for one setting."""
-    if len(settings) == 1:
-        return f"{settings[0]} ({where}) has no effect: {reason}"
-    for one, several in {"it is": "they are", "it needs": "they need", "reads it": "reads them"}.items():
-        reason = reason.replace(one, several)
-    return f"{', '.join(settings)} ({where}) have no effect: {reason}"
-
-
-def _of_others(key: str, command: str, unmet: Sequence[Requires]) -> tuple[str, str] | None:
-    """Returns why `command` does not read a key, and where it may be ignored, as `Key.ignored`; None if it does."""
-    need = next((each for each in unmet if key in each.keys), None)
-    commands, ignored = KEYS[key].commands, "anywhere" if isinstance(need, Lists) else KEYS[key].ignored
-    if need and need.one_of:
-        return f"{command} reads it only with {need}", ignored
-    if need or (command and commands and command not in commands):
-        return f"it is for {(*commands, 'src.train')[0]}, and this is {command}", ignored
-    return None
-
-
-def _listed(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any], Sequence[Requires]]]:
-    """Yields what describes each layer or dataset in a list: the list's key, the place, its keys, requirements."""
-    for number, entry in enumerate(config.get("decoder_segments", ()), 1):
-        for facts in entry["pattern"]:
-            yield "decoder_segments", f"segment {number}", facts, LAYER_REQUIREMENTS
-    for is_eval, name in enumerate(("datasets", "eval_datasets")):
-        for entry in config.get(name, ()):
-            facts = {keys[is_eval]: entry[setting] for setting, keys in SETTINGS.items() if setting in entry}
-            yield name, entry["name"], facts, REQUIREMENTS
-
-
-def _idle(key: str, config: Mapping[str, Any], changed: set[str], not_read: set[str]) -> tuple[str, str] | None:
-    """Returns, as `_of_others`, why a key affects no layer or dataset, if not due to keys `changed` or `not_read`."""
-    lists, places = _places(key, config)
-    if changed & lists:
-        return None
-    if not places:
-        whole = " and ".join(sorted(lists))
-        instead = whole.replace(" and ", "=[] ")
-        return f"{whole} sets it for each entry; to use this value instead, add {instead}=[]", "nowhere"
-    needs = [need for need in REQUIREMENTS if key in need.keys and need.one_of.keys() <= config.keys() - not_read]
-    for need in needs:
-        if not changed & need.one_of.keys() and not any(need.satisfied({**config, **place}) for place in places):
-            return f"it needs {need}", "anywhere" if isinstance(need, Lists) else "nowhere"
-    return None
-
-
-def _places(key: str, config: Mapping[str, Any]) -> tuple[set[str], list[Mapping[str, Any]]]:
-    """Finds the layers, or for a key of data or decoding the datasets, that do not have a value of their own.
-
-    Returns the keys that list layers or datasets, and the settings of each one found.
-    """
-    if KEYS[key].section not in ("data", "decoding"):  # a text of a model needs a tokenizer, which comes with data
-        layers = [facts for entry in config.get("decoder_segments", ()) for facts in entry["pattern"]] or [{}]
-        return {"decoder_segments"}, [facts for facts in layers if key not in facts]
-    setting = next((setting for setting, keys in SETTINGS.items() if key in keys), key)
-    names = SETTINGS.get(setting, (key, key))
-    lists = {name for name, used in zip(("datasets", "eval_datasets"), names, strict=True) if used == key}
-    entries = [entry for name in lists for entry in config.get(name) or ({},)]
-    return lists, [entry for entry in entries if setting not in entry]
+def may_be_unused(
+    settings: Sequence[Setting], config: Mapping[str, Any], command: str, unread: Sequence[Requires]
+) -> bool:
+    """Returns whether any of the settings may have no effect; then `unused_keys` finds out which, and why."""
+    names = {setting.key.partition(".")[0] for setting in settings} & config.keys()
+    needs = [need for need in (*REQUIREMENTS, *unread) if names.intersection(need.keys)]
+    return (
+        command not in ("", "src.train")
+        or any(KEYS[name].commands for name in names)
+        or any(config.get(name) for name in LISTS)  # perhaps from a model's file
+        or not all(need.satisfied(config) for need in needs if need.one_of.keys() <= config.keys())
+    )

@@ -1,7 +1,7 @@
 """Lists the keys that a command accepts in a file meant for several commands, but does not read."""
 
-from src.config.keys import ABOVE_0
-from src.config.requirements import EMPTY, IS_SET, Lists, Requires
+from src.config.keys import ABOVE_0, FROM_1
+from src.config.requirements import EMPTY, IS_SET, SAMPLING, Lists, Requires
 from src.config.schema import KEYS
 
 _OF_TOKENIZER = ("dataset_type", "tokenizer_type", "tokenizer_path")
@@ -23,11 +23,14 @@ UNREAD: dict[str, tuple[Requires, ...]] = {
     "src.train_dpo": (
         Requires("use_sft sft_train_on_completion_only dataset_column max_document_bytes sample_length"),
         Requires("decode_metrics compiled_trainstep_file pgle pgle_profile packing long_documents"),
+        Lists([*SAMPLING, "decode_samples", "decode_prompt_tokens", "decode_num_prompts"]),
+        Lists("eval_steps eval_fraction", eval_interval=FROM_1),  # other keys of evaluation are the reference's too
     ),
     "src.decode": (
         Lists(_OF_TRAINING),
         Lists("packing long_documents batch_transform data_threads eval_fraction sft_train_on_completion_only"),
         Lists("eval_steps eval_per_device_batch_size eval_metrics"),
+        Lists("run_name base_output_directory num_vocab_tiling"),
         Requires("decode_samples decode_prompt_tokens decode_num_prompts", decode_path=IS_SET),
         Lists(_DATA, decode_prompt_tokens=ABOVE_0),
         Lists(_DATA, decode_path=IS_SET),
@@ -44,6 +47,7 @@ UNREAD: dict[str, tuple[Requires, ...]] = {
         Lists("decode_sampling_strategy decode_sampling_temperature decode_sampling_top_k"),
         Lists("decode_sampling_nucleus_p decode_num_prompts"),
         Lists("use_chat_template decode_seed", tasks=IS_SET),
+        *(Lists("run_name base_output_directory", **{key: EMPTY}) for key in _TO_SCORE),  # otherwise for data rules
         *(
             Lists(
                 [*_DATA, "packing", "long_documents", "batch_transform", "eval_steps", "eval_metrics"], **{key: EMPTY}

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from src.config.requirements import REQUIREMENTS
+from src.config.requirements import OF_TRAIN, REQUIREMENTS
 from src.config.schema import KEYS
 from src.config.unread_keys import UNREAD
 from src.config.usage import TRAIN
@@ -53,7 +53,9 @@ def test_a_setting_that_nothing_reads_is_refused(typed, says):
 
 
 _SETS = "eval_datasets=[{name: a, dataset_path: x, eval_steps: 2}]"
+_YARN = "rope_type=yarn rope_factor=4"
 _HF = "dataset_type=hf dataset_path=x"
+_TFDS = "dataset_type=tfds dataset_path=x datasets=[{name: a, dataset_name: b, dataset_path: y}]"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,48 @@ _HF = "dataset_type=hf dataset_path=x"
         ("decode_sampling_strategy=greedy decode_seed=3", "decode_seed=3 .*: it needs decode_sampling_strategy="),
         ("decode_sampling_temperature=0 decode_seed=3", "it needs decode_sampling_temperature=a positive number"),
         ("trust_tasks=true tasks=arc_easy", "trust_tasks=true .*: it needs include_path=... or tasks=FILE.yaml"),
-        # Settings of a dataset in a list.
+        (
+            "rope_type=dynamic rope_factor=2",
+            r"rope_factor=2.0 .*=.not dynamic. or max_target_length=.more than original",
+        ),
+        ("rope_type=proportional", "rope_type=proportional .* or partial_rotary_factor=a number below 1"),
+        (
+            "lr_schedule_type=wsd wsd_decay_steps_fraction=0 learning_rate_final_fraction=0.5",
+            "=0.5 .*: it needs lr_schedule_type=.not wsd. or wsd_decay_steps_fraction=a positive number",
+        ),
+        (
+            "warmup_steps_fraction=1 lr_schedule_type=exponential",
+            "=exponential .*: it needs warmup_steps_fraction=a num",
+        ),
+        (f"{_YARN} mscale=0.5", "mscale=0.5 .*: it needs mscale_all_dim=a positive number"),
+        (
+            f"{_YARN} mscale_all_dim=0.5",
+            "mscale_all_dim=0.5 .*: it needs mscale=a positive number or attention_type=mla",
+        ),
+        (
+            "num_experts=8 num_experts_per_tok=2 n_routing_groups=2 topk_routing_group=2",
+            "they need n_routing_groups=.more",
+        ),
+        (
+            "dataset_type=synthetic packing=false long_documents=truncate",
+            "long_documents=truncate .* needs dataset_type=",
+        ),
+        ("attention_type=gated_delta position_type=none", "position_type=none .*: it needs attention_type=global or"),
+        ("attention_type=gated_delta attention=blocked", "attention=blocked .*: it needs attention_type=global or"),
+        ("quiet=true log_period=5", "log_period=5 .*: it needs quiet=false or weight_dtype=bfloat16"),
+        (
+            "load_parameters_path=x init_weights_seed=5",
+            "init_weights_seed=5 .*: it needs load_parameters_path=.empty. or",
+        ),
+        (
+            "load_full_state_path=x init_weights_seed=5",
+            "init_weights_seed=5 .*: it needs load_full_state_path=.empty. or",
+        ),
+        # Settings of a layer or a dataset in a list.
+        (
+            "decoder_segments=[{repeats: -1, pattern: [{rope_type: proportional}]}]",
+            "^rope_type=proportional .decoder_segments, segment 1. has",
+        ),
         ("datasets=[{name: a, dataset_path: x, split: b}]", r"^split=b .datasets, a. has no effect: .*=tfds or hf"),
         ("eval_datasets=[{name: a, dataset_path: x, array_record_format: text}]", r"=text .eval_datasets, a. has"),
         ("datasets=[{name: a, dataset_type: synthetic, dataset_path: x}]", r"^dataset_path=x .datasets, a. has"),
@@ -93,7 +136,22 @@ def test_a_setting_that_earlier_versions_accepted_is_listed(typed, says):
     ("command", "typed"),
     [
         ("", ""),
-        ("", "eval_interval=5 eval_fraction=0.5"),
+        ("src.train", "eval_interval=5 eval_fraction=0.5 eval_mode=rolling eval_steps=2"),
+        ("src.train", "sample_length=5 decode_seed=3"),
+        ("src.train", "decode_metrics=a:b eval_interval=5 decode_seed=3 decode_prompt_tokens=8 decode_num_prompts=2"),
+        ("", "rope_type=dynamic original_max_position_embeddings=1024"),
+        ("", "rope_type=proportional partial_rotary_factor=0.5"),
+        ("", "attention_type=gated_delta position_type=learned"),
+        ("", f"{_YARN} mscale=0.5 mscale_all_dim=0.5"),
+        ("", "num_experts=8 num_experts_per_tok=2 n_routing_groups=4 topk_routing_group=2 routing_group_score=top2"),
+        ("", "quiet=true log_period=5 weight_dtype=bfloat16 adam_b1=0.9 adam_b2=0.9"),
+        ("", "load_parameters_path=x init_weights_seed=5 dropout_rate=0.1"),
+        # The final norm, embeddings and evaluation data read what each layer or dataset sets for itself.
+        ("", "normalization=layer decoder_segments=[{repeats: -1, pattern: [{normalization: rms}]}]"),
+        ("", "dropout_rate=0.1 decoder_segments=[{repeats: -1, pattern: [{dropout_rate: 0.0}]}]"),
+        ("", "position_type=learned decoder_segments=[{repeats: -1, pattern: [{position_type: none}]}]"),
+        ("src.train", f"{_TFDS} eval_interval=5 eval_dataset_name=c"),
+        ("src.train", f"{_TFDS} eval_interval=5 eval_datasets=[{{name: b, dataset_name: c}}]"),
         ("", f"{_HF} eval_dataset_path=y eval_dataset_name=b"),
         ("", "dataset_type=synthetic datasets=[{name: a, dataset_type: text, dataset_path: x}] sample_length=9"),
         # They lack the tokenizer that a text needs, which is an error, and that logits can do without.
@@ -110,12 +168,65 @@ def test_settings_with_an_effect_are_not_listed(command, typed):
     assert notes == []
 
 
+def test_a_factor_of_rotated_heads_replaces_the_two_keys_that_yarn_computes_it_from():
+    notes = []
+    load([BASE, *f"{_YARN} rope_attention_factor=2 mscale=1 mscale_all_dim=0.5".split()], notes, command="")
+    assert [re.sub(" .*needs", "", note) for note in notes] == [
+        "mscale=1.0 rope_attention_factor=0.0",
+        "mscale_all_dim=0.5 rope_attention_factor=0.0 or attention_type=mla",
+    ]
+
+
 def test_a_key_does_not_depend_on_keys_that_the_command_does_not_read():
     """Tasks say how to sample; the seed is the command's."""
     notes = []
     load([BASE, "tasks=a", "decode_sampling_strategy=greedy", "decode_seed=3"], notes, command="src.evaluate")
     (note,) = notes
     assert note.startswith("decode_sampling_strategy=greedy (on the command line) has no effect: it is for src.train")
+
+
+@pytest.mark.parametrize(
+    ("command", "typed"),
+    [
+        ("src.evaluate", "eval_mode=rolling eval_steps=-1"),
+        ("src.evaluate", "steps=-1"),
+        ("src.decode", "remat_policy=custom"),
+        ("src.train", "eval_mode=rolling"),
+    ],
+)
+def test_a_key_that_is_not_read_is_not_checked_against_others(command, typed):
+    notes = []
+    load([BASE, *typed.split()], notes, command=command)
+    (note,) = notes
+    assert note.startswith(typed.split()[0])
+
+
+def test_a_runs_keys_for_training_do_not_restrict_its_evaluation(tmp_path):
+    keys = "enable_rampup_batch_size: true\nper_device_batch_size: 8\nper_device_batch_size_start: 4\n"
+    (tmp_path / "config.yml").write_text(f"{keys}eval_mode: rolling\neval_steps: 4\n")
+    argv = [str(tmp_path), "per_device_batch_size=1", "eval_steps=-1"]
+    assert load(argv, [], uses_weights=True, command="src.evaluate").evaluation.eval_steps == -1
+    with pytest.raises(UserError, match=r"^enable_rampup_batch_size: .* does not grow"):
+        load(argv, [], command="src.train")
+
+
+def test_a_key_that_is_not_read_may_be_one_that_another_needs():
+    """A run's folder has dataset_type=tfds, of which src.decode reads nothing."""
+    notes = []
+    load([BASE, "dataset_type=tfds", "dataset_name=a"], notes, command="src.decode")
+    assert [note.partition(" ")[0] for note in notes] == ["dataset_type=tfds", "dataset_name=a"]
+    with pytest.raises(UserError, match=r"^dataset_type=tfds needs dataset_name$"):
+        load([BASE, "dataset_type=tfds", "decode_path=x", "decode_prompt_tokens=4"], command="src.decode")
+
+
+def test_what_is_not_read_must_still_be_valid():
+    with pytest.raises(UserError, match=r"eval_mode=new is none of reset, rolling"):
+        load([BASE, "eval_mode=new"], command="src.evaluate")
+
+
+def test_a_number_is_compared_only_with_a_valid_one():
+    with pytest.raises(UserError, match=r"^original_max_position_embeddings .on the command line.: "):
+        load([BASE, "rope_type=dynamic", "original_max_position_embeddings=many"])
 
 
 def test_an_invalid_key_that_others_depend_on_is_one_problem():
@@ -150,16 +261,28 @@ def test_samples_without_a_file_to_write_them_to_are_refused_if_typed(write):
             "eval_dataset_path=x dataset_path=y",
             "^dataset_path=y .* only with dataset_type=tfds or .* or tokens or eval_dataset_path=.empty",
         ),
+        ("src.evaluate", "eval_mode=rolling", "eval_mode=rolling .*: it is for src.train"),
+        ("src.decode", "base_output_directory=x", "base_output_directory=x .*: it is for src.train"),
+        ("src.decode", "num_vocab_tiling=2", "num_vocab_tiling=2 .*: it is for src.train"),
+        (
+            "src.train",
+            "eval_steps=3 eval_mode=rolling",
+            "eval_steps=3, eval_mode=rolling .*: they need eval_interval=1",
+        ),
+        ("src.train", "eval_dataset_path=x", "eval_dataset_path=x .*: it needs eval_interval=1 or more"),
+        ("src.train", "decode_seed=3", "decode_seed=3 .*: it needs sample_length=1 or more or decode_metrics="),
+        ("src.train", _TFDS, "^dataset_path=x .* or datasets=.an entry without dataset_path. or eval_dataset_name="),
+        ("src.train_dpo", "eval_steps=3", "eval_steps=3 .* src.train_dpo reads it only with eval_interval=1 or more"),
+        ("src.train_dpo", "decode_seed=3", "decode_seed=3 .*: it is for src.train"),
     ],
 )
 def test_what_a_command_does_not_read_is_listed(command, typed, says, write):
     notes = []
-    load([BASE, *typed.split()], notes, command=command)
+    words = re.split(r" (?=\w+=)", typed)
+    load([BASE, *words], notes, command=command)
     assert re.search(says, "".join(notes))
     assert len(notes) == 1
-    file = write(
-        "mine.yml", "base_config: base.yml\n" + "".join(f"{word.replace('=', ': ')}\n" for word in typed.split())
-    )
+    file = write("mine.yml", "base_config: base.yml\n" + "".join(f"{word.replace('=', ': ', 1)}\n" for word in words))
     assert load([str(file)], notes, command=command)
     assert notes[1] == notes[0].replace("on the command line", f"in {file}")
 
@@ -195,7 +318,7 @@ def test_muon_does_not_read_the_limit_of_adamws_updates():
 
 
 def test_needs_are_of_keys_that_are_there():
-    for need in (*REQUIREMENTS, *sum(UNREAD.values(), ())):
+    for need in (*REQUIREMENTS, *OF_TRAIN, *sum(UNREAD.values(), ())):
         assert {*need.keys, *need.one_of} <= KEYS.keys()
 
 

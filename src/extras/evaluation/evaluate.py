@@ -177,9 +177,10 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         plan, inputs = dataclasses.replace(plan, fields={"text_bytes": row}), inputs._replace(count_bytes=text.document)
     step, metrics, counted = compile_eval_step(plan), {}, {}
     specs = {spec.name: spec for spec in (eval_specs if names_eval_data(config.data) else train_specs)(config.data)}
+    once = dataclasses.replace(config.evaluation, eval_mode="reset")  # one evaluation: nothing to continue after
     for data in open_eval_sets(inputs, config.evaluation):
         say([f"evaluating on {_described(specs[data.name], data)}"])
-        evaluator = Evaluator(config.evaluation, inputs, plan, step, data)
+        evaluator = Evaluator(once, inputs, plan, step, data)
         (sums,) = evaluator.sums(weights)
         set_metrics = {eval_key(metric, data.name): value for metric, value in means(sums).items()}
         say(f"{metric} {value:.5f}" for metric, value in set_metrics.items())

@@ -61,6 +61,11 @@ def folder(tmp_path_factory):
     return folder
 
 
+def open_all(words):
+    config = resolve_config.load([runs.BASE, *words])
+    open_sources(InputSpec.of(config, make_tokenizer(config.data, config.model.vocab_size)), config.evaluation)
+
+
 def batches(config):
     """The first batches of training and of each evaluation set."""
     inputs = InputSpec.of(config, make_tokenizer(config.data, config.model.vocab_size))
@@ -96,6 +101,29 @@ def test_no_key_of_data_is_ignored_in_silence(setup, folder):
 def test_all_keys_of_data_are_tried():
     known = {name for name, key in KEYS.items() if key.section == "data"}
     assert known - OTHER.keys() == {
-        "dataset_column",  # only records have columns
+        "dataset_column",  # only records have columns: see below
         "data_threads",  # makes the same batches, faster
     }
+
+
+@pytest.mark.parametrize("key", ["dataset_path", "eval_dataset_path"])
+def test_a_column_of_files_without_columns_is_listed(key, folder, capsys):
+    """Only a listing of the files tells: the same key matters beside one .jsonl file."""
+    keys = {"vocab_size": 258, "eval_interval": 1, "eval_steps": 1, "dataset_column": "body", key: folder / "texts"}
+    open_all([f"{name}={value}" for name, value in keys.items()])
+    line = f"dataset_column=body has no effect on {key}={folder / 'texts'}: none of its files is .jsonl\n"
+    assert capsys.readouterr().out.count(line) == 1
+    entries = f"[{{name: a, dataset_path: {folder / 'texts'}, dataset_column: body}}]"
+    open_all([f"datasets={entries}"])
+    assert "datasets, a: dataset_column=body has no effect on datasets, a: dataset_path=" in capsys.readouterr().out
+    (folder / "lines").mkdir(exist_ok=True)
+    (folder / "lines" / "a.jsonl").write_text('{"body": "text"}\n' * 9)
+    open_all([f"dataset_path={folder / 'lines'}", "dataset_column=body"])
+    open_all([f"dataset_path={folder / 'texts'}"])
+    assert "no effect" not in capsys.readouterr().out
+
+
+def test_a_column_of_pythons_own_source_is_listed(capsys):
+    open_all(["dataset_column=body"])
+    said = "dataset_column=body has no effect on Python's own source: none of its files is .jsonl\n"
+    assert capsys.readouterr().out == said

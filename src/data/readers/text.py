@@ -18,7 +18,7 @@ from src.data.readers.pieces import count_pieces, read_piece
 from src.data.readers.records import Index, Nulls
 from src.data.rules import PRESENT_RULES
 from src.data.types import Fingerprint, InputSpec, Source
-from src.system.errors import UserError
+from src.system.errors import UserError, say
 
 _KEPT_LINES = 4
 _SOME_FILES = "expected text files, or .jsonl files, that are not empty"
@@ -183,4 +183,8 @@ def _flaw(data: bytes) -> str:
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> TextSource:
     """Opens text files or JSONL, or the Python standard library's source if no path is named."""
     keys = spec.key("dataset_path"), spec.dataset_column
-    return TextSource(spec.dataset_path, spec.max_document_bytes, *keys, inputs.rules)
+    source = TextSource(spec.dataset_path, spec.max_document_bytes, *keys, inputs.rules)
+    if spec.dataset_column != "text" and not any(map(is_jsonl, source.files.listing.sizes)):
+        where = spec.setting("dataset_path") if spec.dataset_path else "Python's own source"
+        say([f"{spec.setting('dataset_column')} has no effect on {where}: none of its files is .jsonl"])
+    return source

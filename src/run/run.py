@@ -15,7 +15,7 @@ from src.checkpoint.contents import compare_configs, saved_meta
 from src.checkpoint.resume import starting_state
 from src.checkpoint.run_folder import RunFolder, dated_name, in_run_folder
 from src.config import load as configuration
-from src.config.schema import Config
+from src.config.schema import Config, Mesh
 from src.data.fingerprint import EVALUATION, data_fingerprint
 from src.data.host_arrays import host_rows, to_global
 from src.data.loader import HostBatch, train_batches
@@ -155,6 +155,10 @@ class Run:
         if not self.config.run.quiet:
             print_header(self._header)
         say(self.start.messages)
+        step = self.config.step
+        if self.config.mesh != Mesh() or step.shard_optimizer_over_data or step.trainable_parameters or step.lora_rank:
+            idle = optional("idle_settings")
+            say(idle.idle_settings(self.config.mesh, self.plan) if idle else [])
 
     def evaluate_by(self, eval_step: jax.stages.Wrapped) -> None:
         """Creates an evaluator for each evaluation set; they call `eval_step`."""

@@ -24,6 +24,7 @@ from src.extras.aot import eight_bits, pgle, program, report
 from src.extras.aot.devices import abstract_devices
 from src.extras.aot.topology import Topology, parse_topology
 from src.extras.command_files import check_outputs, write_output
+from src.extras.idle_settings import idle_settings
 from src.run.run_setup import configured
 from src.run.summary import print_header
 from src.step.compiler_flags import check_environment, compiler_options
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     times = [time.monotonic()]
     traced = traced_for(config, topology)
     times.append(time.monotonic())
+    for line in idle_settings(config.mesh, traced.plan):
+        show(line)
     print(
         f"compiling for {report.describe(topology.name, topology.slices)}; this may take minutes, and Ctrl-C ends it",
         flush=True,

@@ -7,6 +7,7 @@ import pytest
 
 from src.extras.aot.report import change_lines, device_capacity, lines, make_report, verdict
 from src.extras.aot.topology import parse_topology
+from src.run.summary import step_flops
 from src.step.trace import trace_train_step
 from src.system.errors import UserError
 from tests.tiny import load
@@ -132,6 +133,19 @@ def test_why_there_is_no_prediction(keys, topology, why):
     said = dict(lines(report(float32, program(GIB, GIB), topology=topology)))
     assert said["prediction"].startswith("none: ")
     assert why in said["prediction"]
+
+
+@pytest.mark.parametrize("keys", [{"trainable_parameters": "[attention.query]"}, {"lora_rank": 2}])
+def test_frozen_weights_are_counted_as_in_a_runs_header(step, keys):
+    """And the prediction, which counts the gradients of all weights, says so."""
+    sizes = {"base_num_query_heads": 8, "base_num_kv_heads": 8, "head_dim": 4, "dtype": "bfloat16"}
+    frozen = trace_train_step(load(**sizes, load_parameters_path="a", **keys), jax.devices())
+    found, of_all = (report(each, program(3 * GIB, 7 * GIB)) for each in (frozen, step))
+    flops = step_flops(frozen.plan, frozen.batch["tokens"].shape[1])
+    assert found["flops"]["model"] == flops.causal * frozen.tokens / 8
+    assert found["flops"]["model"] < 0.9 * of_all["flops"]["model"]
+    assert "gradients of frozen weights" in dict(lines(found))["prediction"]
+    assert "frozen" not in dict(lines(of_all))["prediction"]
 
 
 @pytest.mark.parametrize("value", ["abc", "nan", "0", "-1", "inf"])

@@ -69,6 +69,8 @@ def make_report(
         },
         "compiler_message": refusal,
     }
+    if plan.split(plan.shapes).frozen:
+        report["frozen_counted"] = True  # the prediction counts gradients of all weights, `flops` only of trained ones
     if compiled:
         text = compiled.as_text() or ""
         communication = collectives(text, plan.layout.mesh)
@@ -209,6 +211,8 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
                 f"\n{replayed['step_seconds']:.3g} s by the program's schedule, including {waited:.3g} s waiting for "
             )
             words += f"communication, which takes {sent:.3g} s"
+        if report.get("frozen_counted"):
+            words += "\nwith the gradients of frozen weights, which the step does not compute: it takes less time"
         yield "prediction", words
     elif "no_prediction" in report:
         yield "prediction", f"none: {report['no_prediction']}"

@@ -24,6 +24,7 @@ from src.model.selection import Quantization
 from src.model.spec import ModelSpec
 from src.parallel.chips import Chip
 from src.parallel.mesh import MeshLayout
+from src.run.summary import step_flops
 from src.step.trace import TracedTrainStep
 
 NONE = Quantization()
@@ -155,21 +156,23 @@ def predict(
 
 
 def work_of(traced: TracedTrainStep) -> Work:
-    """Computes the work of each device in a traced step."""
-    plan = traced.plan
-    return step_work(
+    """Computes the work of each device in a traced step; `operations` include gradients of frozen weights."""
+    plan, length = traced.plan, traced.batch["tokens"].shape[1]
+    work = step_work(
         plan.spec,
         plan.execution,
         plan.kernel,
         plan.layout,
         tokens=traced.tokens,
-        length=traced.batch["tokens"].shape[1],
+        length=length,
         state_bytes=device_bytes(traced.state),
         vocab_tiles=plan.step.num_vocab_tiling,
         quantization=plan.quantization,
         micro_batches=plan.accumulation.micro_batches,
         packed=plan.packed,
     )
+    tokens = traced.tokens / plan.layout.mesh.size
+    return work._replace(model_flops=flops.FlopsPerToken(*(tokens * count for count in step_flops(plan, length))))
 
 
 def step_work(

@@ -1,9 +1,11 @@
 """Devices that are not here: as many, of the kind, and as grouped as where they are."""
 
 import os
+import signal
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -127,3 +129,31 @@ def test_a_compiler_that_is_missing_is_named(name, package, cuda, monkeypatch):
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(UserError, match=f"compile_topology={name} needs the package {package}.*bash setup.sh aot"):
         abstract_devices(parse_topology(name, 1))
+
+
+LOADED = """
+import time
+
+import src.extras.aot.compilers
+from src.extras.aot.devices import abstract_devices
+from src.extras.aot.topology import parse_topology
+
+abstract_devices(parse_topology("v5e-4", 1))
+print("loaded", flush=True)
+time.sleep(300)
+"""
+
+
+@needs_libtpu
+def test_sigterm_ends_a_process_without_libtpus_stack_trace():
+    words = [sys.executable, "-c", LOADED]
+    with subprocess.Popen(
+        words, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "loaded\n"
+        process.terminate()
+        try:
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, said) == (-signal.SIGTERM, "")

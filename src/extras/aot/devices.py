@@ -1,6 +1,8 @@
 """Creates devices to compile for. TPUs and GPUs are abstract: compilers accept them, but no program can run on them."""
 
 import os
+import signal
+import threading
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -63,7 +65,8 @@ def _tpus(topology: Topology) -> list[jax.Device]:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     assert topology.chip
     generation = _GENERATIONS[topology.chip.kind]
-    return topologies.get_topology_desc(
+    handler = signal.getsignal(signal.SIGTERM)
+    devices = topologies.get_topology_desc(
         platform="tpu",
         topology_name=f"{generation}:{'x'.join(map(str, topology.shape))}",
         chip_config_name="megacore" if generation in ("v4", "v5p") else "default",  # two TensorCores are one device
@@ -71,6 +74,10 @@ def _tpus(topology: Topology) -> list[jax.Device]:
         wrap=(*wraps(topology.shape), False)[:3],
         num_slices=topology.slices,
     ).devices
+    # When libtpu loads, it installs a handler that prints a stack trace. Python's table still has the former one.
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+    return devices
 
 
 def _gpus(topology: Topology) -> list[jax.Device]:

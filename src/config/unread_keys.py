@@ -34,7 +34,7 @@ UNREAD: dict[str, tuple[Requires, ...]] = {
         Requires("decode_samples decode_prompt_tokens decode_num_prompts", decode_path=IS_SET),
         Lists(_DATA, decode_prompt_tokens=ABOVE_0),
         Lists(_DATA, decode_path=IS_SET),
-        # Synthetic data have no tokenizer, which is an error here.
+        # These read dataset_type=synthetic too: it is refused, because prompts need a tokenizer.
         Lists("dataset_type", decode_prompt_tokens=ABOVE_0, dataset_type="synthetic"),
         Lists("dataset_type", decode_path=IS_SET, dataset_type="synthetic"),
         Lists("prompt", prompt_path=EMPTY),

@@ -1,4 +1,4 @@
-"""Finds the settings of a configuration that have no effect, for which `may_be_unused` says that there may be some."""
+"""Finds the settings of a configuration that have no effect. Imported only if `requirements.may_be_unused`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -62,7 +62,10 @@ def unused_keys(
 
 
 def _no_effect(settings: Sequence[str], where: str, reason: str) -> str:
-    """Words the sentence for settings that have the same `reason`, which is worded for one setting."""
+    """Makes the message that `settings`, from the source `where`, have no effect.
+
+    `reason` is in the singular; it is made plural for several settings.
+    """
     if len(settings) == 1:
         return f"{settings[0]} ({where}) has no effect: {reason}"
     for one, several in {"it is": "they are", "it needs": "they need", "reads it": "reads them"}.items():
@@ -82,7 +85,11 @@ def _of_others(key: str, command: str, unmet: Sequence[Requires]) -> tuple[str, 
 
 
 def _listed(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any], bool]]:
-    """Yields what describes each layer or dataset in a list: the list's key, the place, its keys, whether to refuse."""
+    """Yields each layer in `decoder_segments` and each entry of `datasets` and `eval_datasets`.
+
+    For each: the key of the list, the entry's place for messages, its keys with their values, and whether a setting
+    without effect is an error.
+    """
     for number, entry in enumerate(config.get("decoder_segments", ()), 1):
         for facts in entry["pattern"]:
             yield "decoder_segments", f"segment {number}", facts, True
@@ -93,7 +100,10 @@ def _listed(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, 
 
 
 def _idle(key: str, config: Mapping[str, Any], changed: set[str], needs: Sequence[Requires]) -> tuple[str, str] | None:
-    """Returns, as `_of_others`, which of `needs` is why a key affects no layer or dataset, if not due to `changed`."""
+    """Returns why a key affects no layer or dataset, and where it may be ignored, as `_of_others` does.
+
+    None if it affects one, or if it is only unused because of keys that a later source has `changed`.
+    """
     lists, places = _places(key, config)
     if changed & lists:
         return None
@@ -112,7 +122,8 @@ def _places(key: str, config: Mapping[str, Any]) -> tuple[set[str], list[Mapping
 
     Returns the keys that list layers or datasets, and the settings of each one found.
     """
-    if KEYS[key].section not in ("data", "decoding"):  # a text of a model needs a tokenizer, which comes with data
+    # Keys of decoding depend on datasets too, because texts need a tokenizer, and synthetic data have none.
+    if KEYS[key].section not in ("data", "decoding"):
         layers = [facts for entry in config.get("decoder_segments", ()) for facts in entry["pattern"]] or [{}]
         return {"decoder_segments"}, [facts for facts in layers if key not in facts] + [{}] * (key in AROUND_LAYERS)
     setting = next((setting for setting, keys in SETTINGS.items() if key in keys), key)

@@ -156,6 +156,7 @@ class Run:
             print_header(self._header)
         say(self.start.messages)
         step = self.config.step
+        # With the defaults of these keys, no setting is idle: don't import what looks for one.
         if self.config.mesh != Mesh() or step.shard_optimizer_over_data or step.trainable_parameters or step.lora_rank:
             idle = optional("idle_settings")
             say(idle.idle_settings(self.config.mesh, self.plan) if idle else [])

@@ -32,7 +32,7 @@ CAPABILITY = "the compute capability, such as 9.0"
 
 
 class Hardware(NamedTuple):
-    """A file's contents."""
+    """What a chip file says: a GPU's figures, and how many GPUs a host's fast network joins."""
 
     chip: Chip
     devices_per_host: int

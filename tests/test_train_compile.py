@@ -165,7 +165,9 @@ def test_arrays_that_exceed_host_memory_are_named_as_such():
             "of 128.00G host. Exceeded host capacity by 80.00G."
         )
 
-    with pytest.raises(UserError, match=r"host memory need 208\.00 GiB per device.*allows 128\.00 GiB: keep fewer"):
+    with pytest.raises(
+        UserError, match=r"host memory need 208\.00 GiB per device.*may have 128\.00 GiB there: keep fewer"
+    ):
         compile_lowered(SimpleNamespace(compile=refuse), parse_topology("v5p-16", 1), {})
 
 

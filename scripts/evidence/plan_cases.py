@@ -124,7 +124,7 @@ def search(name: str, folder: Path, top: int) -> dict[str, Any]:
         searching = Search(costing, space, kept, request.command_words, top)
         searching.run(print)
         seconds["compiling"] = time.monotonic() - begun - seconds["costing"]
-        own = Search(Costing(costing.capacity, [published]), space, kept, request.command_words, 1)
+        own = Search(Costing(costing.capacity, costing.on_host, [published]), space, kept, request.command_words, 1)
         own.run(print)
         found |= {"rows": [row._asdict() for row in output.rows(searching.results, request)]}
         found |= {"compiled": compiled(searching.results, own.results[0])}

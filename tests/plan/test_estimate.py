@@ -52,6 +52,7 @@ def estimated(**keys):
         {"remat_policy": "minimal", "opt_type": "sgd", "shard_optimizer_over_data": True},
         {"remat_policy": "save_qkv_proj", "ema_decay": 0.9, **LATENT},
         {"remat_policy": "minimal", **EXPERTS},
+        {"remat_policy": "minimal_offloaded"},
         {"remat_policy": "full", "logical_axis_rules__norm_length": "[context, tensor]"},
     ],
 )
@@ -64,6 +65,7 @@ def test_memory_is_that_of_the_traced_step(mesh, keys):
         assert size == pytest.approx(step.arguments.get(name, 0), rel=0.02, abs=64), name
     for name in ("kept for the backward pass", "logits and their gradient", "gradients", "what a block computes"):
         assert mine.temporaries[name] == pytest.approx(step.temporaries[name], rel=0.1, abs=64), name
+    assert mine.saved_on_host == pytest.approx(step.saved_on_host, rel=0.1, abs=64)
 
 
 def test_an_offloaded_state_and_offloaded_arrays_are_not_on_the_device():

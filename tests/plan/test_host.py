@@ -18,7 +18,8 @@ INPUTS = {"remat_policy": "custom", "remat_custom": "{decoder_layer_input: offlo
 
 
 def estimated(config, topology):
-    return host.estimated_seconds(config, topology, step_costs(config, topology))
+    memory = step_costs(config, topology).memory
+    return host.seconds(topology, memory.on_host, memory.saved_on_host * config.step.gradient_accumulation_steps)
 
 
 def test_without_the_host_there_is_no_time():

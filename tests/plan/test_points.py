@@ -8,8 +8,10 @@ import pytest
 
 from src.config.schema import MESH_AXES, size_key
 from src.extras.aot.topology import parse_topology
+from src.extras.plan import costing
 from src.extras.plan.costing import cost
 from src.extras.plan.estimate import step_costs
+from src.extras.plan.output import omitted_lines
 from src.extras.plan.points import Point, Space
 from src.parallel.chips import GPU_HOSTS
 from src.parallel.mesh import global_batch_size, make_layout
@@ -146,6 +148,27 @@ def test_every_point_is_a_candidate_or_is_counted_among_those_left_out():
     groups = [*costs.too_large.values(), *costs.too_slow.values()]
     assert costs.points == len(costs.candidates) + costs.no_gain + sum(group.points for group in groups)
     assert costs.points == sum(1 for mesh in found.meshes() for point in of_mesh(found, mesh))
+
+
+def test_points_that_exceed_host_memory_are_left_out_and_do_not_end_the_walk(monkeypatch):
+    """The fastest ones that need little device memory: fewer sequences at a time need less of the host's."""
+    typed = {"remat_policy": "custom", "remat_custom": "{decoder_layer_input: offload}"}
+    found = space(HOSTS, typed=typed, **typed)
+    free = cost(found)
+    assert not free.too_large_on_host
+    limit = min(each.on_host for each in free.candidates)
+    monkeypatch.setattr(costing, "host_capacity", lambda topology: limit)
+    limited = cost(found)
+    assert limited.candidates
+    assert max(each.on_host for each in limited.candidates) <= limit
+    [(policy, group)] = limited.too_large_on_host.items()
+    assert policy == "custom: decoder_layer_input offload"
+    assert group.points > 0
+    assert group.best.on_host > limit
+    assert any(line.startswith(f"{group.points:,} points should need more than ") for line in omitted_lines(limited))
+    monkeypatch.setattr(costing, "host_capacity", lambda topology: 1)
+    nearest = cost(found)
+    assert nearest.candidates[0].on_host == nearest.too_large_on_host[policy].best.on_host > 1
 
 
 def of_mesh(found, mesh):

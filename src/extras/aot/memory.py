@@ -33,7 +33,13 @@ class Memory(NamedTuple):
 
     arguments: dict[str, int]
     temporaries: dict[str, int]
-    on_host: int  # arguments in host memory, not included in `arguments`
+    on_host: int  # the optimizer's state in host memory, not included in `arguments`
+    saved_on_host: int  # arrays in host memory that are kept for the backward pass, not included in `temporaries`
+
+    @property
+    def all_on_host(self) -> int:
+        """Bytes in host memory."""
+        return self.on_host + self.saved_on_host
 
     @property
     def total(self) -> int:
@@ -66,13 +72,14 @@ def memory(traced: TracedTrainStep) -> Memory:
             "scalars": device_bytes((state.step, state.spikes, hparams)),
         },
         temporaries={
-            SAVED: _saved_bytes(traced),
+            SAVED: _saved_bytes(traced, jax.memory.Space.Device),
             LOGITS: 2 * (logits // math.prod(plan.layout.shards(axis) for axis in ("batch", "length", "vocab"))),
             "gradients": gradients,
             "a block's weights, gathered": _gathered_bytes(traced.plan),
             "what a block computes": _block_bytes(traced),
         },
         on_host=device_bytes(state.opt, on_host=True),
+        saved_on_host=_saved_bytes(traced, jax.memory.Space.Host),
     )
 
 
@@ -118,10 +125,10 @@ def device_bytes(tree: Any, on_host: bool = False) -> int:
     return total
 
 
-def _saved_bytes(traced: TracedTrainStep) -> int:
+def _saved_bytes(traced: TracedTrainStep, space: jax.memory.Space) -> int:
     # Only scanned layers are counted: loops stack their arrays.
     schedule, total = traced.plan.execution.schedule, 0
-    for array in stored_in_forward(traced.jax_traced.jaxpr.jaxpr):
+    for array in stored_in_forward(traced.jax_traced.jaxpr.jaxpr, space):
         shape = array.shape[1:]  # without the loop dim; a pipeline loops over iterations, and inside over layers
         in_pipeline = schedule and array.shape[0] == schedule.iterations and not _is_activation(traced, shape)
         if in_pipeline and _is_activation(traced, shape[1:]):
@@ -130,9 +137,9 @@ def _saved_bytes(traced: TracedTrainStep) -> int:
     return total
 
 
-def stored_in_forward(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yields the abstract arrays in device memory that loops stack, an entry per iteration, and reversed loops read."""
-    return (array for array in _saved(jaxpr, set()) if array.memory_space == jax.memory.Space.Device)
+def stored_in_forward(jaxpr: Jaxpr, space: jax.memory.Space) -> Iterator[Any]:
+    """Yields the abstract arrays in this memory that loops stack, an entry per iteration, and reversed loops read."""
+    return (array for array in _saved(jaxpr, set()) if array.memory_space == space)
 
 
 def stored_in_backward(jaxpr: Jaxpr) -> Iterator[Any]:

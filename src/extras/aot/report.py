@@ -28,6 +28,11 @@ from src.system.errors import UserError
 Report = dict[str, Any]
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # How the TPU compiler reports the memory a program would need; its "temporaries" include the arguments.
+# Bytes of host memory that a device may use, by the start of its kind. Google's machines have 48, 112 and 120 GB for
+# each device of v5e, v5p and TPU7x (docs.cloud.google.com/tpu/docs/v5e, tpu7x). libtpu's compiler allows 128 GiB on
+# every TPU. JAX keeps arrays of each GPU in a pool of 64 GiB, or of what the environment says.
+HOST_MEMORY = {"TPU v5 lite": 48 * 10**9, "TPU v5": 112 * 10**9, "TPU7x": 120 * 10**9, "TPU": 2**37, "NVIDIA": 2**36}
+HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 TOTAL = re.compile(r"(?:HLO temporaries \(|Total hbm usage >= |Used )([\d.]+)([KMGT])")
 
 
@@ -165,6 +170,17 @@ def device_capacity(topology: Topology) -> int | None:
     return int(chip.memory * fraction)
 
 
+def host_capacity(topology: Topology) -> float:
+    """Returns the bytes of host memory that a device may use, infinite for a CPU; raises UserError as above."""
+    if topology.platform == "cpu" or not topology.chip:
+        return math.inf
+    if topology.platform == "gpu" and (typed := os.environ.get(HOST_LIMIT)):
+        if not typed.isdigit():
+            raise UserError(f"{HOST_LIMIT}={typed} in the environment: expected a whole number of GiB, such as 128")
+        return int(typed) * 2**30
+    return next((size for start, size in HOST_MEMORY.items() if topology.chip.kind.startswith(start)), math.inf)
+
+
 def verdict(report: Report) -> str:
     """States in one sentence whether the step fits its devices."""
     memory = report["memory"]
@@ -276,7 +292,7 @@ def typed(keys: Mapping[str, Any]) -> str:
     return shlex.join(f"{key}={dump(value)}" for key, value in keys.items())
 
 
-def readable(number: int) -> str:
+def readable(number: float) -> str:
     """Formats a number of bytes in the largest unit that gives at least 1."""
     for letter, factor in reversed(UNITS.items()):
         if number >= factor:

@@ -121,6 +121,7 @@ def checked_topology(config: Config) -> Topology:
             "give pgle_profile"
         )
     report.device_capacity(topology)  # raises a clearer error than JAX for an invalid fraction in the environment
+    report.host_capacity(topology)
     check_environment(uses_tpu=topology.platform == "tpu")
     return topology
 
@@ -137,22 +138,24 @@ def compile_lowered(
 ) -> tuple[jax.stages.Compiled | None, str]:
     """Returns (program, ""), or (None, message) if it exceeds a TPU's HBM; raises UserError for any other failure.
 
-    `profile` is empty, or the result of `pgle.options`.
+    That includes arrays in host memory that exceed it. `profile` is empty, or the result of `pgle.options`.
     """
     try:
-        return lowered.compile(dict(profile)), ""
+        compiled = lowered.compile(dict(profile))
+        if stats := compiled.memory_analysis():
+            on_host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
+            _check_host_memory(topology, on_host, report.host_capacity(topology))
+        return compiled, ""
     except jax.errors.JaxRuntimeError as error:
         message = str(error).partition("\n\nSuspected Python Code Location:")[0].rstrip()
     # A kernel may exhaust another memory, such as VMEM, which says nothing about the step's size.
     if "RESOURCE_EXHAUSTED" in message and "hbm" in message.lower():
         return None, message
     if found := re.search(r"memory space host\. Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) host", message):
-        needed, most = found.expand(r"\1 \2iB"), found.expand(r"\3 \4iB")
-        raise UserError(
-            f"arrays in host memory need {needed} per device, and the compiler for {topology.name} allows {most}: keep "
-            "fewer there (remat_policy, remat_custom, optimizer_memory_host_offload), lower per_device_batch_size, or "
-            "use more devices"
-        )
+        _check_host_memory(topology, *(float(found[n]) * report.UNITS[found[n + 1]] for n in (1, 3)))
+    found = re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\)", message)
+    if found and topology.chip and int(found[2]) > topology.chip.memory:  # one array alone
+        _check_host_memory(topology, *map(float, found.groups()))
     kind = message.partition(":")[0]
     raise UserError(
         f"the compiler for {topology.name} failed with {kind}, which is not about the step's memory:\n{message}\n"
@@ -160,6 +163,16 @@ def compile_lowered(
         "as a multiple of 128, another attention (flash, dot_product), or other flags (compile_xla_flags,"
         " LIBTPU_INIT_ARGS)."
     )
+
+
+def _check_host_memory(topology: Topology, needed: float, most: float) -> None:
+    if needed > most:
+        limit = f", {report.HOST_LIMIT}" * (topology.platform == "gpu")
+        raise UserError(
+            f"arrays in host memory need {report.readable(needed)} per device, and a device of {topology.name} "
+            f"may have {report.readable(most)} there: keep fewer there (remat_policy, remat_custom, "
+            f"optimizer_memory_host_offload), lower per_device_batch_size, or use more devices{limit}"
+        )
 
 
 def _compiled_change(config: Config, keys: Mapping[str, Any]) -> report.Report | None:

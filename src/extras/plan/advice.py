@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from src.config.schema import LOGICAL_AXES, Config, size_key
 from src.data.batch_schedule import size_keys
-from src.extras.aot.report import Report, readable, typed
+from src.extras.aot.report import Report, host_capacity, readable, typed
 from src.extras.aot.topology import Topology, parse_topology
 from src.extras.plan.estimate import absent_step, estimate_memory
 from src.extras.plan.traffic import Step
@@ -79,6 +79,8 @@ def changes(config: Config, topology: Topology, needed: int, capacity: int) -> I
                 on = parse_topology(topology.name, keys["compile_topology_num_slices"])
             after = estimate_memory(absent_step(changed, on))
         except UserError:  # such as a batch that can't be halved
+            return None
+        if after.all_on_host > host_capacity(on):
             return None
         held = sum(after.arguments.values())
         estimated = held + round((after.total - held) * scale)

@@ -32,6 +32,7 @@ class BlockArrays(NamedTuple):
     """The arrays of activations that a block stores."""
 
     saved: tuple[TokenArray, ...]  # kept from the forward pass for the backward pass
+    saved_on_host: tuple[TokenArray, ...]  # the same in host memory
     computed: tuple[TokenArray, ...]  # stored during the backward pass
 
 
@@ -72,9 +73,12 @@ def _trace_block(layer: LayerSpec, placed: Placed, execution: Execution, in_halv
         stacked, x, jax.ShapeDtypeStruct((ROWS, length), jnp.int32)
     ).jaxpr
     classify = functools.partial(_token_array, layer=layer, spec=spec, length=length)
-    saved = [classify(array.shape[1:], array) for array in stored_in_forward(jaxpr)]
+    saved, on_host = (
+        [classify(array.shape[1:], array) for array in stored_in_forward(jaxpr, space)]
+        for space in (jax.memory.Space.Device, jax.memory.Space.Host)
+    )
     computed = [classify(array.shape, array) for array in stored_in_backward(jaxpr)]
-    return BlockArrays(tuple(filter(None, saved)), tuple(filter(None, computed)))
+    return BlockArrays(*(tuple(filter(None, arrays)) for arrays in (saved, on_host, computed)))
 
 
 def _token_array(

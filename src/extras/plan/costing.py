@@ -1,10 +1,10 @@
 """Costs a space's points by estimates, and leaves out those that can't fit or can't be among the fastest."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from src.extras.aot.report import device_capacity
+from src.extras.aot.report import device_capacity, host_capacity
 from src.extras.aot.roofline import Prediction
 from src.extras.plan import host
 from src.extras.plan.estimate import Costs, step_costs
@@ -42,12 +42,24 @@ class Candidate(NamedTuple):
         """Bytes per device."""
         return self.costs.memory.total
 
+    @property
+    def on_host(self) -> int:
+        """Bytes in host memory per device."""
+        return self.costs.memory.all_on_host
+
 
 class Group(NamedTuple):
     """Points left out for one reason."""
 
     points: int
-    best: Candidate  # the smallest of those that are too large, the fastest of those that are too slow
+    best: Candidate  # the one that comes nearest, by BEST
+
+
+BEST: dict[str, Callable[[Candidate], float]] = {
+    "too_large": lambda each: -each.memory,
+    "too_large_on_host": lambda each: -each.on_host,
+    "too_slow": lambda each: each.speed,
+}
 
 
 @dataclass
@@ -55,24 +67,21 @@ class Costing:
     """The candidates to compile, the fastest first, and why the other points were left out."""
 
     capacity: int  # bytes per device
+    on_host: float  # bytes of host memory that a device may use
     candidates: list[Candidate] = field(default_factory=list)
     points: int = 0
     costed: int = 0
     too_large: dict[str, Group] = field(default_factory=dict)  # by remat policy, or "whole meshes"
+    too_large_on_host: dict[str, Group] = field(default_factory=dict)  # by remat policy
     too_slow: dict[str, Group] = field(default_factory=dict)  # by the resource that takes the most time
     no_gain: int = 0  # points not costed: a faster one with their mesh and policy should fit easily, or is too slow
     refused: dict[str, int] = field(default_factory=dict)  # reason -> number of meshes
 
-    def omit_large(self, policy: str, points: int, example: Candidate) -> None:
-        """Counts points that are too large, `example` the smallest of them."""
-        count, best = self.too_large.get(policy, Group(0, example))
-        self.too_large[policy] = Group(count + points, min(best, example, key=lambda each: each.memory))
-
-    def omit_slow(self, points: int, example: Candidate) -> None:
-        """Counts points that are too slow, `example` the fastest of them."""
-        bound = example.prediction.bound
-        count, best = self.too_slow.get(bound, Group(0, example))
-        self.too_slow[bound] = Group(count + points, max(best, example, key=lambda each: each.speed))
+    def omit(self, why: str, name: str, points: int, example: Candidate) -> None:
+        """Counts points in the groups of `why`, a field's name; the group keeps the best `example`."""
+        groups: dict[str, Group] = getattr(self, why)
+        count, best = groups.get(name, Group(0, example))
+        groups[name] = Group(count + points, max(best, example, key=BEST[why]))
 
 
 class OnMesh:
@@ -102,15 +111,16 @@ class OnMesh:
         last = self._batches[-1], self._placements[-1]
         return min((self._cost(each, *last) for each in policies or self._policies), key=lambda each: each.memory)
 
-    def walk(self, enough: float, slowest: float) -> Iterator[Candidate]:
+    def walk(self, enough: float, enough_on_host: float, slowest: float) -> Iterator[Candidate]:
         """Yields, policy by policy, the points that are worth costing, from fast ones to ones that need less memory.
 
-        A policy's points end after one that needs at most `enough` bytes per device, or makes fewer than `slowest`
-        tokens per second: the others would be slower and save memory in vain.
+        A policy's points end after one that needs at most `enough` bytes per device and `enough_on_host` in host
+        memory, or makes fewer than `slowest` tokens per second: the others would be slower and save memory in vain.
         """
 
         def suffices(candidate: Candidate) -> bool:
-            return candidate.memory <= enough or candidate.speed < slowest
+            fits = candidate.memory <= enough and candidate.on_host <= enough_on_host
+            return fits or candidate.speed < slowest
 
         for policy in self._policies:
             for batch in self._batches:
@@ -128,7 +138,8 @@ class OnMesh:
         if (name := repr(point[2:])) not in self.known:
             config = space.config.replace(**point.keys)
             costs = step_costs(config, space.topology, self._placed)
-            waits = host.estimated_seconds(config, space.topology, costs, self._placed)
+            saved = costs.memory.saved_on_host * config.step.gradient_accumulation_steps
+            waits = host.seconds(space.topology, costs.memory.on_host, saved)
             self.known[name] = Candidate(point, costs, costs.predict(space.constants), waits)
         return self.known[name]
 
@@ -143,9 +154,9 @@ def cost(space: Space) -> Costing:
     slower. If no point should fit, the smallest ones are the candidates. Raises UserError if no mesh suits the model
     and the batch.
     """
-    capacity = device_capacity(space.topology)
+    capacity, on_host = device_capacity(space.topology), host_capacity(space.topology)
     assert capacity
-    costing, bounds, smallest = Costing(capacity), list[OnMesh](), list[Candidate]()
+    costing, bounds, smallest = Costing(capacity, on_host), list[OnMesh](), list[Candidate]()
     for mesh in space.meshes():
         variants = [variant for variant in space.variants(mesh) if any(space.batches(mesh, variant))]
         why = "" if variants else space.batch_problem(mesh, next(space.variants(mesh)))
@@ -164,26 +175,29 @@ def cost(space: Space) -> Costing:
     for on_mesh in sorted(bounds, key=lambda each: -each.fastest.speed):
         costing.points += on_mesh.points
         if on_mesh.fastest.speed < SLOWER * best:
-            costing.omit_slow(on_mesh.points, on_mesh.fastest)
+            costing.omit("too_slow", on_mesh.fastest.prediction.bound, on_mesh.points, on_mesh.fastest)
             continue
         least = on_mesh.smallest()
         if least.memory > MISSES * capacity:
-            costing.omit_large("whole meshes", on_mesh.points, least)
+            costing.omit("too_large", "whole meshes", on_mesh.points, least)
             smallest.append(least)
             continue
-        walked = list(on_mesh.walk(COMFORTABLE * capacity, SLOWER * best))
-        best = max([best, *(each.speed for each in walked if each.memory <= capacity)])
+        walked = list(on_mesh.walk(COMFORTABLE * capacity, on_host, SLOWER * best))
+        best = max([best, *(each.speed for each in walked if each.memory <= capacity and each.on_host <= on_host)])
         costing.no_gain += on_mesh.points - len(walked)
         found += walked
     costing.costed = sum(len(on_mesh.known) for on_mesh in bounds)
     for each in found:
         if each.memory > MISSES * capacity:
-            costing.omit_large(each.point.policy_name, 1, each)
+            costing.omit("too_large", each.point.policy_name, 1, each)
+        elif each.on_host > on_host:
+            costing.omit("too_large_on_host", each.point.policy_name, 1, each)
         elif each.speed < SLOWER * best:
-            costing.omit_slow(1, each)
+            costing.omit("too_slow", each.prediction.bound, 1, each)
         else:
             costing.candidates.append(each)
     costing.candidates.sort(key=lambda each: -each.speed)
     if not costing.candidates:  # the estimates may be wrong
-        costing.candidates = sorted(smallest, key=lambda each: each.memory)[:NEAREST]
+        nearest = sorted(smallest or found, key=lambda each: (max(each.on_host - on_host, 0), each.memory))
+        costing.candidates = nearest[:NEAREST]
     return costing

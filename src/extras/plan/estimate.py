@@ -105,12 +105,13 @@ def estimate_memory(step: Step) -> Memory:
     # A pipeline's stage saves what a turn saves for each iteration, and computes one micro-batch at a time.
     in_block = step.tokens / (schedule.micro_batches if schedule else 1)
     passes = schedule.iterations * in_block / stages if schedule else step.tokens
-    saved = 0.0
+    saved = saved_on_host = 0.0
     computed = [0.0]
     between = layout.shards("norm_length") / layout.shards("length") * layout.shards("activation_embed")
     for layer, count in all_layers(spec).items():
         arrays = block_arrays(layer, placed, step.execution)
         saved += count * passes * _bytes(arrays.saved, layout, between)
+        saved_on_host += count * passes * _bytes(arrays.saved_on_host, layout, between)
         # A matmul's output is a sum over heads or hidden units, which is whole until it is scattered.
         computed.append(in_block * _bytes(arrays.computed, layout, 1))
     gathered = dict.fromkeys((weight.block for weight in model.weights), 0.0)
@@ -135,6 +136,7 @@ def estimate_memory(step: Step) -> Memory:
             "what a block computes": round(max(computed)) + workspace,
         },
         on_host=round(shares.optimizer) if on_host else 0,
+        saved_on_host=round(saved_on_host),
     )
 
 

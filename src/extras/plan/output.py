@@ -171,6 +171,10 @@ def omitted_lines(costing: Costing) -> Iterator[str]:
         count = sum(group.points for group in too_large.values())
         least = ", ".join(f"{policy} from {readable(group.best.memory)}" for policy, group in too_large.items())
         yield f"{count:,} points should not fit in {readable(costing.capacity)}, by estimates of memory: {least}"
+    if too_large := costing.too_large_on_host:
+        count = sum(group.points for group in too_large.values())
+        least = ", ".join(f"{policy} from {readable(group.best.on_host)}" for policy, group in too_large.items())
+        yield f"{count:,} points should need more than {readable(costing.on_host)} in host memory: {least}"
     for bound, (points, best) in costing.too_slow.items():
         part = best.speed / costing.candidates[0].speed
         yield (

@@ -111,7 +111,7 @@ def search(name: str, folder: Path, top: int) -> dict[str, Any]:
     words = [str(file), *case.words]
     print(f"\n{name}: python -m src.plan {shlex.join(words)}")
     space, request, _ = read(words)
-    costing = cost(space)
+    costing = cost(space, print)
     seconds = {"costing": time.monotonic() - begun}
     published = own_candidate(space)
     print(f"costed {costing.costed:,} of {costing.points:,} points in {seconds['costing']:.0f} s")

@@ -138,8 +138,8 @@ def test_a_point_is_described_in_words():
     custom = {"remat_policy": "custom", "remat_custom": {"out_proj": "offload"}}
     batch = {"per_device_batch_size": 0.5, "gradient_accumulation_steps": 3}
     point = Point(mesh, {"shard_optimizer_over_data": True}, custom, batch, {"num_vocab_tiling": 8})
-    words = (point.mesh_words, point.policy_name, point.batch_words, point.also_words)
-    assert words == ("fsdp 2 | data 4", "custom: out_proj offload", "0.5 x 3", "optimizer sharded, 8 loss tiles")
+    words = "fsdp 2 | data 4, custom: out_proj offload, batch 0.5 x 3, optimizer sharded, 8 loss tiles"
+    assert point.words == words
 
 
 def test_every_point_is_a_candidate_or_is_counted_among_those_left_out():
@@ -169,6 +169,23 @@ def test_points_that_exceed_host_memory_are_left_out_and_do_not_end_the_walk(mon
     monkeypatch.setattr(costing, "host_capacity", lambda topology: 1)
     nearest = cost(found)
     assert nearest.candidates[0].on_host == nearest.too_large_on_host[policy].best.on_host > 1
+
+
+def test_a_long_costing_says_how_far_it_is(monkeypatch):
+    """By a clock that goes on by 30 seconds whenever it is read."""
+    now = [0.0]
+
+    def clock():
+        now[0] += 30
+        return now[0]
+
+    monkeypatch.setattr(costing.time, "monotonic", clock)
+    lines = []
+    found = space(HOSTS, typed=("remat_policy",))
+    cost(found, lines.append)
+    count = len(list(found.meshes()))
+    assert lines[0] == f"costing     meshes: 1 of {count}, about {costing.duration(30 * (count - 1))} left"
+    assert any(line.startswith("costing     promising meshes' points: 1 of ") for line in lines)
 
 
 def of_mesh(found, mesh):

@@ -181,15 +181,15 @@ def test_lines_count_what_still_compiles(found, tmp_path, monkeypatch):
     monkeypatch.setattr(compiler, "start", start)
     lines = []
     searched(found, compiler, 4, lines.append)
-    meshes = [candidate.point.mesh_words for candidate in compiler.started]
-    assert lines[0].startswith(f"compiled 1 of 4, about 0:03 left: {meshes[0]}, ")
+    points = [candidate.point.words for candidate in compiler.started]
+    assert lines[0].startswith(f"compiled 1 of 4, about 0:03 left: {points[0]}: ")
     assert lines[1] == (  # 122 seconds and one result, three compilations left, two at a time
-        f"compiled 1 of 4, about 3:03 left: still compiling {meshes[1]} (for 1:01), {meshes[2]} (for 1:00)"
+        f"compiled 1 of 4, about 3:03 left: still compiling {points[1]} (for 1:01) and {points[2]} (for 1:00)"
     )
     assert [line.partition(" left: ")[0] for line in lines[2:5]] == [
         f"compiled 1 of 4, about {left}" for left in ("6:03", "9:03", "12:03")
     ]
-    assert lines[5].startswith(f"compiled 2 of 4, about 5:00 left: {meshes[1]}, ")
+    assert lines[5].startswith(f"compiled 2 of 4, about 5:00 left: {points[1]}: ")
     for candidate in compiler.started:
         file = compiler.file(found[0].config.replace(**candidate.point.keys))
         file.write_text(json.dumps(json.loads(file.read_text()) | {"seconds": {"compiling": 100.0}}))

@@ -108,7 +108,7 @@ def _search(space: Space, request: output.Request, own: dict[str, str]) -> Plan:
     show(f"topology    {describe(topology.name, topology.slices)}: {topology.num_devices} x {topology.chip.kind}")
     if topology.platform == "cpu":
         show("            (CPUs have no published rates: with these, the command can be tried anywhere)")
-    costing = cost(space)
+    costing = cost(space, show)
     seconds = {"costing": time.monotonic() - begun}
     show(f"costed      {costing.costed:,} of {costing.points:,} points, in {seconds['costing']:.0f} s")
     for line in output.omitted_lines(costing):

@@ -1,8 +1,9 @@
 """Costs a space's points by estimates, and leaves out those that can't fit or can't be among the fastest."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from src.extras.aot.report import device_capacity, host_capacity
 from src.extras.aot.roofline import Prediction
@@ -10,6 +11,7 @@ from src.extras.plan import host
 from src.extras.plan.estimate import Costs, step_costs
 from src.extras.plan.placed import place
 from src.extras.plan.points import SIZES, Keys, Point, Space
+from src.run.metrics import duration
 from src.system.errors import UserError
 
 COMFORTABLE = 0.8  # of the memory: no run whose estimate is below it should run out
@@ -17,6 +19,7 @@ MISSES = 1.25  # times the memory: a point whose estimate is above it should not
 SLOWER = 0.85  # times the speed of the fastest point that should fit: slower points are left out
 PASSES = ("per_device_batch_size", "gradient_accumulation_steps")
 NEAREST = 3  # points to compile if none should fit
+QUIET_SECONDS = 20  # after which a line says how far the costing is
 
 
 class Candidate(NamedTuple):
@@ -144,20 +147,21 @@ class OnMesh:
         return self.known[name]
 
 
-def cost(space: Space) -> Costing:
+def cost(space: Space, say: Callable[[str], None] = lambda line: None) -> Costing:
     """Costs points, the most promising meshes first, until no other can be among the fastest.
 
     With a given mesh and variant, the fastest point saves all arrays and has the fewest micro-batches. The one that
     needs the least memory recomputes or offloads the most and has the most micro-batches. A mesh is left out if its
     fastest point is too slow or its smallest one too large. For each policy, fewer micro-batches come first, and
     changes that only save memory last: after a point that should fit easily, or is too slow, the others would only be
-    slower. If no point should fit, the smallest ones are the candidates. Raises UserError if no mesh suits the model
-    and the batch.
+    slower. If no point should fit, the smallest ones are the candidates. Passes lines about its progress to `say`.
+    Raises UserError if no mesh suits the model and the batch.
     """
     capacity, on_host = device_capacity(space.topology), host_capacity(space.topology)
     assert capacity
     costing, bounds, smallest = Costing(capacity, on_host), list[OnMesh](), list[Candidate]()
-    for mesh in space.meshes():
+    meshes = list(space.meshes())
+    for mesh in _counted(meshes, lambda: len(meshes), "meshes", say):
         variants = [variant for variant in space.variants(mesh) if any(space.batches(mesh, variant))]
         why = "" if variants else space.batch_problem(mesh, next(space.variants(mesh)))
         try:
@@ -172,7 +176,12 @@ def cost(space: Space) -> Costing:
         given = f" and {' '.join(typed)}" if typed else ""
         raise UserError(f"no mesh of {space.topology.num_devices} devices suits this model, this batch{given}: {why}")
     best, found = 0.0, list[Candidate]()
-    for on_mesh in sorted(bounds, key=lambda each: -each.fastest.speed):
+    bounds.sort(key=lambda each: -each.fastest.speed)
+
+    def promising() -> int:
+        return sum(each.fastest.speed >= SLOWER * best for each in bounds)
+
+    for on_mesh in _counted(bounds, promising, "promising meshes' points", say):
         costing.points += on_mesh.points
         if on_mesh.fastest.speed < SLOWER * best:
             costing.omit("too_slow", on_mesh.fastest.prediction.bound, on_mesh.points, on_mesh.fastest)
@@ -201,3 +210,14 @@ def cost(space: Space) -> Costing:
         nearest = sorted(smallest or found, key=lambda each: (max(each.on_host - on_host, 0), each.memory))
         costing.candidates = nearest[:NEAREST]
     return costing
+
+
+def _counted(items: Sequence[Any], count: Callable[[], int], name: str, say: Callable[[str], None]) -> Iterator[Any]:
+    """Yields the items; passes lines to `say` about how many of the first `count()` are done, and the time left."""
+    begun = spoken = time.monotonic()
+    for done, item in enumerate(items):
+        if done and (now := time.monotonic()) - spoken >= QUIET_SECONDS:
+            left = (now - begun) / done * max(count() - done, 0)
+            say(f"costing     {name}: {done:,} of {count():,}, about {duration(left)} left")
+            spoken = now
+        yield item

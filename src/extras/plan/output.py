@@ -191,10 +191,10 @@ def nearest_lines(nearest: Result, request: Request) -> Iterator[str]:
         yield f"nothing compiled: {nearest.record['failed']}"
         return
     point, memory = nearest.candidate.point, nearest.record["memory"]
-    parts = (point.mesh_words, point.policy_name, f"batch {point.batch_words}", point.also_words)
-    words = ", ".join(part for part in parts if part)
     more = f"{'at least ' * bool(nearest.record['compiler_message'])}{readable(memory['needed'] - memory['capacity'])}"
-    yield f"nothing fits. The nearest needs {more} more than the {readable(memory['capacity'])} per device: {words}"
+    yield (
+        f"nothing fits. The nearest needs {more} more than the {readable(memory['capacity'])} per device: {point.words}"
+    )
     yield from change_lines(nearest.record, lambda keys: f"would help  {command_line(request, point, keys)}")
 
 
@@ -262,7 +262,7 @@ def plot(ranked: Sequence[Row], results: Sequence[Result], capacity: int) -> str
     """Plots memory against speed as SVG; hovering over a dot shows its row."""
     dots = [(row.memory, row.tokens_per_second, f"{row.rank}: {_hover(row)}", "good") for row in ranked]
     dots += [
-        (each.needed, each.speed, f"does not fit: {each.candidate.point.mesh_words}", "eval")
+        (each.needed, each.speed, f"does not fit: {each.candidate.point.words}", "eval")
         for each in results
         if not each.fits and each.speed and math.isfinite(each.needed)
     ]

@@ -58,6 +58,12 @@ class Point(NamedTuple):
         return f"{self.batch['per_device_batch_size']:g} x {self.batch['gradient_accumulation_steps']}"
 
     @property
+    def words(self) -> str:
+        """All of the point, as the table shows it."""
+        parts = (self.mesh_words, self.policy_name, f"batch {self.batch_words}", self.also_words)
+        return ", ".join(part for part in parts if part)
+
+    @property
     def also_words(self) -> str:
         """The less common keys in a few words."""
         keys = {**self.variant, **self.placement}

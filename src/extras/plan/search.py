@@ -203,14 +203,14 @@ class Search:
         if result.record["failed"]:
             verdict = f"failed: {result.record['failed'].splitlines()[0][:100]}"
         else:
-            speed = f", {result.speed:,.0f} tokens/s" if result.fits else ": does not fit"
+            speed = f", {result.speed:,.0f} tokens/s" if result.fits else ", does not fit"
             verdict = f"{readable(result.record['memory']['needed'])} of {readable(self._costing.capacity)}{speed}"
-        return f"{result.candidate.point.mesh_words}, {verdict}"
+        return f"{result.candidate.point.words}: {verdict}"
 
     def _still_compiling(self) -> str:
         now = time.monotonic()
-        return ", ".join(
-            f"{candidate.point.mesh_words} (for {duration(now - running.begun)})"
+        return " and ".join(
+            f"{candidate.point.words} (for {duration(now - running.begun)})"
             for running, candidate in self._running.items()
         )
 

@@ -102,6 +102,16 @@ def test_an_interrupted_command_says_how_to_continue(planned, monkeypatch, capsy
     assert "continues from there" not in said
 
 
+def test_records_that_no_later_search_finds_are_removed(tmp_path):
+    """With a folder for temporary files of its own, which is empty at the end."""
+    words = [*TINY, *FIXED, "jax_cache_dir=", "top=1", "compile_xla_flags=--no_such_flag=1"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "src.plan", *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert "compiled 1 of " in done.stdout, done.stderr
+    assert not list(tmp_path.glob("mintext-plan-*"))
+
+
 def test_a_compilation_that_died_is_not_counted_as_kept(planned, monkeypatch, capsys):
     """It is a result of this search, but the next one compiles it again."""
 

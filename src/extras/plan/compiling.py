@@ -1,10 +1,12 @@
 """Compiles points, each in a process of its own, and keeps a record of each in a folder for later searches."""
 
+import atexit
 import functools
 import hashlib
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -72,7 +74,7 @@ class Folder(NamedTuple):
 
     path: Path
     surroundings: str
-    temporary: bool  # no later search finds it
+    temporary: bool  # no later search finds it, and it is removed when this process ends
 
     @classmethod
     def of(cls, config: Config, topology: Topology) -> "Folder":
@@ -82,6 +84,8 @@ class Folder(NamedTuple):
         """
         kept = "" if any(config[key] for key in USER_FUNCTIONS) else config.step.jax_cache_dir
         path = Path(os.path.expanduser(kept)) / "plan" if kept else Path(tempfile.mkdtemp(prefix="mintext-plan-"))
+        if not kept:
+            atexit.register(shutil.rmtree, path, ignore_errors=True)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

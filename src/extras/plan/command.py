@@ -114,26 +114,25 @@ def _search(space: Space, request: output.Request, own: dict[str, str]) -> Plan:
     for line in output.omitted_lines(costing):
         show(f"left out    {line}")
     search = Search(costing, space, Folder.of(request.config, topology), request.command_words, int(own["top"] or TOP))
-    nearest = None
+    nearest = interrupt = None
     try:
         with _interrupted_by(signal.SIGTERM, signal.SIGHUP):
             search.run(show)
             seconds["compiling"] = time.monotonic() - begun - seconds["costing"]
-            if ranked := output.rows(search.results, request):
-                lines = output.ranked_lines(ranked, request.basis)
-            else:
+            if not any(each.fits for each in search.results):
                 show("compiling changes to the nearest point, for ten minutes or so at most")
                 nearest = search.advice()
-                lines = output.nearest_lines(nearest, request)
-    except KeyboardInterrupt:
-        if ranked := output.rows(search.results, request):
-            show(f"of the {counted(len(search.results), 'point')} compiled so far:")
-            for line in output.ranked_lines(ranked, request.basis):
-                show(line)
-        show(search.progress_kept)
-        raise
-    for line in lines:
+    except KeyboardInterrupt as error:
+        interrupt = error
+    ranked = output.rows(search.results, request)
+    if interrupt and ranked:
+        show(f"of the {counted(len(search.results), 'point')} compiled so far:")
+    found = output.ranked_lines(ranked, request.basis) if ranked else nearest and output.nearest_lines(nearest, request)
+    for line in found or ():
         show(line)
+    if interrupt:
+        show(search.progress_kept)
+        raise interrupt
     if own["report"]:
         written = output.report_json(request, costing, search.results, seconds, nearest)
         write_output(REPORT, own["report"], written.encode())

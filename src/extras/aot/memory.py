@@ -24,6 +24,11 @@ from src.step.trace import TracedTrainStep
 SAVED, LOGITS = "kept for the backward pass", "logits and their gradient"
 # Only results of these operations are stored; others are fused into their consumers.
 _STORED = ("dot_general", "ragged_dot_general", "pallas_call", "shard_map", "custom_partitioning")
+# cuBLAS reads inputs of these from memory, also if another operation computes them, except for one that moves elements.
+_MATMULS = ("dot_general", "ragged_dot_general")
+_MOVES = ("reshape", "transpose", "broadcast_in_dim")
+# On a GPU the next block's weights are gathered meanwhile, and a block's gradients are held until they are scattered.
+GATHERED_ON_GPU = 3
 # Operations that only wrap part of a program.
 _WRAPPERS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
 
@@ -142,9 +147,9 @@ def stored_in_forward(jaxpr: Jaxpr, space: jax.memory.Space) -> Iterator[Any]:
     return (array for array in _saved(jaxpr, set()) if array.memory_space == space)
 
 
-def stored_in_backward(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yields the abstract outputs of matmuls and kernels in one iteration of each reversed loop."""
-    return (array for body in _backward_bodies(jaxpr) for array in _matmuls(body))
+def stored_in_backward(jaxpr: Jaxpr, platform: str) -> Iterator[Any]:
+    """Yields the abstract outputs of matmuls and kernels in one iteration of each reversed loop; on GPUs inputs too."""
+    return (array for body in _backward_bodies(jaxpr) for array in _matmuls(body, platform == "gpu"))
 
 
 def _shards(traced: TracedTrainStep, shape: tuple[int, ...], between_blocks: bool) -> int:
@@ -218,11 +223,11 @@ def _follow(variables: set[Any], old: Sequence[Any], new: Sequence[Any]) -> None
 
 
 def _block_bytes(traced: TracedTrainStep) -> int:
-    """Returns a device's bytes of matmul and kernel outputs in an iteration of the reversed loop with the most."""
+    """Returns a device's bytes of `stored_in_backward` in an iteration of the reversed loop with the most."""
     blocks = [
         sum(
             array.size * array.dtype.itemsize // _shards(traced, array.shape, between_blocks=False)
-            for array in _matmuls(body)
+            for array in _matmuls(body, traced.plan.layout.platform == "gpu")
             if _is_activation(traced, array.shape)
         )
         for body in _backward_bodies(traced.jax_traced.jaxpr.jaxpr)
@@ -230,13 +235,21 @@ def _block_bytes(traced: TracedTrainStep) -> int:
     return max(blocks, default=0)
 
 
-def _matmuls(jaxpr: Jaxpr) -> Iterator[Any]:
+def _matmuls(jaxpr: Jaxpr, with_inputs: bool) -> Iterator[Any]:
+    made = set[Any]()  # variables that are computed, and not yet known to be stored
     for equation in jaxpr.eqns:
-        if equation.primitive.name in _STORED:
+        name = equation.primitive.name
+        if name in _STORED:
             yield from (var.aval for var in equation.outvars)
-        elif equation.primitive.name in _WRAPPERS:
+        elif name in _WRAPPERS:
             for inner in jaxprs_in_params(equation.params):
-                yield from _matmuls(inner)
+                yield from _matmuls(inner, with_inputs)
+        elif name not in _MOVES:
+            made.update(equation.outvars)
+        if with_inputs and name in _MATMULS:
+            read = dict.fromkeys(var for var in equation.invars if not isinstance(var, Literal) and var in made)
+            yield from (var.aval for var in read)
+            made.difference_update(read)
 
 
 def _backward_bodies(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
@@ -259,4 +272,5 @@ def _gathered_bytes(plan: StepPlan) -> int:
             size = math.prod(shard) * (parts if parts > 1 else 0)
             segment = plan.spec.layer_groups[int(path[1])]
             blocks[path[:3]] = blocks.get(path[:3], 0) + size // (segment.repeats if segment.shared else shard[0])
-    return max(blocks.values()) * jnp.dtype(plan.spec.dtype).itemsize
+    times = GATHERED_ON_GPU if plan.layout.platform == "gpu" else 1
+    return times * max(blocks.values()) * jnp.dtype(plan.spec.dtype).itemsize

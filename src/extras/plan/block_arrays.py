@@ -77,7 +77,7 @@ def _trace_block(layer: LayerSpec, placed: Placed, execution: Execution, in_halv
         [classify(array.shape[1:], array) for array in stored_in_forward(jaxpr, space)]
         for space in (jax.memory.Space.Device, jax.memory.Space.Host)
     )
-    computed = [classify(array.shape, array) for array in stored_in_backward(jaxpr)]
+    computed = [classify(array.shape, array) for array in stored_in_backward(jaxpr, layout.platform)]
     return BlockArrays(*(tuple(filter(None, arrays)) for arrays in (saved, on_host, computed)))
 
 

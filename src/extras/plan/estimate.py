@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from src.config.schema import Config
 from src.extras.aot.hlo import Collective
-from src.extras.aot.memory import LOGITS, SAVED, Memory, attention_workspace
+from src.extras.aot.memory import GATHERED_ON_GPU, LOGITS, SAVED, Memory, attention_workspace
 from src.extras.aot.roofline import Constants, Prediction, Work, predict, step_work
 from src.extras.aot.topology import Topology
 from src.extras.plan.block_arrays import TokenArray, block_arrays
@@ -119,6 +119,7 @@ def estimate_memory(step: Step) -> Memory:
         elements, on_stage = gathered_elements(weight, layout), stages if "layers" in weight.axes else 1
         if weight.block and elements > math.prod(weight.shape) / layout.size(_axes(weight, layout)):
             gathered[weight.block] += elements * on_stage / weight.layers * itemsize
+    times = GATHERED_ON_GPU if layout.platform == "gpu" else 1
     workspace = attention_workspace(
         spec, step.execution, placed.kernel, layout, step.rows, placed.length, placed.packed
     )
@@ -132,7 +133,7 @@ def estimate_memory(step: Step) -> Memory:
             SAVED: round(saved),
             LOGITS: round(2 * logits),
             "gradients": round(gradients),
-            "a block's weights, gathered": round(max(gathered.values())),
+            "a block's weights, gathered": round(times * max(gathered.values())),
             "what a block computes": round(max(computed)) + workspace,
         },
         on_host=round(shares.optimizer) if on_host else 0,

@@ -216,8 +216,11 @@ def _counted(items: Sequence[Any], count: Callable[[], int], name: str, say: Cal
     """Yields the items; passes lines to `say` about how many of the first `count()` are done, and the time left."""
     begun = spoken = time.monotonic()
     for done, item in enumerate(items):
-        if done and (now := time.monotonic()) - spoken >= QUIET_SECONDS:
-            left = (now - begun) / done * max(count() - done, 0)
-            say(f"costing     {name}: {done:,} of {count():,}, about {duration(left)} left")
+        now = time.monotonic()
+        if done == 1:  # it took longer: blocks are traced once
+            begun = now
+        if done and now - spoken >= QUIET_SECONDS:
+            left = f", about {duration((now - begun) / (done - 1) * max(count() - done, 0))} left" if done > 1 else ""
+            say(f"costing     {name}: {done:,} of {count():,}{left}")
             spoken = now
         yield item

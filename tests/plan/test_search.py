@@ -215,6 +215,16 @@ def test_no_line_says_that_nothing_is_left_while_more_follows(found, tmp_path, m
     assert lines[1].startswith("compiled 2 of 2, about 0:00 left: ")
 
 
+@pytest.mark.parametrize("failed", ["", "arrays in host memory need 208.00 GiB"])
+def test_another_placement_is_tried_only_if_it_saves_memory_that_is_lacking(found, tmp_path, failed):
+    first = found[1].candidates[0]
+    again = first._replace(point=first.point._replace(placement={"num_vocab_tiling": 8}))
+    tried = search.Search(found[1], found[0], Compiler(tmp_path, *found), lambda point: [], 1)
+    assert not tried._saves_in_vain(again, [])
+    tried.results = [search.Result(first, {"failed": failed, "memory": {"fits": False}}, None, 0.0)]
+    assert tried._saves_in_vain(again, [first]) == bool(failed)
+
+
 def test_a_prediction_has_the_programs_own_collectives_and_copies(found, tmp_path):
     candidate = found[1].candidates[0]
     moved = Collective("all-gather", ("fsdp",), "ici", times=3, whole_bytes=8, sent_bytes=450 * 10**6)

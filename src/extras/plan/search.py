@@ -176,8 +176,11 @@ class Search:
         return max(fitting, key=self._speed)
 
     def _saves_in_vain(self, candidate: Candidate, tried: list[Candidate]) -> bool:
-        """Whether the same step was tried with another placement, and is not known to be too large."""
-        too_large = [each.candidate for each in self.results if not each.fits]
+        """Whether the same step was tried with another placement, and is not known to be too large for the devices.
+
+        A failure, as for arrays that exceed host memory, is not one that another placement avoids.
+        """
+        too_large = [each.candidate for each in self.results if not each.fits and not each.record["failed"]]
         return any(each.point[:-1] == candidate.point[:-1] and each not in too_large for each in tried)
 
     def _memory(self, candidate: Candidate) -> float:

@@ -171,6 +171,35 @@ def test_arrays_that_exceed_host_memory_are_named_as_such():
         compile_lowered(SimpleNamespace(compile=refuse), parse_topology("v5p-16", 1), {})
 
 
+@pytest.mark.parametrize(
+    ("topology", "environment", "most"),
+    [("v5e-4", "", "44.70 GiB"), ("v5p-8", "", ""), ("a3", "", "64.00 GiB"), ("a3", "128", ""), ("cpu-4", "", "")],
+)
+def test_arrays_that_exceed_the_hosts_memory_are_refused_though_they_compile(topology, environment, most, monkeypatch):
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", environment)
+    stats = SimpleNamespace(host_argument_size_in_bytes=60 * 2**30, host_temp_size_in_bytes=5 * 2**30)
+    program = SimpleNamespace(memory_analysis=lambda: stats)
+    lowered = SimpleNamespace(compile=lambda options: program)
+    if most:
+        with pytest.raises(UserError, match=f"need 65.00 GiB per device, and a device of {topology} may have {most}"):
+            compile_lowered(lowered, parse_topology(topology, 1), {})
+    else:
+        assert compile_lowered(lowered, parse_topology(topology, 1), {}) == (program, "")
+
+
+def test_one_array_that_exceeds_host_memory_is_named_as_such():
+    """The words are libtpu 0.0.48's."""
+
+    def refuse(options):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Allocation (size=268435456000) would exceed memory (size=137438953472) :: %s0 = "
+            "inlined_call_operand.host [shape: f32[500,1048576,128], index: 0, kind: output]"
+        )
+
+    with pytest.raises(UserError, match=r"host memory need 250\.00 GiB per device.*may have 128\.00 GiB"):
+        compile_lowered(SimpleNamespace(compile=refuse), parse_topology("v5p-16", 1), {})
+
+
 def test_a_compiler_that_fails_is_quoted_with_what_to_try():
     def refuse(options):
         raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes that satisfy hlo %fusion.3")

@@ -167,11 +167,11 @@ def compile_lowered(
 
 def _check_host_memory(topology: Topology, needed: float, most: float) -> None:
     if needed > most:
-        limit = f", {report.HOST_LIMIT}" * (topology.platform == "gpu")
+        limit = f", or set {report.HOST_LIMIT} in the environment" * (topology.platform == "gpu")
         raise UserError(
             f"arrays in host memory need {report.readable(needed)} per device, and a device of {topology.name} "
             f"may have {report.readable(most)} there: keep fewer there (remat_policy, remat_custom, "
-            f"optimizer_memory_host_offload), lower per_device_batch_size, or use more devices{limit}"
+            f"optimizer_memory_host_offload), lower per_device_batch_size, use more devices{limit}"
         )
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,7 +125,7 @@ def search(name: str, folder: Path, top: int) -> dict[str, Any]:
         searching = Search(costing, space, kept, request.command_words, top)
         searching.run(print)
         seconds["compiling"] = time.monotonic() - begun - seconds["costing"]
-        own = Search(Costing(costing.capacity, costing.on_host, [published]), space, kept, request.command_words, 1)
+        own = Search(replace(costing, candidates=[published]), space, kept, request.command_words, 1)
         own.run(print)
         found |= {"rows": [row._asdict() for row in output.rows(searching.results, request)]}
         found |= {"compiled": compiled(searching.results, own.results[0])}

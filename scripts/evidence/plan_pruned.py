@@ -13,8 +13,8 @@ import random
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -47,14 +47,14 @@ def main(argv: Sequence[str]) -> None:
     speed, better, compiled = first["tokens_per_second"], 0, 0
     print(f"first row: {first['mesh']}, {first['policy']}, batch {first['batch']}")
     for number, candidate in enumerate(random_points(space, costing, arguments.points, arguments.seed), 1):
-        words_of = ", ".join(filter(None, [*choice(candidate.point), candidate.point.also_words]))
+        words_of = candidate.point.words
         # The fastest that its program can be: without communication and copies to the host.
         alone = candidate.costs._replace(moved=[]).predict(space.constants).step_seconds
         bound = candidate.costs.tokens_per_step / alone / speed
         if bound <= min(arguments.above, FASTER):
             print(f"{number}: {words_of}: at most {bound:.0%} of the first row's speed, if nothing were communicated")
             continue
-        search = Search(Costing(costing.capacity, [candidate]), space, folder, request.command_words, 1)
+        search = Search(replace(costing, candidates=[candidate]), space, folder, request.command_words, 1)
         search.run(lambda line: None)
         result, compiled = search.results[0], compiled + 1
         better += result.fits and result.speed > FASTER * speed
@@ -90,11 +90,6 @@ def random_points(space: Space, costing: Costing, count: int, seed: int) -> Iter
 def identity(point: Point) -> str:
     """A string that only points with the same keys share."""
     return json.dumps(point.keys, sort_keys=True)
-
-
-def choice(point: Point) -> list[Any]:
-    """A point's mesh, remat policy and batch."""
-    return [point.mesh_words, point.policy_name, f"batch {point.batch_words}"]
 
 
 if __name__ == "__main__":

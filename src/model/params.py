@@ -127,13 +127,13 @@ def matmul(x: Array, kernel: Any, einsum: str, precision: str | None = None) -> 
 def stack(make: Callable[[Rngs], nnx.Module], rngs: Rngs, repeats: int, axis: str) -> nnx.Module:
     """Makes `repeats` modules as one, whose weights get a first dim with the logical axis `axis`."""
     keys = None if rngs.key is None else jax.random.split(rngs.params(), repeats)
-    state = jax.vmap(lambda key: nnx.state(make(Rngs(key))), axis_size=repeats)(keys)
+    graphdef, state = jax.vmap(lambda key: nnx.split(make(Rngs(key))), axis_size=repeats)(keys)
 
     def prepend_axis(variable: nnx.Variable) -> nnx.Variable:
         fan_in = tuple(dim + 1 for dim in variable.fan_in)
         return variable.copy(out_sharding=(axis, *variable.out_sharding), fan_in=fan_in)
 
-    return nnx.merge(abstract(make)[0], _map(prepend_axis, state))
+    return nnx.merge(graphdef, _map(prepend_axis, state))
 
 
 def abstract(make: Callable[[Rngs], nnx.Module]) -> tuple[nnx.GraphDef, Tree]:

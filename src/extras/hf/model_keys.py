@@ -70,7 +70,7 @@ def find_family(model: Model, max_target_length: int, preferred: str = "") -> tu
     `preferred` is the model_type of the family to try first.
     """
     spec, layers = _spec(model, max_target_length), _layers(model)
-    missing: dict[str, list[str]] = {}  # by family
+    others: list[tuple[Family, Model, str]] = []  # what each can't load, and reads of its own config.json
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
         hf = family.write_config(layers, max_target_length)
         try:
@@ -81,6 +81,9 @@ def find_family(model: Model, max_target_length: int, preferred: str = "") -> tu
         unloadable = _unloadable(family, layers)
         if _spec(read, max_target_length) == spec and not unloadable:
             return family, hf
+        others.append((family, read, unloadable))
+    missing: dict[str, list[str]] = {}  # by family
+    for family, read, unloadable in others:
         if any(segment.get("shared") for segment in model.decoder_segments):
             unloadable = "weights that layers share (decoder_segments)"
         differing = _differences(layers, _layers(read), max_target_length)

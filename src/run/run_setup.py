@@ -77,8 +77,7 @@ def configured(
 def configure_jax(step: Step) -> None:
     """Sets JAX's options and environment variables that it reads before it finds devices or compiles."""
     platforms = jax.config.jax_platforms or ""
-    accelerators = [*metadata.entry_points(group="jax_plugins"), *filter(None, [find_spec("libtpu")])]
-    if platforms == "cpu" or not (platforms or accelerators):
+    if platforms == "cpu" or not (platforms or find_spec("libtpu") or metadata.entry_points(group="jax_plugins")):
         _keep_freed_memory()
     jax.config.update("jax_default_matmul_precision", step.matmul_precision)
     if step.jax_cache_dir:

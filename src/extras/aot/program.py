@@ -5,6 +5,7 @@ describes what the program was compiled for; and the program, a pickle made by J
 tampering.
 """
 
+import contextlib
 import hashlib
 import io
 import json
@@ -101,7 +102,6 @@ def header(traced: TracedTrainStep, *sections: Model | Step | BatchKeys | Mesh) 
     devices = list(mesh.devices.flat)
     platform = devices[0].platform
     packages = {"tpu": ["libtpu"], "gpu": [f"jax-cuda{CUDA}-plugin", f"jax-cuda{CUDA}-pjrt"]}.get(platform, [])
-    installed = {distribution.name for distribution in metadata.distributions()}
     arguments = {"state": traced.state.by_name(), "batch": traced.batch, "hparams": traced.hparams}
     return {
         "devices": {
@@ -114,7 +114,7 @@ def header(traced: TracedTrainStep, *sections: Model | Step | BatchKeys | Mesh) 
             **({"processor": _processor()} if platform == "cpu" else {}),
         },
         "mesh": dict(mesh.shape),
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", *packages) if name in installed},
+        "versions": _versions("jax", "jaxlib", *packages),
         "compiler_options": dict(traced.compiler_options),
         "environment": environment_flags(),
         # Only settings that this version of JAX has.
@@ -128,6 +128,15 @@ def header(traced: TracedTrainStep, *sections: Model | Step | BatchKeys | Mesh) 
             for path, leaf in jax.tree.leaves_with_path(arguments)
         },
     }
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    """Returns the versions of those that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _digest(text: str) -> str:

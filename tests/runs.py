@@ -29,7 +29,8 @@ BASE = str(ROOT / "configs" / "base.yml")
 # Set before the first run compiles: later JAX would not look at it.
 _CACHE = os.environ["MINTEXT_TEST_PROGRAMS"]  # of conftest.py
 jax.config.update("jax_compilation_cache_dir", _CACHE)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+# Writing a smaller program takes more time than another worker or process saves, where there is one that needs it.
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 GLOBAL_BATCH = 8
 TINY = {

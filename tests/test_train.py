@@ -21,7 +21,12 @@ from tests import runs
 
 STEPS = 12
 KEYS = {"steps": STEPS, "checkpoint_period": 5, "eval_interval": 5, "sample_length": 16, "log_period": 4}
-KEYS["base_num_decoder_layers"] = 2
+LAYERS = 2
+
+
+def run_here(**keys):
+    """A run of the model of all runs here, whose programs are compiled once."""
+    return runs.run_here(base_num_decoder_layers=LAYERS, **keys)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,7 @@ def run(tmp_path_factory, corpus):
     """(the folder of a run, what it returned, what it printed)."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        result = runs.run_here(base_output_directory=folder.parent, dataset_path=corpus, **KEYS)
+        result = run_here(base_output_directory=folder.parent, dataset_path=corpus, **KEYS)
     return folder, result, output.getvalue()
 
 
@@ -131,7 +136,7 @@ def test_a_log_has_no_control_characters(run, tmp_path, corpus, capsys):
     assert is_plain(output)
     # A model of bytes that has learned nothing says any of them.
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 1, "learning_rate": 1e-30}
-    result = runs.run_here(**keys, sample_length=58, decode_sampling_temperature=1)
+    result = run_here(**keys, sample_length=58, decode_sampling_temperature=1)
     assert int(result.state.step) == 1
     sample = capsys.readouterr().out.rpartition("sample:\n")[2]
     assert len(sample) > 58
@@ -202,7 +207,7 @@ def test_a_finished_run_says_so_and_gives_the_same_result(run, tmp_path, corpus,
     for name in ("report.html", "sample.txt"):
         (again / name).unlink()
     before = runs.contents(again)
-    repeated = runs.run_here(base_output_directory=tmp_path, dataset_path=corpus, **KEYS)
+    repeated = run_here(base_output_directory=tmp_path, dataset_path=corpus, **KEYS)
     printed = capsys.readouterr().out
     assert "finished: this run has made its 12 steps. To continue, raise steps." in printed
     sample = output.rpartition("sample:\n")[2].rpartition("report: ")[0]
@@ -223,9 +228,9 @@ def test_a_kill_before_the_report_leaves_one_and_the_next_start_finishes_it(tmp_
     with monkeypatch.context() as patch:
         patch.setattr(Run, "conclude", killed)
         with pytest.raises(KilledBeforeItsReport):
-            runs.run_here(**keys)
+            run_here(**keys)
     assert re.search(r"At step 1 of 2|Finished, step 2 of 2", (tmp_path / "run" / "report.html").read_text())
-    assert int(runs.run_here(**keys).state.step) == 2
+    assert int(run_here(**keys).state.step) == 2
     assert "Finished, step 2 of 2" in (tmp_path / "run" / "report.html").read_text()
 
 
@@ -235,7 +240,7 @@ def test_a_report_that_can_not_be_written_fails_no_run(tmp_path, corpus, monkeyp
 
     monkeypatch.setattr(live, "page", full)
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 1}
-    assert int(runs.run_here(**keys).state.step) == 1
+    assert int(run_here(**keys).state.step) == 1
     (said,) = re.findall("report: .*", capsys.readouterr().out)
     assert said.startswith("report: not written")
     assert "No space left on device" in said
@@ -244,7 +249,7 @@ def test_a_report_that_can_not_be_written_fails_no_run(tmp_path, corpus, monkeyp
 
 def test_a_quiet_run_prints_its_last_step_alone(tmp_path, corpus, capsys):
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 3, "eval_interval": 1, "eval_steps": 1}
-    runs.run_here(**keys, quiet="true")
+    run_here(**keys, quiet="true")
     version, last, evaluation, report = capsys.readouterr().out.splitlines()
     assert version.startswith("MinText ")
     assert last.startswith("step 3/3  loss")
@@ -259,13 +264,13 @@ def test_a_quiet_run_prints_its_last_step_alone(tmp_path, corpus, capsys):
 def test_without_checkpoints_a_run_starts_afresh(tmp_path, corpus):
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "enable_checkpointing": "false"}
     for _ in range(2):
-        runs.run_here(**keys, steps=2)
+        run_here(**keys, steps=2)
         assert [step for step, _ in runs.losses(tmp_path / "run")] == [1, 2]
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_run_without_a_name_gets_a_dated_one(tmp_path, corpus):
-    runs.run_here(base_output_directory=tmp_path, dataset_path=corpus, steps=1, run_name="")
+    run_here(base_output_directory=tmp_path, dataset_path=corpus, steps=1, run_name="")
     (folder,) = tmp_path.iterdir()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", folder.name)
     assert runs.steps_saved(folder) == [1]
@@ -273,13 +278,13 @@ def test_a_run_without_a_name_gets_a_dated_one(tmp_path, corpus):
 
 def test_synthetic_data_need_no_tokenizer(tmp_path):
     keys = {"base_output_directory": tmp_path, "dataset_type": "synthetic", "eval_steps": 2, "sample_length": 4}
-    result = runs.run_here(**keys, steps=2, eval_interval=2)
+    result = run_here(**keys, steps=2, eval_interval=2)
     assert result.eval_metrics["eval_loss"] == pytest.approx(math.log(258), abs=1)
 
 
 def test_a_profile_has_the_steps_that_it_says(tmp_path):
     keys = {"base_output_directory": tmp_path, "dataset_type": "synthetic", "profiler": "xplane"}
-    runs.run_here(**keys, steps=3, profiler_steps=1)
+    run_here(**keys, steps=3, profiler_steps=1)
     (file,) = (tmp_path / "run" / "tensorboard").rglob("*.xplane.pb")
     lines = [line for plane in jax.profiler.ProfileData.from_file(str(file)).planes for line in plane.lines]
     marks = [dict(event.stats) for line in lines for event in line.events if event.name == "train"]
@@ -290,7 +295,7 @@ def test_a_profile_has_the_steps_that_it_says(tmp_path):
 def test_a_sample_that_ends_before_its_length_is_announced(length, is_said, tmp_path, corpus, capsys):
     """The prompt has five tokens and a row 64: nothing slides on, as nanoGPT's window does."""
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 1, "log_period": 2}
-    runs.run_here(**keys, sample_length=length)
+    run_here(**keys, sample_length=length)
     line = f"sample_length={length}: prompt and text are limited to max_target_length=64 tokens\n"
     assert (line in capsys.readouterr().out) == is_said
 
@@ -307,13 +312,13 @@ def test_a_run_ends_at_its_target_loss_and_goes_on_when_it_is_lowered(tmp_path, 
     keys = {**KEYS, "base_output_directory": tmp_path, "dataset_path": corpus, "checkpoint_period": 100}
     losses = dict(runs.evaluations(run[0]))
     target = (losses[5] + losses[10]) / 2
-    ended = runs.run_here(**keys, target_eval_loss=target)
+    ended = run_here(**keys, target_eval_loss=target)
     assert int(ended.state.step) == 10
     assert runs.steps_saved(tmp_path / "run") == [10]
     assert f"eval_loss {losses[10]:.4f} after step 10 reached target_eval_loss={target:g}" in capsys.readouterr().out
-    again = runs.run_here(**keys, target_eval_loss=target)
+    again = run_here(**keys, target_eval_loss=target)
     assert int(again.state.step) == 10
     assert "finished: eval_loss" in capsys.readouterr().out
-    on = runs.run_here(**keys, target_eval_loss=losses[10] / 2)
+    on = run_here(**keys, target_eval_loss=losses[10] / 2)
     assert on.metrics["loss"] == run[1].metrics["loss"]
     assert int(on.state.step) == STEPS

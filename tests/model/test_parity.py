@@ -40,6 +40,9 @@ LONG_DECODED = (
     *(*LONG, "qwen2", "smollm3", "granite", "glm4", "glm4.5", "llama2", "gemma", "mistral", "qwen3"),
     *("gemma2", "mixtral", "qwen3-moe", "deepseek2", "olmo2", "olmo3"),
 )
+# tests/hf/test_config_entries.py compares each family's logits, of one document without packing. With packing the
+# families that are not here have what positions and segments go into: windows, chunks, latents, experts, recurrence.
+LONG_LOGITS = tuple(name for name in LONG_DECODED if name != "gemma2")
 
 
 def runs(names, long=LONG):
@@ -112,7 +115,7 @@ def assert_equal_to(expected, actual, tolerance):
     assert np.max(np.abs(actual - expected)) <= tolerance * np.std(expected)
 
 
-@pytest.mark.parametrize("run", runs(RUNS))
+@pytest.mark.parametrize("run", runs(RUNS, LONG_LOGITS))
 def test_logits(loaded, run):
     model, plan, weights = loaded(run)
     batch = rows(model.config.vocab_size)

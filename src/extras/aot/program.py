@@ -131,7 +131,7 @@ def header(traced: TracedTrainStep, *sections: Model | Step | BatchKeys | Mesh) 
 
 
 def _versions(*packages: str) -> dict[str, str]:
-    """Returns the versions of those that are installed."""
+    """Returns the versions of those `packages` that are installed."""
     found = {}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):

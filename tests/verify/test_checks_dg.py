@@ -1,10 +1,14 @@
 """The checks of documents and of decoding: clean models pass, and each planted fault is found and named."""
 
 import dataclasses
+from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from src.data import mixture
+from src.extras import conversations
 from src.extras.generation import generate
 from src.extras.verify import decoding, documents, locate, logits
 from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS
@@ -16,6 +20,7 @@ from tests.parallel.axes import MODELS
 from tests.tiny import load
 from tests.verify.contexts import context
 
+TEMPLATES = Path(__file__).parents[1] / "old_runs" / "data"
 SMALL = {"base_num_decoder_layers": 1}
 ADAPTERS = "adapters merged into their weights"
 DROPOUT = "each row has its own dropout"
@@ -227,3 +232,33 @@ def test_finds_the_padding_of_prompts_in_caches(monkeypatch, keys):
 
     patched(monkeypatch, generate, "ForwardContext", unpadded)
     assert failed(decoding, "decoding of src.decode", **keys).startswith("prompt of 3 tokens, beside others: ")
+
+
+@pytest.mark.parametrize("template", ["", "inst", "chatml"])
+def test_only_the_answers_of_a_conversation_count(template, monkeypatch):
+    keys = {"tokenizer_type": "huggingface", "tokenizer_path": str(TEMPLATES / template)} if template else {}
+    config = load(use_sft="true", dataset_type="text", dataset_path="pairs.jsonl", vocab_size=1000, **keys)
+    assert documents._of_conversation(config).status == PASS
+    encode = conversations.encode_conversation
+
+    def shorter(*arguments, **more):
+        return [
+            each._replace(loss_mask=each.loss_mask & np.roll(each.loss_mask, -1)) for each in encode(*arguments, **more)
+        ]
+
+    monkeypatch.setattr(conversations, "encode_conversation", shorter)
+    row = documents._of_conversation(config)
+    assert row.status == FAIL
+    assert "the end of 'Because of it.' does not count" in row.note
+
+
+def test_datasets_have_their_shares_of_rows(monkeypatch):
+    datasets = tuple(
+        {"name": name, "dataset_type": "synthetic", "weight": weight} for name, weight in (("a", 3), ("b", 1))
+    )
+    of_two = context(subject(), datasets=datasets)
+    assert documents._of_mixture(of_two).status == PASS
+    monkeypatch.setattr(mixture.Mixture, "assign", lambda self, row, **order: self.at(row % 2))
+    row = documents._of_mixture(of_two)
+    assert row.status == FAIL
+    assert "after 1 batches of 8 rows" in row.note

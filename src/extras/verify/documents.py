@@ -1,36 +1,57 @@
 """Check d: logits depend only on a token's document up to the token, and the loss is a mean over unmasked targets."""
 
+import contextlib
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from src.config.dataset_spec import train_specs, train_weights
+from src.config.schema import Config
+from src.data.loader import train_batches
 from src.data.packing import empty_batch, fill_row
-from src.data.types import Document
+from src.data.tokenizer import make_tokenizer
+from src.data.types import Conversation, Document, InputSpec, TrainData
+from src.extras.verify.evaluation import Texts
 from src.extras.verify.locate import UNROLLED, forward_values, parting
 from src.extras.verify.logits import Arrays, evaluated, log_softmax, of_ids, single_layers, unlimited
-from src.extras.verify.rows import FAIL, PASS, Row, attempted, not_applicable, unless_refused, verdict
-from src.extras.verify.subject import PLAIN_DESCENT, Context, Subject, mesh_keys
+from src.extras.verify.rows import FAIL, PASS, Row, attempted, none_of, not_applicable, unless_refused, verdict
+from src.extras.verify.subject import PLAIN_DESCENT, ROWS, Context, Subject, mesh_keys, of_pairs
 from src.model.parts import mixer
-from src.system.errors import Unsupported
+from src.system.errors import Unsupported, UserError
+from src.system.imports import optional
 
 # Relative. Sums in another order give 6e-8 to 1.3e-6 over three seeds of six kinds of models, 7.5e-6 for Qwen3-Next,
 # and at most 2e-7 for the loss. Positions that do not restart give 0.9, a loss with the padded vocabulary 0.03, and
 # targets in another document 0.003.
 BOUND = 5e-5
+MIXED = 12  # batches of a mixture of datasets
 OFTEN = 4  # with this many pairs of tokens at a distance, at least one score is large enough to change a logit
 
 
 def rows(context: Context) -> Iterator[Row]:
     """Changes one token at a time and compares logits exactly; compares packed rows and the loss within BOUND."""
+    if of_pairs(context.subject.config):  # a pair's loss depends on two documents
+        yield _of_pairs(context.subject)
+        config = context.subject.config.replace(loss="")
+        context = dataclasses.replace(context, subject=dataclasses.replace(context.subject, config=config))
     subject, limited = unlimited(context.subject)
     yield from limited
     yield _of_packer(subject)
+    if len(context.whole.data.datasets) > 1:
+        yield _of_mixture(context)
+    if context.whole.data.use_sft:
+        yield _of_conversation(context.whole)
     logits = yield from _of_model(subject, 1, {}, "")
     yield from (_of_layer(alone, number) for number, alone in single_layers(subject))
     yield _of_dropout(subject)
     yield from _of_steps(subject, logits)
+    if context.whole.step.quantization == "int8":  # fp8 has one scale for all tokens; rounding may differ by packing
+        rows_of_int8 = _of_model(subject, 1, {"quantization": "int8"}, ", quantization=int8")
+        yield from itertools.islice(rows_of_int8, 3)
     try:
         yield from _of_model(subject, 2, mesh_keys({"context": 2}), ", context 2")
     except Unsupported as error:
@@ -46,10 +67,65 @@ def _of_packer(subject: Subject) -> Row:
     for row, segments in enumerate(batch["segment_ids"]):
         places = [np.flatnonzero(segments == number) for number in range(1, segments.max() + 1)]
         ids = [np.append(batch["tokens"][row, at], batch["targets"][row, at[-1]]) for at in places]
-        fill_row(found, row, [(Document(each), 0, len(each) - 1) for each in ids])
+        masks = [np.append(True, batch["loss_mask"][row, at] > 0) for at in places]  # the first id is no target
+        documents = map(Document, ids, masks)
+        fill_row(found, row, [(each, 0, len(each.ids) - 1) for each in documents])
     real = batch["segment_ids"] > 0
     wrong = [name for name in batch if np.any((found[name] != batch[name]) & real) or np.any(found["loss_mask"] > real)]
     return verdict(name, len(wrong), 0, failure=f"{', '.join(wrong)} are not those of the documents")
+
+
+def _of_mixture(context: Context) -> Row:
+    """Counts batches after which a dataset of the mixture has not its share of the rows, to within one row."""
+    name, whole, config = "datasets have their shares of rows", context.whole.data, context.subject.config
+    weights = train_weights(whole)
+    ids = [np.full(2 * config.batch.max_target_length, number, np.int32) for number in range(len(weights))]
+    sources = tuple(Texts([each] * ROWS) for each in ids)
+    data = TrainData(tuple(spec.name for spec in train_specs(whole)), sources, weights)
+    inputs, seen, wrong = InputSpec.of(config.replace(batch_transform=""), None), list[int](), list[str]()
+    with contextlib.closing(train_batches(inputs, data, range(ROWS), ROWS)) as batches:
+        for number, batch in enumerate(itertools.islice(batches, MIXED), start=1):
+            seen += batch.arrays["tokens"][:, 0].tolist()
+            counts = np.bincount(seen, minlength=len(ids))
+            if np.any(np.abs(counts - len(seen) * np.divide(weights, sum(weights))) > 1):
+                wrong.append(f"after {number} batches of {ROWS} rows, the datasets have {counts.tolist()}")
+    return none_of(name, wrong, f"{MIXED} batches")
+
+
+def _of_conversation(whole: Config) -> Row:
+    """Encodes a conversation with the config's tokenizer: each answer and its end must count in the loss, and no more.
+
+    Templates may write words of their own before an answer.
+    """
+    name, said = "only the assistant's words count", ("Why so?", "Because of it.", "What else?", "Nothing more.")
+    if not whole.data.sft_train_on_completion_only:
+        return not_applicable(name, "sft_train_on_completion_only=false: all words count")
+    if (conversations := optional("conversations")) is None:
+        return not_applicable(name, "src/extras/conversations.py was deleted")
+    try:
+        tokenizer = make_tokenizer(whole.data, whole.model.vocab_size, "use_sft")
+        assert tokenizer
+        is_pair = tokenizer.chat_template is None
+        said = said[: 2 if is_pair else 4]
+        messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)]
+        documents = conversations.encode_conversation(
+            tokenizer, Conversation(tuple(messages), is_pair), completion_only=True
+        )
+    except UserError as error:
+        return not_applicable(name, error)
+    counted = []
+    for ids, mask, _ in documents:
+        assert mask is not None
+        borders = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
+        counted += [ids[start:end] for start, end in borders]
+    texts = [tokenizer.decode(ids) for ids in counted]
+    wrong = [f"{len(texts)} parts count, of {len(said) // 2} answers"] * (len(texts) != len(said) // 2)
+    for text, ids, answer in zip(texts, counted, said[1::2], strict=False):
+        if not text.strip().endswith(answer) or any(question in text for question in said[::2]):
+            wrong.append(f"{text!r} counts, for the answer {answer!r}")
+        elif int(ids[-1]) not in tokenizer.stop_ids:
+            wrong.append(f"the end of {answer!r} does not count")
+    return none_of(name, wrong, " | ".join(texts))
 
 
 def _of_model(subject: Subject, devices: int, keys: Mapping[str, Any], where: str) -> Generator[Row, None, np.ndarray]:
@@ -149,6 +225,24 @@ def _of_steps(subject: Subject, logits: np.ndarray) -> Iterator[Row]:
     yield unless_refused(title, on_two_devices)
 
 
+def _of_pairs(subject: Subject) -> Row:
+    """Compares a step's loss with the mean of Rafailov et al. 2023, equation 7, over pairs, from logits in float64.
+
+    With `dpo_label_smoothing`, it is the loss of Mitchell 2023 (conservative DPO).
+    """
+    batch, step = subject.batch, subject.config.step
+    plain = dataclasses.replace(subject, config=subject.config.replace(loss=""))
+    logits, _ = evaluated(plain, plain.reference_plan, [plain.batch])
+    nats = of_ids(log_softmax(logits[0, 0]), batch["targets"]) * batch["answer_mask"]
+    sums = [np.sum(nats * (batch["segment_ids"] == number), axis=1) for number in (1, 2)]
+    margin = step.dpo_beta * np.subtract(*(each - of for each, of in zip(sums, batch["reference"].T, strict=True)))
+    falls, rises = np.logaddexp(0, -margin), np.logaddexp(0, margin)
+    expected = np.mean((1 - step.dpo_label_smoothing) * falls + step.dpo_label_smoothing * rises)
+    found = subject.reference.metrics["loss"]
+    failure = f"loss is {found:.7f}, not {expected:.7f}"
+    return verdict("DPO's loss is its pairs' mean", abs(found / expected - 1), BOUND, f"{len(margin)} pairs", failure)
+
+
 def _of_loss(name: str, batch: Arrays, logits: np.ndarray, metrics: Mapping[str, float]) -> Row:
     """Compares a step's losses with means of the cross-entropy of `logits` [1 + P, B, T, V], in float64.
 
@@ -201,4 +295,4 @@ def _first(batch: Arrays, segment: int) -> tuple[Arrays, np.ndarray]:
     at = (np.argmax(batch["segment_ids"] == segment, axis=1)[:, None] + T) % len(T)
     moved = {name: np.take_along_axis(array, at, axis=1) for name, array in batch.items()}
     own = np.int32(moved["segment_ids"] == segment)
-    return moved | {"segment_ids": own, "positions": np.int32(T * own), "loss_mask": np.float32(own)}, at
+    return moved | {"segment_ids": own, "positions": np.int32(T * own), "loss_mask": moved["loss_mask"] * own}, at

@@ -23,6 +23,7 @@ from src.step.train_step import compile_steps
 
 ROWS = 8  # rows of a micro-batch, which every mesh of eight devices can shard
 LENGTH, LONGER = 48, 80  # tokens of a row; for models with the gated delta rule, more than one of its chunks
+COUNTED = 0.6  # share of the documents' targets that count in the loss
 # So large that an update changes most digits of a weight: its float32 then holds the digits of the gradient.
 SGD_RATE = 1024.0
 
@@ -56,7 +57,12 @@ class Subject:
         Raises Unsupported if it cannot run there.
         """
         config = self.config.replace(**keys)
-        return plan_step(config, make_layout(config.mesh, jax.devices()[:devices]))
+        plan = plan_step(config, make_layout(config.mesh, jax.devices()[:devices]))
+        if not of_pairs(config):
+            return plan
+        from src.extras.preferences.pairs import pair_fields
+
+        return dataclasses.replace(plan, fields=pair_fields(config.batch.max_target_length))
 
     @property
     def rows(self) -> int:
@@ -86,19 +92,29 @@ class Subject:
 
     @functools.cached_property
     def batch(self) -> dict[str, Any]:
-        """Rows of two or three documents of random lengths, or one without packing, and padding."""
+        """Rows of two or three documents of random lengths, or one without packing, and padding.
+
+        The last row is one document, without padding. Some targets do not count in the loss, as those of a prompt. For
+        the loss of DPO, documents 1 and 2 of a row are a pair of answers, and the reference is random.
+        """
         rng, vocab, length = np.random.default_rng(self.seed), self.config.model.vocab_size, self.length
         tokens = rng.integers(0, vocab, (self.rows, length + 1), dtype=np.int32)
         segment_ids, positions = np.zeros((2, self.rows, length), np.int32)
         for row in range(self.rows):
             cuts = np.sort(rng.choice(np.arange(1, length), size=rng.integers(2, 4), replace=False))
             cuts = cuts if self.config.batch.packing else cuts[-1:]
+            cuts = cuts if row < self.rows - 1 else [length]
             for index, (start, end) in enumerate(zip([0, *cuts], cuts, strict=False), start=1):
                 segment_ids[row, start:end] = index
                 positions[row, start:end] = np.arange(end - start)
-        mask = (segment_ids > 0).astype(np.float32)
+        mask = ((segment_ids > 0) & (rng.random(segment_ids.shape) < COUNTED)).astype(np.float32)
         texts = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": mask}
-        return {**texts, "segment_ids": segment_ids, "positions": positions}
+        batch = {**texts, "segment_ids": segment_ids, "positions": positions}
+        if not of_pairs(self.config):
+            return batch
+        from src.extras.preferences.pairs import pair_batch
+
+        return pair_batch(batch, None) | {"reference": rng.normal(scale=9.0, size=(self.rows, 2)).astype(np.float32)}
 
     @functools.cached_property
     def loss(self) -> LossFunction:
@@ -162,7 +178,7 @@ class Subject:
 
     def check_fields(self, plan: StepPlan) -> None:
         """Raises NotApplicable if a batch_transform adds fields, which `batch` lacks."""
-        if plan.fields:
+        if plan.fields.keys() - self.batch.keys():
             transform = self.config.batch.batch_transform
             raise NotApplicable(f"batch_transform={transform} adds fields, which these batches lack")
 
@@ -207,6 +223,11 @@ PLAIN_DESCENT: dict[str, Any] = {
     "skip_step_on_spikes": False,
     "ema_decay": 0.0,
 }
+
+
+def of_pairs(config: Config) -> bool:
+    """Whether the loss is that of src.train_dpo, whose batches have pairs of answers."""
+    return config.step.loss == "src.step.dpo:dpo_loss"
 
 
 def in_every_layer(config: Config, key: str, change: Callable[[Any], Any]) -> Config:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -11,9 +11,11 @@ from src.config.optimizer_keys import OPTIMIZERS
 from src.extras.verify.comparison import NONE, clipped, differences, largest_entry, norm, strong
 from src.extras.verify.derivatives import LEFT_OUT, Loss
 from src.extras.verify.kinds import decays, rule_of
-from src.extras.verify.rows import PASS, Row, largest, not_applicable, worst
+from src.extras.verify.rows import PASS, Row, largest, none_of, not_applicable, worst
 from src.extras.verify.subject import PLAIN_DESCENT, Context, Subject, flat
-from src.model.params import by_path, dotted, nested
+from src.model.moe.router import totals
+from src.model.params import STACKED, by_path, dotted, nested
+from src.model.selection import Path
 from src.step.plan import StepPlan
 from src.step.state import TrainState
 from src.system.errors import first_few
@@ -43,6 +45,7 @@ def rows(context: Context) -> Iterator[Row]:
     only how many updates that dtype would round away.
     """
     subject = context.subject
+    yield initial(subject)
     yield from without_gradient(Loss(subject))
     plan = subject.plan(ema_decay=EMA_DECAY if subject.config.step.ema_decay else 0.0)
     before, after = step(subject, plan)
@@ -70,6 +73,24 @@ def rows(context: Context) -> Iterator[Row]:
     yield clipping(subject)
     yield router_biases(subject)
     yield stuck(old, updates, context.whole.step.weight_dtype)
+
+
+def initial(subject: Subject) -> Row:
+    """Checks that all initial weights that depend on the seed differ from each other, also layers and experts."""
+    plan, of_seeds = subject.reference_plan, []
+    for seed in (0, 1):
+        seeded = dataclasses.replace(plan, step=dataclasses.replace(plan.step, init_weights_seed=seed))
+        of_seeds.append(by_path(jax.device_get(jax.jit(lambda seeded=seeded: seeded.init_weights().merged())())))
+    seen, wrong = set[bytes](), []
+    for path, axes in by_path(plan.axes).items():
+        one, other = (of_seed[path] for of_seed in of_seeds)
+        if np.array_equal(one, other):
+            continue
+        stacks = one.shape[: sum(axis in STACKED for axis in axes)]
+        for number, matrix in enumerate(one.reshape(-1, *one.shape[len(stacks) :])):
+            wrong += [f"{dotted(path)}, matrix {number}"] * (matrix.tobytes() in seen)
+            seen.add(matrix.tobytes())
+    return none_of("initial weights differ from each other", wrong, f"{len(seen)} arrays")
 
 
 def without_gradient(loss: Loss) -> Iterator[Row]:
@@ -169,11 +190,11 @@ def clipping(subject: Subject) -> Row:
 
 
 def router_biases(subject: Subject) -> Row:
-    """Checks that each router's bias moves by its own layer's loads.
+    """Checks that each router's bias moves by the update rate, towards the mean load, by its own layer's loads.
 
-    The biases are set so that all tokens choose one expert in each layer, which is in the first half of the experts in
-    one layer and in the second half in the next. This expert's bias must fall in its layer, and the bias of the next
-    layer's expert, which no token chooses here, must rise.
+    In a second step, the biases are set so that all tokens choose one expert in each layer, which is in the first half
+    of the experts in one layer and in the second half in the next. This expert's bias must fall in its layer, and the
+    bias of the next layer's expert, which no token chooses here, must rise.
     """
     name, weights, popular = "routers' biases move by their loads", by_path(subject.weights), {}
     stats = [path for path in weights if dotted(path) in subject.reference.stats]
@@ -182,6 +203,9 @@ def router_biases(subject: Subject) -> Row:
         return not_applicable(name, "no router has a bias that the loads move")
     if any(2 * most > weights[path].shape[-1] for path in stats):
         return not_applicable(name, "a token chooses more than half of the experts")
+    wrong = dict.fromkeys(map(dotted, stats), 0.0)
+    if not subject.config.model.dropout_rate:
+        wrong = _moves_wrongly(subject, stats)
     for path in stats:
         weights[path] = np.zeros_like(weights[path])
         for bias in weights[path].reshape(-1, weights[path].shape[-1]):
@@ -190,12 +214,28 @@ def router_biases(subject: Subject) -> Row:
             bias[half * (1 - layer % 2) :][:half], bias[each] = -FAR, FAR
             popular.setdefault(dotted(path), []).append((each, after))
     other = subject.with_weights(nested(weights))
-    wrong = {}
     for path, experts in popular.items():
         old, new = (x.reshape(len(experts), -1) for x in (flat(other.weights)[path], other.reference.stats[path]))
         rises = np.take_along_axis(new - old, np.array(experts), axis=1)
-        wrong[path] = float(np.sum((rises[:, 0] >= 0) | (rises[:, 1] <= 0)))
+        wrong[path] += float(np.sum((rises[:, 0] >= 0) | (rises[:, 1] <= 0)))
     return worst(name, wrong, 0.0)
+
+
+def _moves_wrongly(subject: Subject, stats: Sequence[Path]) -> dict[str, float]:
+    """Counts, by bias, the experts whose bias the reference step did not move as DeepSeek-V3, section 2.1.2, says.
+
+    It rises by the rate if fewer than the mean number of tokens, without padding, choose the expert, or else falls.
+    """
+    plan, rate = subject.reference_plan, subject.config.step.routed_bias_update_rate
+    reports = subject.forward(plan, lambda decoder: totals(subject.loss(decoder, subject.batch, plan).router))
+    loads, biases, wrong = by_path(reports), by_path(subject.weights), {}
+    for path in stats:
+        old, load = biases[path], loads[(*path[:-1], "expert_load")]
+        load = np.mean(load, axis=tuple(range(load.ndim - old.ndim)))  # layers may share the bias
+        even = np.sum(subject.batch["segment_ids"] > 0) / old.shape[-1]
+        move = subject.reference.stats[dotted(path)] - old
+        wrong[dotted(path)] = float(np.sum(np.abs(move - rate * np.sign(even - load)) > rate / 2))
+    return wrong
 
 
 def stuck(old: Arrays, updates: Arrays, dtype: str) -> Row:

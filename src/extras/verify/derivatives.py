@@ -5,6 +5,7 @@ or doubled, the slope along such directions is wrong by about the norm of that p
 tied embedding's two gradients are nearly orthogonal.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from src.extras.verify.rows import FAIL, Row, not_applicable, worst
+from src.extras.verify.rows import FAIL, Row, not_applicable, unless_refused, worst
 from src.extras.verify.subject import PLAIN_DESCENT, Context, Subject, flat, in_every_layer
 from src.model.params import by_path, dotted, nested
 from src.model.spec import layer_models
@@ -23,6 +24,8 @@ from src.step.train_step import with_dropout_keys
 # Relative to the gradient's norm. Three seeds of seven kinds of models gave at most 0.005. A tenth of a gradient that
 # is missing or counted twice gives 0.1, half of it 0.4 to 1.
 BOUND = 0.02
+# Relative to a gradient's norm. Rounding to int8 gives 0.05.
+QUANTIZED_BOUND = 0.3
 # A gradient whose norm is more than WEAK times smaller than the largest one is compared at that scale: slopes along it
 # are mostly rounding.
 WEAK = 30
@@ -66,6 +69,19 @@ def rows(context: Context) -> Iterator[Row]:
         notes = [f"{LEFT_OUT}: {dropped}"] * bool(dropped)
         notes += [f"against a {WEAK}th of the largest norm, because theirs is smaller: {', '.join(weak)}"] * bool(weak)
         yield worst(name, figures, BOUND, "; ".join(notes))
+    if kind := context.whole.step.quantization:
+        yield unless_refused(f"gradients with quantization={kind}", functools.partial(quantized, subject, kind))
+
+
+def quantized(subject: Subject, kind: str) -> Row:
+    """Compares the gradients with quantized matmuls to those without, whose rounding is the only difference."""
+    found, expected = subject.result(subject.plan(**PLAIN_DESCENT, quantization=kind)), subject.reference
+    most = max(float(np.linalg.norm(gradient)) for gradient in expected.gradients.values())
+    sizes = {
+        path: float(np.linalg.norm(found.gradients[path] - gradient) / max(np.linalg.norm(gradient), most / WEAK))
+        for path, gradient in expected.gradients.items()
+    }
+    return worst(f"gradients with quantization={kind}", sizes, QUANTIZED_BOUND)
 
 
 def smooth(activations: tuple[str, ...]) -> tuple[str, ...]:

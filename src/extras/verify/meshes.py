@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from src.config.schema import MESH_AXES, Config, Mesh
 from src.extras.verify.comparison import compared
 from src.extras.verify.locate import parting_of
+from src.extras.verify.rewrites import repeated_stages
 from src.extras.verify.rows import Row, mesh_name, not_applicable, unless_refused
 from src.extras.verify.subject import PLAIN_DESCENT, Context, Result, Sizes, Subject, mesh_keys
 from src.model.spec import model_spec
@@ -31,6 +32,8 @@ def rows(context: Context) -> Iterator[Row]:
     for sizes in context.meshes:
         of_mesh = functools.partial(_of_mesh, context.subject, sizes, expected)
         yield unless_refused(mesh_name(sizes), of_mesh, required=is_own(sizes, context.whole.mesh))
+    if is_own({"stage": 2}, context.whole.mesh):  # with more layers than here, stages take turns by default
+        yield repeated_stages(context.subject)
 
 
 def _of_mesh(subject: Subject, sizes: Sizes, expected: Result) -> Row:

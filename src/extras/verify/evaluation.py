@@ -1,6 +1,7 @@
 """Check m: evaluations begin at the document that eval_mode asks for, read each one once, and average over tokens."""
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +16,8 @@ from src.data.open import train_validation_split
 from src.data.types import END, Document, EvalSet, InputSpec, RowArrays, Source
 from src.extras.verify import scores
 from src.extras.verify.logits import evaluated, log_softmax, of_ids, unlimited
-from src.extras.verify.rows import Row, largest, none_of, not_applicable, verdict
-from src.extras.verify.subject import Context, Subject
+from src.extras.verify.rows import Row, largest, none_of, not_applicable, unless_refused, verdict
+from src.extras.verify.subject import Context, Subject, mesh_keys
 from src.model.params import by_path, nested
 from src.run.evaluator import Evaluator, means
 from src.step.eval_step import compile_eval_step
@@ -183,6 +184,8 @@ def _means(
 ) -> Iterator[Row]:
     plan, config = subject.reference_plan, subject.config
     sequences = [ids[: subject.length + 1] for ids in documents if len(ids) > 1][: BATCH + 2]
+    long_text = np.concatenate(documents)[: subject.length * 3 // 2]  # scored in the two windows that follow
+    sequences += [np.append(scores.Letters.bos, long_text)[: subject.length + 1], long_text[-subject.length - 1 :]]
     texts = [_one_per_row(sequences[first : first + BATCH], subject.length) for first in (0, BATCH)]
     of_all = _log_probs(subject, [*batches, *texts])
     of_batches, of_texts = of_all[: len(batches)], of_all[len(batches) :]
@@ -200,10 +203,13 @@ def _means(
     }
     yield _close("an epoch's loss is its tokens' mean", values)
     yield _of_average(subject, evaluator, batches)
-    yield _of_bytes(subject, inputs, documents, batches, of_batches)
+    of_bytes = functools.partial(_of_bytes, subject, inputs, documents, batches, of_batches)
+    yield of_bytes("bits per byte of texts")
+    name, keys = "bits per byte of texts, context 2, in tiles", mesh_keys({"context": 2}) | {"num_vocab_tiling": 2}
+    yield unless_refused(name, functools.partial(of_bytes, name, 2, keys))
     of_sequences = [each[: len(ids) - 1] for ids, each in zip(sequences, np.concatenate(of_texts), strict=False)]
     yield scores.of_texts(subject, sequences, of_sequences)
-    yield scores.of_answers(subject, sequences, of_sequences)
+    yield scores.of_answers(subject, sequences, of_sequences, long_text)
 
 
 def _log_probs(subject: Subject, batches: Sequence[RowArrays]) -> np.ndarray:
@@ -246,8 +252,11 @@ def _of_bytes(
     documents: Sequence[np.ndarray],
     batches: Sequence[RowArrays],
     log_probs: np.ndarray,
+    name: str,
+    devices: int = 1,
+    keys: Mapping[str, int] = {},
 ) -> Row:
-    """Compares eval_bits_per_byte of documents that come from text.
+    """Compares eval_bits_per_byte of documents that come from text, on devices of a mesh.
 
     Their first and last ids are END, which counts neither nats nor bytes, and the others have 0 to 4 bytes.
     """
@@ -257,9 +266,10 @@ def _of_bytes(
         each[:1] = each[-1:] = END
     counted = inputs._replace(count_bytes=lambda text: Document(documents[int(text)], text_bytes=lengths[int(text)]))
     row = jax.ShapeDtypeStruct((subject.length,), np.int32)
-    plan: StepPlan = dataclasses.replace(subject.reference_plan, fields={"text_bytes": row})
-    data = EvalSet("", Texts(documents, as_text=True), -1)
-    evaluator = Evaluator(subject.config.evaluation, counted, plan, compile_eval_step(plan), data)
+    plan: StepPlan = dataclasses.replace(subject.plan(devices, **keys), fields={"text_bytes": row})
+    data, section = EvalSet("", Texts(documents, as_text=True), -1), subject.config.evaluation
+    section = dataclasses.replace(section, eval_per_device_batch_size=BATCH / devices)
+    evaluator = Evaluator(section, counted, plan, compile_eval_step(plan), data)
     (sums,) = evaluator.sums(subject.placed(plan))
     found, of_text = means(sums), list(evaluator.batches)
     nats, total = 0.0, 0
@@ -273,7 +283,7 @@ def _of_bytes(
         "eval_bits_per_byte": (found.get("eval_bits_per_byte", np.nan), nats / LN_2 / total),
         "eval_loss": (found["eval_loss"], _mean(log_probs, batches)),
     }
-    return _close("bits per byte of texts", values)
+    return _close(name, values)
 
 
 def _one_per_row(sequences: Sequence[np.ndarray], length: int) -> RowArrays:

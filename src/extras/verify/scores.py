@@ -53,10 +53,13 @@ def of_texts(subject: Subject, sequences: Sequence[np.ndarray], log_probs: Seque
     return verdict(name, errors[worst], BOUND, f"{len(errors)} texts", failure)
 
 
-def of_answers(subject: Subject, sequences: Sequence[np.ndarray], log_probs: Sequence[np.ndarray]) -> Row:
+def of_answers(
+    subject: Subject, sequences: Sequence[np.ndarray], log_probs: Sequence[np.ndarray], long_text: np.ndarray
+) -> Row:
     """Checks `log_likelihoods` of two answers to each sequence's first half: its second half and the likeliest id.
 
-    The reference `log_probs` is as in `of_texts`.
+    Also checks `rolling_log_likelihoods` of `long_text`, whose windows are the last two sequences. The reference
+    `log_probs` is as in `of_texts`.
     """
     name, answers = "likelihoods of answers to tasks", optional("evaluation.answers")
     if answers is None:
@@ -72,8 +75,13 @@ def of_answers(subject: Subject, sequences: Sequence[np.ndarray], log_probs: Seq
         wanted += [(float(np.sum(of_ids(of_second, ids[cut:]))), is_likeliest), (float(of_second[0, best]), True)]
         certain += [bool(np.all(is_clear(of_second))), bool(is_clear(of_second[0]))]
     sections = config.evaluation, config.batch, config.decoding
-    found = answers.Answers(*sections, plan, subject.placed(plan), Letters()).log_likelihoods(pairs)
+    answering = answers.Answers(*sections, plan, subject.placed(plan), Letters())
+    found, new = answering.log_likelihoods(pairs), len(long_text) - subject.length  # ids only in the second window
+    rolling = sum(
+        np.sum(of_ids(log_probs[at], sequences[at][1:])[of]) for at, of in ((-2, slice(None)), (-1, slice(-new, None)))
+    )
     errors, which = {}, ("the second half of text", "the likeliest id after the first half of text")
+    errors["a text that is longer than a row"] = abs(answering.rolling_log_likelihoods([_text(long_text)])[0] - rolling)
     for number, (one, other, is_certain) in enumerate(zip(found, wanted, certain, strict=True)):
         differ = is_certain and one[1] != other[1]
         errors[f"{which[number % 2]} {number // 2}"] = np.inf if differ else abs(one[0] - other[0])

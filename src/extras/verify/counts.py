@@ -109,12 +109,12 @@ def _useless(spec: ModelSpec) -> int:
     return flops
 
 
-def matmuls(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, bool, int]]:
+def matmuls(jaxpr: Any) -> Iterator[tuple[Any, bool, int]]:
     """Yields each matmul's equation, whether it has a batch dim (scores and recurrences have one), and its FLOPs.
 
-    The FLOPs are multiplied by `times` and by the lengths of the scans around the matmul.
+    The FLOPs are multiplied by the lengths of the scans around the matmul.
     """
-    for eqn in jaxpr.eqns:
+    for eqn, times in equations(jaxpr):
         if eqn.primitive.name == "dot_general":
             (summed, _), (batch, _) = eqn.params["dimension_numbers"]
             terms = math.prod(eqn.invars[0].aval.shape[dim] for dim in summed)
@@ -125,6 +125,12 @@ def matmuls(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, bool, int]]:
             (_, summed), (_, batch) = dims.dot_dimension_numbers
             free = {*range(len(right))}.difference(summed, batch, dims.rhs_group_dimensions)
             yield eqn, False, 2 * times * math.prod(left) * math.prod(right[dim] for dim in free)
+
+
+def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yields all equations, also of programs inside, each with `times` times the lengths of the scans around it."""
+    for eqn in jaxpr.eqns:
+        yield eqn, times
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda each: hasattr(each, "eqns")):
             if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
-                yield from matmuls(inner, times * eqn.params.get("length", 1))
+                yield from equations(inner, times * eqn.params.get("length", 1))

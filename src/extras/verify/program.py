@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from src.extras.verify.counts import matmuls, traced_step
+from src.extras.verify.counts import equations, matmuls, traced_step
 from src.extras.verify.meshes import is_own
 from src.extras.verify.rows import FAIL, NOT_APPLICABLE, Row, first_line, mesh_name, none_of, not_applicable
 from src.extras.verify.subject import ROWS, Context, Sizes, Subject, mesh_keys
@@ -22,6 +23,8 @@ from src.step.plan import StepPlan
 from src.step.state import TrainState, abstract_state
 from src.system.errors import Unsupported
 from src.system.imports import optional
+
+PRECISE = {"sin", "cos", "exp", "log", "rsqrt"}  # 8 bits of a mantissa do not hold their inputs' or results' range
 
 
 def rows(context: Context) -> Iterator[Row]:
@@ -38,7 +41,7 @@ def rows(context: Context) -> Iterator[Row]:
         except Unsupported as error:
             status = FAIL if is_own(sizes, context.whole.mesh) else NOT_APPLICABLE
             yield Row(mesh_name(sizes), status, note=first_line(error))
-    yield _dtypes(context.subject, context.whole.step.dtype)
+    yield from _dtypes(context.subject, context.whole.step.dtype)
 
 
 def _of_mesh(subject: Subject, sizes: Sizes) -> Iterator[Row]:
@@ -59,10 +62,14 @@ def _of_mesh(subject: Subject, sizes: Sizes) -> Iterator[Row]:
     yield _summed(f"{mesh}: gradients are summed", plan, text)
 
 
-def _dtypes(subject: Subject, dtype: str) -> Row:
-    """Finds matmuls with weights in which an operand has more than the 16 bits of `dtype`; routers are exempt."""
+def _dtypes(subject: Subject, dtype: str) -> Iterator[Row]:
+    """Finds matmuls with weights in which an operand has more than the 16 bits of `dtype`; routers are exempt.
+
+    Also finds functions of PRECISE, and positions, that have only 16 bits.
+    """
     if dtype == "float32":
-        return not_applicable("dtypes of matmuls", "dtype=float32")
+        yield not_applicable("dtypes of matmuls", "dtype=float32")
+        return
     plan, wide = subject.plan(dtype=dtype, matmul_precision="default"), []
     weights, experts = _weights(plan), max(layer.num_experts for layer in plan.spec.layers)
     traced = traced_step(plan, abstract_state(plan), subject.loss, subject.length)
@@ -80,7 +87,14 @@ def _dtypes(subject: Subject, dtype: str) -> Row:
         if not is_exempt and max(each.dtype.itemsize for each in arrays[:2]) > 2:
             factors = " x ".join(each.str_short() for each in arrays[:2])
             wide.append(", ".join([f"{place} {factors}", *([" or ".join(each.name for each in near)] if near else [])]))
-    return none_of(f"matmuls with weights are in {dtype}", wide)
+    yield none_of(f"matmuls with weights are in {dtype}", wide)
+    narrow = []
+    for eqn, _ in equations(traced.jaxpr.jaxpr):
+        of_whole = jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.integer) if eqn.invars else False
+        rounds = eqn.primitive.name in PRECISE or (eqn.primitive.name == "convert_element_type" and of_whole)
+        if rounds and eqn.outvars[0].aval.dtype in (jnp.bfloat16, jnp.float16):
+            narrow.append(f"{eqn.primitive.name} at /{eqn.source_info.name_stack}")
+    yield none_of("norms, softmax and positions are in float32", narrow)
 
 
 class Weight(NamedTuple):

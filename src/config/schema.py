@@ -50,7 +50,7 @@ LOGICAL_AXES = {
     "other_layers": ((), "repeats of the other segments"),
 }
 
-_EVALUATE, _RUNS = {"commands": ("src.evaluate",)}, {"commands": RUN_COMMANDS}
+_EVALUATE, _RUNS = {"commands": ("src.evaluate",)}, {"commands": (*RUN_COMMANDS, "src.verify")}
 
 
 # fmt: off

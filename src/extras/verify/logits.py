@@ -106,12 +106,19 @@ def adapters_merged(subject: Subject, bound: float) -> Row:
 
 def _furthest(subject: Subject, merged: Mapping[str, Any]) -> str:
     """Names the weight with the largest error of its merge, relative to what its adapters should add."""
-    step, axes, wrong = subject.config.step, by_path(subject.reference_plan.axes), {}
-    weights = by_path(subject.weights)
-    for path in (path[1:-1] for path in weights if path[0] == "lora"):
-        down, up = (weights[("lora", *path, name)] for name in ("down", "up"))
-        stacked = down.shape[: sum(axis in STACKED for axis in axes[path])]
-        product = down.reshape(*stacked, -1, step.lora_rank) @ up.reshape(*stacked, step.lora_rank, -1)
-        added = step.lora_alpha / step.lora_rank * product.reshape(weights[path].shape)
-        wrong[dotted(path)] = np.max(np.abs(merged[dotted(path)] - weights[path] - added)) / np.max(np.abs(added))
+    wrong, weights = {}, flat(subject.weights)
+    for path, added in of_adapters(subject, weights).items():
+        wrong[path] = np.max(np.abs(merged[path] - weights[path] - added)) / np.max(np.abs(added))
     return largest(wrong)
+
+
+def of_adapters(subject: Subject, weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Computes what the adapters in `weights` add to each adapted weight (Hu et al. 2021, section 4.1)."""
+    step, added = subject.config.step, {}
+    for path, axes in by_path(subject.reference_plan.axes).items():
+        if (name := f"lora.{dotted(path)}.down") in weights:
+            down, up = (np.asarray(weights[each]) for each in (name, f"lora.{dotted(path)}.up"))
+            stacked = down.shape[: sum(axis in STACKED for axis in axes)]
+            product = down.reshape(*stacked, -1, step.lora_rank) @ up.reshape(*stacked, step.lora_rank, -1)
+            added[dotted(path)] = step.lora_alpha / step.lora_rank * product.reshape(weights[dotted(path)].shape)
+    return added

@@ -3,22 +3,31 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from src.checkpoint.load_weights import load_weights
+from src.checkpoint.resume import all_weights
 from src.config.schema import Config
 from src.extras.verify import short_runs
-from src.extras.verify.rows import FAIL, PASS, Row, largest, none_of, not_applicable, verdict
-from src.extras.verify.subject import Context, mesh_keys
+from src.extras.verify.logits import NO_PATTERNS, of_adapters
+from src.extras.verify.rows import FAIL, PASS, Row, largest, none_of, not_applicable, verdict, worst
+from src.extras.verify.subject import Context, Subject, flat, mesh_keys, of_pairs
+from src.step.state import abstract_state
 
 STEPS, SAVED = 6, 3  # with a checkpoint halfway
 # Relative, for losses on another mesh: sums in another order give at most 1e-7 over three seeds of five kinds of
 # models, a lost optimizer state 5e-4.
 BOUND = 5e-6
+
+
+# If the config has a ramp: smaller batches in the first steps, and none after step SAVED.
+RAMP: dict[str, Any] = {"enable_rampup_batch_size": True, "per_device_batch_size": 2.0}
+RAMP |= {"per_device_batch_size_start": 1.0, "per_device_batch_size_increment": 1.0}
 
 
 class End(NamedTuple):
@@ -35,12 +44,17 @@ def rows(context: Context) -> Iterator[Row]:
     UserError if a run or its checkpoint is refused.
     """
     subject, devices = context.subject, len(jax.devices())
+    if of_pairs(subject.config):
+        yield not_applicable("resume", "src.train_dpo has its own data: runs of src.train are checked")
+        return
     mesh, other_mesh = mesh_keys({"data": devices}), mesh_keys({"data": devices // 2, "fsdp": 2})
     if why := short_runs.obstacle(subject, mesh, other_mesh):
         yield not_applicable("resume", why)
         return
     keys = short_runs.KEYS | {"steps": STEPS, "checkpoint_period": SAVED, "max_num_checkpoints_to_keep": -1}
     keys |= {"enable_checkpointing": True, "per_device_batch_size": 1.0}
+    if context.whole.batch.enable_rampup_batch_size:
+        keys |= RAMP | {"global_rampup_samples": 2 * devices}
     if subject.config.step.learning_rate_schedule_steps == -1:
         keys["learning_rate_schedule_steps"] = STEPS  # also for the runs that end earlier
     with tempfile.TemporaryDirectory() as folder:
@@ -50,6 +64,7 @@ def rows(context: Context) -> Iterator[Row]:
         yield _same("restored state", _resumed(config.replace(**half), "restored"), saved)
         yield _same("restored state on another mesh", _resumed(other.replace(**half), "restored elsewhere"), saved)
         yield _same("resumed run", _resumed(config, "resumed"), whole)
+        yield _loaded("weights as other commands load them", config, whole)
         weights = config.replace(load_parameters_path=f"{folder}/whole/checkpoints/{SAVED}")
         differ = _same("", _run(weights, "weights"), whole).figure
         note = f"{differ:.0f} losses and arrays differ" if differ else "the same as with all of the state"
@@ -57,6 +72,30 @@ def rows(context: Context) -> Iterator[Row]:
         found = _resumed(other, "other").losses
     ratios = {step: abs(found[step] / loss - 1) for step, loss in whole.losses.items() if step > SAVED}
     yield verdict("resumed run on another mesh", ratios[largest(ratios)], BOUND, f"the loss of step {largest(ratios)}")
+
+
+def _loaded(name: str, config: Config, whole: End) -> Row:
+    """Compares the weights that src.decode loads from a run, or their average, with the last ones in the run itself.
+
+    Adapters are merged into the weights beside which they were trained.
+    """
+    config = config.replace(**mesh_keys({}))
+    plan, errors = Subject(config.replace(**NO_PATTERNS)).reference_plan, dict[str, float]()
+    for role in ("trainable", *["ema"] * bool(config.step.ema_decay)):
+        entries = (role, "frozen", "stats")
+        of_run = {path: x for entry in entries for path, x in _of_entry(whole.arrays, entry).items()}
+        expected = of_run | {path: of_run[path] + x for path, x in of_adapters(Subject(config), of_run).items()}
+        path = f"{config.run.base_output_directory}/whole"
+        loaded = load_weights(path, all_weights(abstract_state(plan)), ema=role == "ema")
+        for weight, x in flat(jax.device_get(loaded.state)).items():
+            wanted = expected[weight]
+            errors[f"{role} {weight}"] = float(np.max(np.abs(x - wanted)) / (np.max(np.abs(wanted)) or 1.0))
+    return worst(name, errors, BOUND)
+
+
+def _of_entry(arrays: Mapping[str, np.ndarray], entry: str) -> dict[str, np.ndarray]:
+    prefix = f"{entry}."
+    return {path.removeprefix(prefix): x for path, x in arrays.items() if path.startswith(prefix)}
 
 
 def _run(config: Config, name: str) -> End:

@@ -24,8 +24,8 @@ from src.step.train_step import with_dropout_keys
 # Relative to the gradient's norm. Three seeds of seven kinds of models gave at most 0.005. A tenth of a gradient that
 # is missing or counted twice gives 0.1, half of it 0.4 to 1.
 BOUND = 0.02
-# Relative to a gradient's norm. Rounding to int8 gives 0.05.
-QUANTIZED_BOUND = 0.3
+# Relative to a gradient's norm. Rounding gives 0.05 in int8 and 0.29 in fp8.
+QUANTIZED_BOUNDS = {"int8": 0.2, "fp8": 0.9, "mxfp8": 0.9}
 # A gradient whose norm is more than WEAK times smaller than the largest one is compared at that scale: slopes along it
 # are mostly rounding.
 WEAK = 30
@@ -81,7 +81,7 @@ def quantized(subject: Subject, kind: str) -> Row:
         path: float(np.linalg.norm(found.gradients[path] - gradient) / max(np.linalg.norm(gradient), most / WEAK))
         for path, gradient in expected.gradients.items()
     }
-    return worst(f"gradients with quantization={kind}", sizes, QUANTIZED_BOUND)
+    return worst(f"gradients with quantization={kind}", sizes, QUANTIZED_BOUNDS[kind])
 
 
 def smooth(activations: tuple[str, ...]) -> tuple[str, ...]:

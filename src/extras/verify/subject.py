@@ -23,7 +23,7 @@ from src.step.train_step import compile_steps
 
 ROWS = 8  # rows of a micro-batch, which every mesh of eight devices can shard
 LENGTH, LONGER = 48, 80  # tokens of a row; for models with the gated delta rule, more than one of its chunks
-COUNTED = 0.6  # share of the documents' targets that count in the loss
+COUNTED = 0.7  # share of the documents' targets that count in the loss
 # So large that an update changes most digits of a weight: its float32 then holds the digits of the gradient.
 SGD_RATE = 1024.0
 

@@ -36,6 +36,10 @@ def run_layer_group(
         repeat_weights, caches, layer = repeat
         reports, new_caches = {}, []
         for position, block in enumerate(nnx.merge(graphdef, weights if group.shared else repeat_weights)):
+            if position and execution.has_experts:  # or a TPU would hold the gradients of all blocks' experts whole
+                block_graphdef, block_weights = nnx.split(block)
+                x, block_weights = context.grad_barrier(x, block_weights)
+                block = nnx.merge(block_graphdef, block_weights)
             # Remat each block separately: the backward pass then holds one block's recomputed arrays, not a whole
             # pattern's.
             run_block = execution.remat(functools.partial(block, context=context), group.repeats)

@@ -2,7 +2,9 @@
 
 Configs whose small versions and meshes are equal are run once. FOLDER takes a report and the costs of each; an
 interrupted run continues, because configs whose costs are there are not run again. `--checks abde` chooses the checks;
-names of configs choose the configs and their order.
+names of configs choose the configs and their order, also `quickstart`. `--seeds 3` verifies each with three seeds of
+weights and batches, and prints each check's largest figure; the second and third use the first's compiled programs, so
+they cost less.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,9 +59,13 @@ class Costs(NamedTuple):
     peak_gib: float  # of resident memory
 
 
-def run(command: list[str], log: Path) -> tuple[int, Costs]:
-    """Runs a command that prints to a file; returns its exit code and costs."""
+def run(command: list[str], log: Path, keeps_all: bool) -> tuple[int, Costs]:
+    """Runs a command that prints to a file; returns its exit code and costs.
+
+    keeps_all: the command's compilation cache keeps quickly compiled programs too.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"} if keeps_all else {}
     begun = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
@@ -68,15 +75,29 @@ def run(command: list[str], log: Path) -> tuple[int, Costs]:
     return process.returncode, Costs(time.monotonic() - begun, used, usage.ru_maxrss / 2**20)
 
 
-def line(paths: list[Path], report: dict, costs: Costs) -> str:
+def shares(report: dict) -> dict[tuple[str, str], float]:
+    """The figures of rows that passed, relative to their bounds, by the check's letter and the row's name."""
+    rows = [row for row in report["rows"] if row["bound"] and row["status"] == "PASS"]
+    return {(row["check"], row["name"]): row["figure"] / row["bound"] for row in rows}
+
+
+def line(names: str, report: dict, costs: Costs) -> str:
     """A row of the table: counts of outcomes, the share that applied, the largest clean figure and its row, costs."""
-    rows = report["rows"]
+    rows, figures = report["rows"], shares(report)
     passed, failed = (sum(row["status"] == status for row in rows) for status in ("PASS", "FAIL"))
-    shares = {row["name"]: row["figure"] / row["bound"] for row in rows if row["bound"] and row["status"] == "PASS"}
-    most = max(shares, key=lambda name: shares[name], default="none")
-    names = ", ".join(path.stem for path in paths)
-    cells = names, passed, failed, len(rows), f"{passed / len(rows):.0%}", f"{shares.get(most, 0):.2f}", most
+    most = max(figures, key=figures.__getitem__, default=("", "none"))
+    cells = names, passed, failed, len(rows), f"{passed / len(rows):.0%}", f"{figures.get(most, 0):.2f}", most[1]
     return f"| {' | '.join(map(str, cells))} | {costs.seconds:.0f} | {costs.cpu_seconds:.0f} | {costs.peak_gib:.1f} |"
+
+
+def largest(reports: dict[str, dict]) -> Iterator[str]:
+    """A table of each check's largest clean figure in `reports`, which have the config's name and seed as keys."""
+    found = [(share, *row, name) for name, report in reports.items() for row, share in shares(report).items()]
+    yield "\n| check | rows with a bound | largest figure of its bound | its row | config |\n|---|---|---|---|---|"
+    for check in sorted({letter for _, letter, *_ in found}):
+        rows = [each for each in found if each[1] == check]
+        share, _, row, name = max(rows)
+        yield f"| {check} | {len(rows)} | {share:.3f} | {row} | {name} |"
 
 
 def main() -> int:
@@ -84,26 +105,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--checks", default="abde")
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("names", nargs="*")
-    given, exit_code = parser.parse_intermixed_args(), 0
+    given, exit_code, reports = parser.parse_intermixed_args(), 0, {}
     jax.config.update("jax_platforms", "cpu")
     os.chdir(ROOT)
     given.folder.mkdir(parents=True, exist_ok=True)
     every = {path.stem: path for kind in ("models", "recipes") for path in sorted(Path("configs", kind).glob("*.yml"))}
+    also = {"quickstart": Path("configs", "quickstart.yml")}
     heads = "config", "pass", "fail", "rows", "share that applies", "largest figure of its bound", "its row"
     heads += "seconds", "CPU seconds", "peak GiB"
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
-    for paths in alike([every[name] for name in given.names or every], given.checks):
-        report, costs = (given.folder / f"{paths[0].stem}.{kind}" for kind in ("json", "costs"))
-        if not costs.exists():
-            command = [sys.executable, "-m", "src.verify", *words(paths[0]), f"checks={given.checks}"]
-            code, took = run([*command, f"report={report}"], log := report.with_suffix(".log"))
-            if code not in (0, 3):
-                print(f"{paths[0]}: exit code {code}, see {log}", flush=True)
-                exit_code = 1
-                continue
-            costs.write_text(json.dumps(took._asdict()))
-        print(line(paths, json.loads(report.read_text()), Costs(**json.loads(costs.read_text()))), flush=True)
+    for paths in alike([(every | also)[name] for name in given.names or every], given.checks):
+        for seed in range(given.seeds):
+            name = f"{paths[0].stem}{f' seed {seed}' * (given.seeds > 1)}"
+            report, costs = (given.folder / f"{name.replace(' ', '_')}.{kind}" for kind in ("json", "costs"))
+            if not costs.exists():
+                command = [sys.executable, "-m", "src.verify", *words(paths[0]), f"checks={given.checks}"]
+                command += [f"init_weights_seed={seed}", f"report={report}"]
+                command += [f"jax_cache_dir={given.folder.resolve() / paths[0].stem}.programs"]
+                code, took = run(command, log := report.with_suffix(".log"), keeps_all=given.seeds > 1)
+                if code not in (0, 3):
+                    print(f"{paths[0]}: exit code {code}, see {log}", flush=True)
+                    exit_code = 1
+                    continue
+                costs.write_text(json.dumps(took._asdict()))
+            reports[name] = json.loads(report.read_text())
+            names = name if given.seeds > 1 else ", ".join(path.stem for path in paths)
+            print(line(names, reports[name], Costs(**json.loads(costs.read_text()))), flush=True)
+    if given.seeds > 1:
+        print(*largest(reports), sep="\n")
     return exit_code
 
 

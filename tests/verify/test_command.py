@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from src.extras.code_digest import code_digest
@@ -71,6 +72,16 @@ def test_a_loss_that_reports_more_is_verified(monkeypatch):
     monkeypatch.setattr(subject, "next_token_loss", reporting)
     report = command.main([*TINY, "checks=a", "mesh=fsdp=2", "log_internals=1"])
     assert [row.status for row in report.rows] == [PASS]
+
+
+def test_the_seed_of_weights_gives_other_weights_and_another_batch(monkeypatch):
+    found = []
+    monkeypatch.setattr("src.extras.verify.schedules.rows", lambda context: found.append(context.subject) or iter(()))
+    for seed in (0, 0, 1):
+        command.main([*TINY, "checks=k", f"init_weights_seed={seed}"])
+    first, again, other = ({**each.batch, **dict(jax.tree.leaves_with_path(each.weights))} for each in found)
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+    assert not any(np.array_equal(first[name], other[name]) for name in first)
 
 
 @pytest.mark.long

@@ -106,7 +106,7 @@ def _same_logits(subject: Subject, plan: StepPlan, weights: Mapping, folder: str
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    tokens = np.random.default_rng(0).integers(0, plan.spec.vocab_size, (2, subject.length), np.int32)
+    tokens = np.random.default_rng(subject.seed).integers(0, plan.spec.vocab_size, (2, subject.length), np.int32)
     try:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     except (RuntimeError, ValueError, TypeError, KeyError) as error:

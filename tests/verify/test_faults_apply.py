@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 FAULTS = ROOT / "tests" / "verify" / "faults"
 TABLE = yaml.safe_load((FAULTS / "faults.yml").read_text())
 AXES = {"data", "stage", "fsdp", "context", "expert", "tensor"}
-REQUIRED, OPTIONAL = {"fault", "check", "model", "mesh", "where"}, {"source", "note", "unnamed", "missed"}
+REQUIRED, OPTIONAL = {"fault", "check", "model", "mesh", "where"}, {"source", "note", "unnamed", "missed", "clean"}
 MOST_LINES = 8  # that a diff adds and removes
 
 

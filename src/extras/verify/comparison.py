@@ -7,6 +7,7 @@ import numpy as np
 
 from src.extras.verify.rows import Row, attempted, largest, verdict
 from src.extras.verify.subject import Result
+from src.system.errors import first_few
 
 # Substrings of weights' paths, in the order of the forward pass. A path with none of them is ranked like a mixer's.
 ORDER = ("embedding", "attention_norm", "attention.", "attention.out", "feed_forward_norm", "router", "wi", "wo")
@@ -93,8 +94,11 @@ def compared(name: str, found: Result, expected: Result, bound: float, parting: 
 
 
 def _nearest(found: Result, expected: Result, bound: float) -> str:
-    """Names the wrong gradient that the backward pass computes first, with the layer's index if it is stacked."""
-    places = {}
+    """Names the wrong gradients that the backward pass computes first, with the layer's index if it is stacked.
+
+    Several if they have one rank, as queries, keys and values have.
+    """
+    places: dict[tuple[int, ...], list[str]] = {}
     for path, wanted in expected.gradients.items():
         layers = len(wanted) if path.startswith("segments.") and wanted.ndim > 1 else 1
         pairs = [(found.gradients[path], wanted)]
@@ -105,5 +109,6 @@ def _nearest(found: Result, expected: Result, bound: float) -> str:
             rank = max((index for index, part in enumerate(ORDER) if part in path), default=2)
             _, group, place, *_ = path.split(".") if path.startswith("segments.") else ("", AFTER[rank > LAST], 0)
             if not size <= bound:
-                places[f"{path}[{layer}]" if len(pairs) > 1 else path] = (int(group), layer, int(place), rank, size)
-    return max(places, key=places.__getitem__, default="none by itself")
+                name = f"{path}[{layer}]" if len(pairs) > 1 else path
+                places.setdefault((int(group), layer, int(place), rank), []).append(name)
+    return first_few(places[max(places)]) if places else "none by itself"

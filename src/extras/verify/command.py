@@ -23,7 +23,7 @@ from src.extras.command_words import separate
 from src.extras.verify import golden, meshes, report
 from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS, NotApplicable, Row, first_line, not_applicable
 from src.extras.verify.shrink import Shrunk, shrink
-from src.extras.verify.subject import LENGTH, LONGER, Context, Subject
+from src.extras.verify.subject import LENGTH, LONGER, Context, Subject, optimized
 from src.model.params import STACKED
 from src.model.spec import layer_models
 from src.run.run_setup import configured
@@ -164,12 +164,10 @@ def _found(context: Context, letter: str, module: str) -> Iterator[Row]:
 
     Raises MemoryError if memory is full, also if JAX reports that.
     """
-    before = jax.config.values["jax_disable_most_optimizations"]
-    # Compiling takes most of the time. Only check j needs optimizations: they change other results just by rounding.
-    jax.config.update("jax_disable_most_optimizations", letter != "j")
     checked = _checked(nnx.Variable.__init__, context.whole.mesh.logical_axis_rules)
     try:
-        with mock.patch.object(nnx.Variable, "__init__", checked):
+        # Compiling takes most of the time, and optimizations change only rounding, except for check j.
+        with optimized(letter == "j"), mock.patch.object(nnx.Variable, "__init__", checked):
             for row in named(f"src.extras.verify.{module}:rows")(context):
                 yield row._replace(check=letter)
     except NotApplicable as error:
@@ -180,8 +178,6 @@ def _found(context: Context, letter: str, module: str) -> Iterator[Row]:
         if isinstance(error, jax.errors.JaxRuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED"):
             raise MemoryError(first_line(error)) from error
         yield Row(module, FAIL, note=_described(error), check=letter)
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def _checked(declare: Callable[..., None], rules: Mapping[str, Sequence[str]]) -> Callable[..., None]:

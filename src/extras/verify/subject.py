@@ -1,8 +1,9 @@
 """The subject of the checks: a small config with random weights and a packed batch, and runs of its training step."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,6 +233,17 @@ PLAIN_DESCENT: dict[str, Any] = {
 def of_pairs(config: Config) -> bool:
     """Whether the loss is that of src.train_dpo, whose batches have pairs of answers."""
     return config.step.loss == "src.step.dpo:dpo_loss"
+
+
+@contextlib.contextmanager
+def optimized(most: bool) -> Generator[None]:
+    """Compiles with most of XLA's optimizations, or without: then programs compile sooner, and run longer."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", not most)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def in_every_layer(config: Config, key: str, change: Callable[[Any], Any]) -> Config:

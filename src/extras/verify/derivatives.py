@@ -31,8 +31,9 @@ QUANTIZED_BOUNDS = {"int8": 0.2, "fp8": 0.9, "mxfp8": 0.9}
 WEAK = 30
 SEQUENCES, TOKENS = 3, 12  # for models with experts: sequences that are tried in turn, and leading tokens of each
 DIRECTIONS, ATTEMPTS = 6, 20  # directions per weight: compared, and at most tried
-# Changes of an entry, largest first; a weight's entries have a standard deviation of 0.2 (`Subject.weights`).
-STEPS = tuple(2.0**-power for power in range(4, 14))
+# Changes of an entry, largest first; a weight's entries have a standard deviation of 0.2 (`Subject.weights`). The first
+# is STEPS[USUAL], unless rounding would hide the third slope from there on, as in Granite, whose gradients are small.
+STEPS, USUAL = tuple(2.0**-power for power in range(2, 14)), 2
 LEFT_OUT = "left out directions in which, at every step size, rounding is too large or a router chooses otherwise"
 
 
@@ -145,7 +146,7 @@ class Loss:
         is more, and returns the second of them. Gives up once the rounding of the loss would exceed that.
         """
         rises, slopes = [], []
-        for step in STEPS:
+        for step in STEPS[0 if STEPS[USUAL + 3] * tolerance < self.rounding else USUAL :]:
             up = self.after(path, step * direction)
             rises.append(up if np.isnan(up) else up - self.after(path, -step * direction))
             # Central differences of the fourth order.

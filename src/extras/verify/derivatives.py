@@ -32,7 +32,7 @@ WEAK = 30
 SEQUENCES, TOKENS = 3, 12  # for models with experts: sequences that are tried in turn, and leading tokens of each
 DIRECTIONS, ATTEMPTS = 6, 20  # directions per weight: compared, and at most tried
 # Changes of an entry, largest first; a weight's entries have a standard deviation of 0.2 (`Subject.weights`). The first
-# is STEPS[USUAL], unless rounding would hide the third slope from there on, as in Granite, whose gradients are small.
+# is STEPS[USUAL], or a larger one if rounding would hide the third slope from there on: Granite's gradients are small.
 STEPS, USUAL = tuple(2.0**-power for power in range(2, 14)), 2
 LEFT_OUT = "left out directions in which, at every step size, rounding is too large or a router chooses otherwise"
 
@@ -50,7 +50,8 @@ def rows(context: Context) -> Iterator[Row]:
             break
         loss = Loss(subject, sequence)
         norms = {path: float(np.linalg.norm(gradient)) for path, gradient in loss.gradients.items()}
-        least = np.nanmax([*norms.values()]) / WEAK
+        # Of at least this scale, the third slope at the largest steps is not hidden by rounding.
+        least = max(np.nanmax([*norms.values()]) / WEAK, 2 * loss.rounding / STEPS[3] * 4 / BOUND)
         for path in tuple(unknown):
             scale, errors = max(norms[path], least), [] if np.isfinite(norms[path]) else [np.nan]
             for slope, direction in loss.slopes(path, scale * BOUND / 4):
@@ -68,7 +69,7 @@ def rows(context: Context) -> Iterator[Row]:
         yield not_applicable(name, f"{LEFT_OUT}: all of {', '.join(unknown)}")
     if figures:
         notes = [f"{LEFT_OUT}: {dropped}"] * bool(dropped)
-        notes += [f"against a {WEAK}th of the largest norm, because theirs is smaller: {', '.join(weak)}"] * bool(weak)
+        notes += [f"against a larger norm ({least:.0e}), because theirs is smaller: {', '.join(weak)}"] * bool(weak)
         yield worst(name, figures, BOUND, "; ".join(notes))
     if kind := context.whole.step.quantization:
         yield unless_refused(f"gradients with quantization={kind}", functools.partial(quantized, subject, kind))
@@ -143,10 +144,11 @@ class Loss:
         """Estimates the derivative along a direction by central differences; None if no estimate is reliable.
 
         Halves the step until three successive estimates differ by at most `tolerance`, or a 400th of the slope if that
-        is more, and returns the second of them. Gives up once the rounding of the loss would exceed that.
+        is more, and returns the second of them. Gives up once twice the rounding of the loss would exceed that.
         """
-        rises, slopes = [], []
-        for step in STEPS[0 if STEPS[USUAL + 3] * tolerance < self.rounding else USUAL :]:
+        rises, slopes, least = [], [], 2 * self.rounding
+        first = max(at for at in range(USUAL + 1) if not at or STEPS[at + 3] * tolerance >= least)
+        for step in STEPS[first:]:
             up = self.after(path, step * direction)
             rises.append(up if np.isnan(up) else up - self.after(path, -step * direction))
             # Central differences of the fourth order.
@@ -154,6 +156,6 @@ class Loss:
             enough = np.fmax(tolerance, np.abs(slopes[-1]) / 400)
             if np.ptp(slopes[-3:]) <= enough:
                 return slopes[-2]
-            if step * enough < self.rounding:
+            if step * enough < least:
                 return None
         return None

@@ -69,7 +69,8 @@ def rows(context: Context) -> Iterator[Row]:
         yield not_applicable(name, f"{LEFT_OUT}: all of {', '.join(unknown)}")
     if figures:
         notes = [f"{LEFT_OUT}: {dropped}"] * bool(dropped)
-        notes += [f"against a larger norm ({least:.0e}), because theirs is smaller: {', '.join(weak)}"] * bool(weak)
+        scale = f"a {WEAK}th of the largest norm, or what rounding resolves"
+        notes += [f"against {scale}, because theirs is smaller: {', '.join(weak)}"] * bool(weak)
         yield worst(name, figures, BOUND, "; ".join(notes))
     if kind := context.whole.step.quantization:
         yield unless_refused(f"gradients with quantization={kind}", functools.partial(quantized, subject, kind))

@@ -28,7 +28,8 @@ COUNTED = 0.7  # share of the documents' targets that count in the loss
 # Means of random weights, by a part of their names; others have 0. A delta rule's state then lasts about 20 tokens.
 # With 0 it lasted two, and its faults hardly showed: over three seeds, a wrong gradient of its inverse changed some
 # weight's gradient by 2 to 4 times check b's bound, and now by 19 to 27 times.
-MEANS = {"scale": 1.0, "decay_bias": -3.0}
+# Gemma 4 does not scale its scores: with a mean of 1, softmax was so sharp that no slope along its embedding agreed.
+MEANS = {"query_norm": 0.5, "scale": 1.0, "decay_bias": -3.0}
 # So large that an update changes most digits of a weight: its float32 then holds the digits of the gradient.
 SGD_RATE = 1024.0
 

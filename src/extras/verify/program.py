@@ -90,7 +90,8 @@ def _dtypes(subject: Subject, dtype: str) -> Iterator[Row]:
     yield none_of(f"matmuls with weights are in {dtype}", wide)
     narrow = []
     for eqn, _ in equations(traced.jaxpr.jaxpr):
-        of_whole = jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.integer) if eqn.invars else False
+        given = eqn.invars[0].aval if eqn.invars else None
+        of_whole = given is not None and given.ndim > 0 and jnp.issubdtype(given.dtype, jnp.integer)  # 0-dim: constants
         rounds = eqn.primitive.name in PRECISE or (eqn.primitive.name == "convert_element_type" and of_whole)
         if rounds and eqn.outvars[0].aval.dtype in (jnp.bfloat16, jnp.float16):
             narrow.append(f"{eqn.primitive.name} at /{eqn.source_info.name_stack}")

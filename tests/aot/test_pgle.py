@@ -235,12 +235,14 @@ def test_automatic_profiles_are_of_the_step_alone_and_never_empty():
 @pytest.fixture
 def empty_cache(tmp_path):
     """A folder of compiled programs of this test alone: another test may have compiled the same program."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "programs"))
-    compilation_cache.reset_cache()  # or JAX would go on with the folder of its first compilation
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
+    ours = {"jax_compilation_cache_dir": str(tmp_path / "programs"), "jax_persistent_cache_min_compile_time_secs": 0}
+    before = {name: jax.config.values[name] for name in ours}
+    for values in (ours, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # or JAX would go on with the folder of its first compilation
+        if values is ours:
+            yield
 
 
 @pytest.mark.usefixtures("empty_cache")

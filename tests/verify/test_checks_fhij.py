@@ -59,7 +59,7 @@ def test_a_resumed_run_is_the_same_and_weights_only_are_not(keys):
     with runs.built_once():
         rows = list(resume.rows(context(subject(**STATE, **keys))))
     assert {*outcomes(rows).values()} == {PASS}
-    assert len(rows) == 5
+    assert len(rows) == 6
     assert rows[-1].figure <= resume.BOUND / 3
 
 
@@ -198,7 +198,7 @@ MESH = {"fsdp": 2, "tensor": 2}
 def test_the_program_of_a_mesh_is_clean(kind):
     rows = list(program.rows(context(subject(kind, **STATE), (MESH,), dtype="bfloat16")))
     assert {*outcomes(rows).values()} == {PASS}
-    assert len(rows) == 5
+    assert len(rows) == 6
     assert "all-gather over fsdp" in rows[3].note
 
 

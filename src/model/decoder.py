@@ -38,7 +38,7 @@ class Decoder(nnx.Module):
         fan_in = (1,) if spec.logits_via_embedding else ()
         self.embedding = weight(rngs, (V, D), ("vocab", "embed"), dtype, fan_in=fan_in)
         if spec.added_positions == "learned":
-            shape = (spec.trainable_position_size, D)
+            shape = spec.trainable_position_size, D
             self.position_embedding = weight(rngs, shape, ("position", "embed"), dtype, fan_in=(1,))
         # The blocks of the layer groups; checkpoints use the name segments.
         self.segments = nnx.List([_group_blocks(spec, index, rngs) for index in range(len(spec.layer_groups))])

@@ -37,9 +37,7 @@ def run_layer_group(
         reports, new_caches = {}, []
         for position, block in enumerate(nnx.merge(graphdef, weights if group.shared else repeat_weights)):
             if position and execution.has_experts:  # or a TPU would hold the gradients of all blocks' experts whole
-                block_graphdef, block_weights = nnx.split(block)
-                x, block_weights = context.grad_barrier(x, block_weights)
-                block = nnx.merge(block_graphdef, block_weights)
+                x, block = context.grad_barrier(x, block)
             # Remat each block separately: the backward pass then holds one block's recomputed arrays, not a whole
             # pattern's.
             run_block = execution.remat(functools.partial(block, context=context), group.repeats)
@@ -49,7 +47,7 @@ def run_layer_group(
 
     def run_chunk(x: Array, weights: Any, layers: Array, context: ForwardContext) -> tuple[Array, Any]:
         """Runs consecutive repeats, given their weights (None: shared) and first layers; returns x, caches, reports."""
-        repeats = (weights, caches, layers)
+        repeats = weights, caches, layers
         if execution.scan_layers:
             return jax.lax.scan(lambda x, repeat: run_pattern(x, repeat, context), x, repeats)
         outputs = []

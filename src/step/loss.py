@@ -99,8 +99,7 @@ def objective(
 def count_tokens(batch: Batch, plan: StepPlan) -> TokenCounts:
     """Counts the tokens of a whole batch [B, T]."""
     # The last tokens of a document have no later targets: each extra layer predicts fewer than the one before.
-    mtp = [jnp.sum(ahead["loss_mask"], dtype=jnp.float32) for ahead in mtp_batches(batch, plan)]
-    loss = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
+    loss, *mtp = (jnp.sum(each["loss_mask"], dtype=jnp.float32) for each in (batch, *mtp_batches(batch, plan)))
     return TokenCounts(loss, jnp.array(mtp), jnp.sum(batch["segment_ids"] > 0))
 
 
@@ -129,8 +128,7 @@ def in_zigzag(batch: Batch, layout: MeshLayout) -> Batch:
 
     Fields that `batch_transform` added in another shape are unchanged.
     """
-    of_tokens = batch["targets"].shape
-    return {name: to_zigzag(x, layout) if x.shape[:2] == of_tokens else x for name, x in batch.items()}
+    return {name: to_zigzag(x, layout) if x.shape[:2] == batch["targets"].shape else x for name, x in batch.items()}
 
 
 def mtp_batches(batch: Batch, plan: StepPlan) -> list[Batch]:
@@ -197,5 +195,4 @@ def of_logits(logits_BTV: Array, targets_BT: Array, ids_V: Array) -> tuple[Array
 
 
 def _sums(log_normaliser_BT: Array, target_logit_BT: Array, mask_BT: Array) -> tuple[Array, Array]:
-    loss = jnp.sum((log_normaliser_BT - target_logit_BT) * mask_BT)
-    return loss, jnp.sum(jnp.square(log_normaliser_BT) * mask_BT)
+    return jnp.sum((log_normaliser_BT - target_logit_BT) * mask_BT), jnp.sum(jnp.square(log_normaliser_BT) * mask_BT)

@@ -1,6 +1,6 @@
 """Lists which keys have an effect only with certain values of others, or only in certain commands."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from src.config.attention_types import ATTENTION_TYPES, keys_of_type
@@ -228,6 +228,11 @@ def to_settings(keys: Mapping[str, Any], where: str) -> list[Setting]:
     return [Setting(key, value, where) for key, value in keys.items()]
 
 
+def unmet(needs: Iterable[Requires], facts: Mapping[str, Any]) -> list[Requires]:
+    """Lists the requirements that the values `facts` do not satisfy, except those that name a key without a value."""
+    return [need for need in needs if need.one_of.keys() <= facts.keys() and not need.satisfied(facts)]
+
+
 def may_be_unused(
     settings: Sequence[Setting], config: Mapping[str, Any], command: str, unread: Sequence[Requires]
 ) -> bool:
@@ -238,5 +243,5 @@ def may_be_unused(
         command not in ("", "src.train")
         or any(KEYS[name].commands for name in names)
         or any(config.get(name) for name in LISTS)  # perhaps from a model's file
-        or not all(need.satisfied(config) for need in needs if need.one_of.keys() <= config.keys())
+        or bool(unmet(needs, config))
     )

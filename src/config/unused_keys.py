@@ -4,16 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from src.config.dataset_spec import SETTINGS, SHARED
-from src.config.requirements import AROUND_LAYERS, REQUIREMENTS, TYPED, Lists, Requires, Setting
+from src.config.requirements import AROUND_LAYERS, REQUIREMENTS, TYPED, Lists, Requires, Setting, unmet
 from src.config.schema import KEYS
 from src.config.yaml import dump
 
 
 def keys_not_read(config: Mapping[str, Any], command: str, unread: Sequence[Requires]) -> set[str]:
     """Returns the keys that `command` does not read; `unread` as in `unused_keys`, `config` without invalid keys."""
-    unmet = (need for need in unread if need.one_of.keys() <= config.keys() and not need.satisfied(config))
     others = (key.name for key in KEYS.values() if command and key.commands and command not in key.commands)
-    return {*others, *(key for need in unmet for key in need.keys)}
+    return {*others, *(key for need in unmet(unread, config) for key in need.keys)}
 
 
 def unused_keys(
@@ -31,7 +30,7 @@ def unused_keys(
     """
     last = {setting.key.partition(".")[0]: (number, setting) for number, setting in enumerate(settings)}
     needs, unread = ((*REQUIREMENTS, *unread), ()) if command == "src.train" else (REQUIREMENTS, unread)
-    unread = [need for need in unread if need.one_of.keys() <= config.keys() and not need.satisfied(config)]
+    unread = unmet(unread, config)
     not_read = {key for need in unread for key in need.keys}
     needs = [need for need in needs if need.one_of.keys() <= config.keys() - not_read]
     problems: list[tuple[str, str]] = []
@@ -50,9 +49,8 @@ def unused_keys(
         if found := _of_others(key, command, unread) or _idle(key, config, changed, needs):
             report(key, f"{key}={dump(config[key])}", setting.where, *found)
     for key, place, facts, refused in _listed(config):
-        whole = {**config, **facts}
-        unmet = [need for need in REQUIREMENTS if need.one_of.keys() <= whole.keys() and not need.satisfied(whole)]
-        for fact, need in ((fact, each) for each in unmet for fact in each.keys if fact in facts):
+        of_entry = unmet(REQUIREMENTS, {**config, **facts})
+        for fact, need in ((fact, each) for each in of_entry for fact in each.keys if fact in facts):
             typed = f"{fact}={dump(facts[fact])}".removeprefix("train_").removeprefix("eval_")  # as an entry spells it
             ignored_where = "nowhere" if refused and not isinstance(need, Lists) else "anywhere"
             if key in last and facts[fact] != KEYS[fact].default:
@@ -73,9 +71,9 @@ def _no_effect(settings: Sequence[str], where: str, reason: str) -> str:
     return f"{', '.join(settings)} ({where}) have no effect: {reason}"
 
 
-def _of_others(key: str, command: str, unmet: Sequence[Requires]) -> tuple[str, str] | None:
+def _of_others(key: str, command: str, unread: Sequence[Requires]) -> tuple[str, str] | None:
     """Returns why `command` does not read a key, and where it may be ignored, as `Key.ignored`; None if it does."""
-    need = next((each for each in unmet if key in each.keys), None)
+    need = next((each for each in unread if key in each.keys), None)
     commands, ignored = KEYS[key].commands, "anywhere" if isinstance(need, Lists) else KEYS[key].ignored
     if need and need.one_of:
         return f"{command} reads it only with {need}", ignored

@@ -27,12 +27,12 @@ from src.system.errors import UserError
 
 Report = dict[str, Any]
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# How the TPU compiler reports the memory a program would need; its "temporaries" include the arguments.
 # Bytes of host memory that a device may use, by the start of its kind. Google's machines have 48, 112 and 120 GB for
 # each device of v5e, v5p and TPU7x (docs.cloud.google.com/tpu/docs/v5e, tpu7x). libtpu's compiler allows 128 GiB on
 # every TPU. JAX keeps arrays of each GPU in a pool of 64 GiB, or of what the environment says.
 HOST_MEMORY = {"TPU v5 lite": 48 * 10**9, "TPU v5": 112 * 10**9, "TPU7x": 120 * 10**9, "TPU": 2**37, "NVIDIA": 2**36}
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+# How the TPU compiler reports the memory a program would need; its "temporaries" include the arguments.
 TOTAL = re.compile(r"(?:HLO temporaries \(|Total hbm usage >= |Used )([\d.]+)([KMGT])")
 
 

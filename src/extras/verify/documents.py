@@ -35,9 +35,9 @@ OFTEN = 4  # with this many pairs of tokens at a distance, at least one score is
 def rows(context: Context) -> Iterator[Row]:
     """Changes one token at a time and compares logits exactly; compares packed rows and the loss within BOUND."""
     if of_pairs(context.subject.config):  # a pair's loss depends on two documents
-        yield _of_pairs(context.subject)
-        config = context.subject.config.replace(loss="")
-        context = dataclasses.replace(context, subject=dataclasses.replace(context.subject, config=config))
+        plain = dataclasses.replace(context.subject, config=context.subject.config.replace(loss=""))
+        yield _of_pairs(context.subject, plain)
+        context = dataclasses.replace(context, subject=plain)
     subject, limited = unlimited(context.subject)
     yield from limited
     yield _of_packer(subject)
@@ -225,13 +225,13 @@ def _of_steps(subject: Subject, logits: np.ndarray) -> Iterator[Row]:
     yield unless_refused(title, on_two_devices)
 
 
-def _of_pairs(subject: Subject) -> Row:
+def _of_pairs(subject: Subject, plain: Subject) -> Row:
     """Compares a step's loss with the mean of Rafailov et al. 2023, equation 7, over pairs, from logits in float64.
 
-    With `dpo_label_smoothing`, it is the loss of Mitchell 2023 (conservative DPO).
+    `plain` is the same model with the loss of next tokens. With `dpo_label_smoothing`, the mean is of the loss of
+    Mitchell 2023 (conservative DPO).
     """
     batch, step = subject.batch, subject.config.step
-    plain = dataclasses.replace(subject, config=subject.config.replace(loss=""))
     logits, _ = evaluated(plain, plain.reference_plan, [plain.batch])
     nats = of_ids(log_softmax(logits[0, 0]), batch["targets"]) * batch["answer_mask"]
     sums = [np.sum(nats * (batch["segment_ids"] == number), axis=1) for number in (1, 2)]

@@ -1,4 +1,7 @@
-"""Finds changes to a config whose step needs too much memory, so that it fits: estimated first, then compiled."""
+"""Finds changes to the config of a step that needs too much memory, with which the step fits its devices.
+
+Changes are first chosen by estimates of memory, then compiled.
+"""
 
 import math
 import time
@@ -19,7 +22,7 @@ SHORTEST = 128  # shortest sequence length to suggest
 
 
 class Change(NamedTuple):
-    """A suggested change: its keys, its cost, the config it gives, and that step's estimated bytes per device."""
+    """A suggested change: its keys, its cost in words, the changed config, and the estimated bytes per device."""
 
     keys: dict[str, Any]  # a logical axis rule by its dotted name
     cost: str
@@ -36,6 +39,7 @@ def advise(
 ) -> list[Report]:
     """Compiles `changes` until one fits or MAX_SECONDS_TO_TRY pass; returns those that need less memory, last first.
 
+    Each is a dict: `keys` and `cost` of the Change, `estimated` and `compiled` bytes per device, and whether it `fits`.
     `compiled` takes a changed config and its changed keys, and returns the part `memory` of the step's report, None if
     the compiler failed. `needed`, by the step as it is, and `capacity` are bytes per device.
     """
@@ -117,7 +121,11 @@ def _rule(axis: str) -> str:
 
 
 def _candidates(config: Config, planned: Step, state_decides: bool) -> Iterator[tuple[Any, ...]]:
-    """Yields the cost of a change and alternative keys for it; the first alternative that suffices is used."""
+    """Yields kinds of changes, cheapest first: the cost in words, then alternatives, each a dict of keys.
+
+    The first alternative that suffices is used. With `state_decides`, they include changes to the optimizer's precision
+    and to how weights and optimizer are sharded.
+    """
     step, batch, spec, layout = config.step, config.batch, planned.placed.spec, planned.placed.layout
     yield "nothing: it is the kernel for these devices", {"attention": "autoselected"}
     between_blocks = {_rule("norm_length"): ["context", "tensor"]}
@@ -145,7 +153,8 @@ def _candidates(config: Config, planned: Step, state_decides: bool) -> Iterator[
         yield "tokens travel to their experts", *(over("expert", n) for n in FACTORS)
     offloaded = {"remat_policy": "custom", "remat_custom": {"decoder_layer_input": "offload"}}
     yield "blocks are computed twice, and their inputs move to host memory and back", offloaded
-    # Devices that share sequences process as few of them at a time as possible.
+    # Each batch shard has `rows` sequences. If n devices share a sequence, they process one at a time, in n times as
+    # many passes.
     rows = round(batch.per_device_batch_size * layout.mesh.size / layout.shards("batch"))
     cost = "devices share each sequence, and gather its keys and values; the same global batch in more passes"
     yield cost, *(over("context", n) | in_passes(rows * n) for n in FACTORS)

@@ -17,7 +17,7 @@ from src.model.params import abstract, values
 from src.model.parts import layer_costs
 from src.model.spec import LayerSpec, ModelSpec
 
-ROWS = 101  # rows of the traced block; a prime that divides no size of a model, so it divides only activations' sizes
+ROWS = 101  # sequences of the traced batch; a prime unlikely to divide a weight's size, so that it marks activations
 
 
 class TokenArray(NamedTuple):
@@ -25,7 +25,7 @@ class TokenArray(NamedTuple):
 
     bytes: float
     axis: str  # such as heads or mlp; norm_length if it is as wide as the residual stream; length if there is no other
-    of_experts: bool  # it has a row for each expert that a token chose
+    of_experts: bool  # it has a row for each expert that a token is sent to
 
 
 class BlockArrays(NamedTuple):
@@ -37,9 +37,9 @@ class BlockArrays(NamedTuple):
 
 
 def block_arrays(layer: LayerSpec, placed: Placed, execution: Execution) -> BlockArrays:
-    """Lists the arrays of a layer under the remat policy of `execution`.
+    """Lists the arrays that a layer stores under the remat policy of `execution`.
 
-    Traces are cached; they depend on the mesh only by whether it shards the feed-forward width.
+    Traces are cached. Apart from the kernel, they depend on the mesh only by whether it shards the feed-forward width.
     """
     custom = tuple(sorted(execution.remat_custom.items()))
     in_halves = execution.mlp_in_halves and placed.layout.shards("mlp") == 1
@@ -88,7 +88,7 @@ def _token_array(
     if array.size % ROWS:
         return None
     size = math.prod(shape) * array.dtype.itemsize / (ROWS * length)
-    of_experts = ROWS not in shape[:1]  # then the first dim merges rows, tokens and chosen experts
+    of_experts = ROWS not in shape[:1]  # their first dim merges sequences, tokens and chosen experts
     for axis, sizes in [item for part in layer_costs(layer).values() for item in part.sharded.items()]:
         if set(sizes).intersection(shape[1:]):
             return TokenArray(size, axis, of_experts)

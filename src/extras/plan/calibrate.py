@@ -1,4 +1,4 @@
-"""Fits the constants of predicted step times to measured ones, such as those in the metrics of finished runs.
+"""Fits the constants that predict step times to measured step times, such as those in the metrics of finished runs.
 
 `python -m src.plan calibrate RUN ... compile_topology=a3` reads each run's config.yml and metrics.jsonl.
 """
@@ -29,7 +29,7 @@ LARGEST = Constants(
     matmul=0.95, low_precision=1.0, experts=1.0, attention=1.0, memory=0.95, rounding=1.0, exposed=1.0, blocking=1.0,
     narrow=1000.0, waiting=0.1,
 )  # fmt: skip
-NOISE = 0.05  # standard deviation of a predicted duration's logarithm
+NOISE = 0.05  # assumed standard deviation of the logarithm of predicted over measured durations
 FIRST = 2  # steps to leave out: they compile, and wait for the first data
 TOPOLOGY, SLICES, OUTPUT = "compile_topology", "compile_topology_num_slices", "calibration"
 
@@ -51,11 +51,11 @@ class Calibration(NamedTuple):
 
 
 def calibrate(argv: Sequence[str]) -> Calibration:
-    """Fits the constants to runs, prints the errors before and after, and writes them if `calibration=FILE` is given.
+    """Fits the constants to runs, prints the errors before and after, and writes the constants to `calibration=FILE`.
 
-    Raises UserError if an argument is wrong or no run is named, a run lacks config.yml or timed steps in metrics.jsonl
-    or was on other devices than `compile_topology`, the runs are on several kinds of devices, or the file cannot be
-    written.
+    `argv` are the words after `calibrate`; without a FILE nothing is written. Raises UserError if an argument is wrong,
+    no run or no topology is named, a run lacks config.yml or timed steps in metrics.jsonl or was on other devices than
+    `compile_topology`, the runs are on several kinds of devices, or the file cannot be written.
     """
     own, folders = separate(argv, (TOPOLOGY, SLICES, OUTPUT))
     if unknown := [word for word in folders if "=" in word]:
@@ -77,7 +77,10 @@ def calibrate(argv: Sequence[str]) -> Calibration:
 
 
 def read_calibration(path: str, device_kind: str) -> Constants:
-    """Reads a file that `calibrate` wrote; raises UserError if it is another file, or for another kind of device."""
+    """Reads the constants in a file that `calibrate` wrote.
+
+    Raises UserError if it can't be read, is another file, or is for another kind of device.
+    """
     entry = read_file(Path(path))
     names = {"kind", *Constants._fields}
     if set(entry) != names:
@@ -93,7 +96,10 @@ def read_calibration(path: str, device_kind: str) -> Constants:
 
 
 def calibration(rows: Sequence[Row]) -> Calibration:
-    """Fits constants to runs on one kind of device, and computes the errors, also with each run left out of its fit."""
+    """Fits constants to runs on one kind of device, and computes the errors before and after.
+
+    For the error after, each run is predicted by constants fitted to the other runs.
+    """
     start = constants_of(rows[0].costs.chip.kind)
     after = [error(row, fitted([*rows[:number], *rows[number + 1 :]], start)) for number, row in enumerate(rows)]
     return Calibration(
@@ -124,7 +130,10 @@ def error(row: Row, constants: Constants) -> float:
 
 
 def fitted(rows: Sequence[Row], start: Constants) -> Constants:
-    """Fits the constants in FEW to rows of one kind of device; the others, and the prior of these, are `start`."""
+    """Fits the constants in FEW to runs on one kind of device. Their priors are centered on `start`.
+
+    The other constants stay as in `start`.
+    """
 
     def constants(row: Row | None, logs: np.ndarray) -> Constants:
         scaled = zip(FEW, np.exp(logs), strict=True)
@@ -161,7 +170,7 @@ def least_errors(
 def read_run(path: str, own: dict[str, str]) -> Row:
     """Reads a run's config and the median of its step times after the first FIRST; raises UserError like `calibrate`.
 
-    `own` are the words of the command, with the topology.
+    `own` has the values of `compile_topology` and `compile_topology_num_slices`; "": the value in the run's config.
     """
     folder = run_folder(path)
     if folder is None:
@@ -185,7 +194,8 @@ def read_run(path: str, own: dict[str, str]) -> Row:
 def check_devices(path: str, entry: Any, costs: Costs, topology: Topology) -> None:
     """Raises UserError if a line of metrics shows that the run had other devices than `topology`.
 
-    That is so if the tokens of a step, or the peak rate that the line's mfu implies, differ by more than 2%.
+    That is so if the tokens of a step, or the peak rate that the line's mfu implies, differ from those in `costs`, of
+    the same step on `topology`, by more than 2%.
     """
     tokens = round(entry["tokens_per_second"] * entry["step_time_seconds"])
     if abs(tokens / costs.tokens_per_step - 1) > 0.02:

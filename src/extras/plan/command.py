@@ -60,9 +60,11 @@ class Plan(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> object:
-    """Runs the command line `argv`; returns a Plan, or a Calibration for `calibrate`, or None for --help.
+    """Runs the command line `argv`: prints the points that fit, or the nearest one and changes, and writes the files.
 
-    Raises UserError if an argument is wrong, no mesh suits the devices and the typed keys, or a file cannot be written.
+    Returns a Plan, a Calibration for `calibrate`, or None for --help. Raises UserError if an argument is wrong, no mesh
+    suits the devices, the model, the batch and the typed keys, or a file cannot be read or written. An interrupted
+    search prints its results so far before it raises KeyboardInterrupt.
     """
     if argv[:1] == ["calibrate"]:
         return calibrate(argv[1:])
@@ -80,7 +82,8 @@ def main(argv: Sequence[str]) -> object:
 def read(argv: Sequence[str]) -> tuple[Space, output.Request, dict[str, str]]:
     """Reads a command line: returns the space to search, the request, and the values of the command's own words.
 
-    Raises UserError as `main` does, except for the words that only `main` needs.
+    Sets JAX to run on this machine's CPU. Raises UserError for a wrong argument, except for `top`, `report` and `page`,
+    which `main` checks.
     """
     own, words = separate(argv, OWN)
     notes: list[str] = []
@@ -148,7 +151,8 @@ def _interrupted_by(*numbers: signal.Signals) -> Generator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    found = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores SIGHUP
+    # Ignored signals remain ignored, such as SIGHUP under nohup.
+    found = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
     for number in found:
         signal.signal(number, interrupt)
     try:
@@ -168,7 +172,7 @@ def _number(own: dict[str, str], name: str) -> float:
 
 
 def _rows(own: dict[str, str], config: Config, topology: Topology) -> int | None:
-    """Sequences of the global batch, None for any number."""
+    """Number of sequences in the global batch, None if any will do; raises UserError if it is not a whole number."""
     length = config.batch.max_target_length
     if own["global_batch_tokens"] == "any":
         return None

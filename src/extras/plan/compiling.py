@@ -35,14 +35,15 @@ from src.system.disk import new_file
 from src.system.errors import UserError
 from src.system.exit_codes import run_command
 
-PROCESS_BYTES = 3 * 2**30  # host memory of a compilation, at most
+PROCESS_BYTES = 3 * 2**30  # host memory to allow for a compilation
 COMMAND = "src.train_compile"  # the command that has these keys and compiles these programs
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", f"jax-cuda{CUDA}-plugin", f"jax-cuda{CUDA}-pjrt")
 SOURCES = ("config", "data", "model", "parallel", "step", "extras/aot")  # folders of src that determine a record
 USER_FUNCTIONS = ("loss", "batch_transform", "eval_metrics")
 MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
-Record = dict[str, Any]  # the report of train_compile, `failed` (the compiler's message or ""), `cpu_seconds`
+# `failed` (an error message or ""), `words`, `cpu_seconds`, `host_peak_bytes`, and the report unless it failed.
+Record = dict[str, Any]
 
 
 class Running(NamedTuple):
@@ -78,9 +79,10 @@ class Folder(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, topology: Topology) -> "Folder":
-        """Makes the folder below `jax_cache_dir`; a temporary one if that is empty, or the config has users' functions.
+        """Makes the folder `plan` in `jax_cache_dir`; raises UserError if it cannot be made.
 
-        Those may change. Raises UserError if the folder cannot be made.
+        It is a temporary folder if `jax_cache_dir` is empty, or if the config names functions of the user's own, whose
+        code may change.
         """
         kept = "" if any(config[key] for key in USER_FUNCTIONS) else config.step.jax_cache_dir
         path = Path(os.path.expanduser(kept)) / "plan" if kept else Path(tempfile.mkdtemp(prefix="mintext-plan-"))
@@ -112,7 +114,7 @@ class Folder(NamedTuple):
         arguments = [sys.executable, "-m", __spec__.name, str(file), *words]
         path = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
         with file.with_suffix(".log").open("wb") as log:
-            # In a session of its own: Ctrl-C reaches only the search, which then ends the others.
+            # In a session of its own: Ctrl-C reaches only the search, which then ends its compilations.
             process = subprocess.Popen(
                 arguments, stdin=_open_while_this_process_runs(), stdout=log, stderr=log,
                 env={**os.environ, "PYTHONPATH": path}, start_new_session=True,
@@ -138,12 +140,12 @@ def _end_with_the_search() -> None:
 
 
 def rated(topology: Topology) -> Topology:
-    """Gives a topology of CPUs the published rates of H100s, so that the command can be tried anywhere."""
+    """Gives a topology of CPUs the published figures of H100s, so that the command can be tried anywhere."""
     return topology if topology.chip else topology._replace(chip=GPU_HOSTS["a3"])
 
 
 def processes() -> int:
-    """Number of compilations to run at a time: one per core that this process may use, if memory suffices."""
+    """Number of compilations to run at a time: one per core that this process may use, as far as memory suffices."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, memory // PROCESS_BYTES))
@@ -161,7 +163,7 @@ def kept(file: Path) -> Record | None:
 def main(argv: Sequence[str]) -> None:
     """Compiles the config of `argv[1:]` as train_compile does, and writes its record to the file `argv[0]`.
 
-    A UserError becomes a `failed` record.
+    A UserError in compiling becomes a `failed` record; for one in reading the config, nothing is written.
     """
     _end_with_the_search()
     file, *words = argv
@@ -178,7 +180,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def compiled_report(config: Config) -> report.Report:
-    """Compiles a config's step for its topology; returns the report of train_compile."""
+    """Compiles a config's step for its topology; returns the report of train_compile, without `changes`.
+
+    Its `seconds` have one entry, for tracing, lowering and compiling. Raises UserError if the step cannot be traced, or
+    as `compile_lowered` and `eight_bits.check` do.
+    """
     topology = rated(checked_topology(config))
     jax.config.update("jax_enable_compilation_cache", False)
     begun, traced = time.monotonic(), traced_for(config, topology)

@@ -1,4 +1,4 @@
-"""Costs a space's points by estimates, and leaves out those that can't fit or can't be among the fastest."""
+"""Costs a space's points by estimates, and leaves out those that should not fit or not be among the fastest."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,22 +32,22 @@ class Candidate(NamedTuple):
 
     @property
     def step_seconds(self) -> float:
-        """Duration of a step."""
+        """Estimated duration of a step, with `host_seconds`."""
         return self.prediction.step_seconds + self.host_seconds
 
     @property
     def speed(self) -> float:
-        """Tokens per second."""
+        """Estimated tokens per second, of all devices."""
         return self.costs.tokens_per_step / self.step_seconds
 
     @property
     def memory(self) -> int:
-        """Bytes per device."""
+        """Estimated bytes of a device's own memory."""
         return self.costs.memory.total
 
     @property
     def on_host(self) -> int:
-        """Bytes in host memory per device."""
+        """Estimated bytes in host memory per device."""
         return self.costs.memory.all_on_host
 
 
@@ -67,7 +67,10 @@ BEST: dict[str, Callable[[Candidate], float]] = {
 
 @dataclass
 class Costing:
-    """The candidates to compile, the fastest first, and why the other points were left out."""
+    """The candidates to compile, and why the other points were left out.
+
+    The fastest candidate is first or, if none should fit, the one that comes nearest.
+    """
 
     capacity: int  # bytes per device
     on_host: float  # bytes of host memory that a device may use
@@ -77,18 +80,18 @@ class Costing:
     too_large: dict[str, Group] = field(default_factory=dict)  # by remat policy, or "whole meshes"
     too_large_on_host: dict[str, Group] = field(default_factory=dict)  # by remat policy
     too_slow: dict[str, Group] = field(default_factory=dict)  # by the resource that takes the most time
-    no_gain: int = 0  # points not costed: a faster one with their mesh and policy should fit easily, or is too slow
+    no_gain: int = 0  # points passed over: a faster one with their mesh and policy should fit easily, or is too slow
     refused: dict[str, int] = field(default_factory=dict)  # reason -> number of meshes
 
     def omit(self, why: str, name: str, points: int, example: Candidate) -> None:
-        """Counts points in the groups of `why`, a field's name; the group keeps the best `example`."""
+        """Adds `points` to the group `name` of the field `why`; the group keeps the best `example`, by BEST."""
         groups: dict[str, Group] = getattr(self, why)
         count, best = groups.get(name, Group(0, example))
         groups[name] = Group(count + points, max(best, example, key=BEST[why]))
 
 
 class OnMesh:
-    """Costs points of one mesh and variant, each once; raises UserError if the model does not divide over the mesh."""
+    """Costs points of one mesh and variant, each once; raises UserError if model, kernel or batch do not suit them."""
 
     def __init__(self, space: Space, mesh: Keys, variant: Keys) -> None:
         self._space, self._mesh, self._variant = space, mesh, variant
@@ -96,16 +99,19 @@ class OnMesh:
         self._policies, self._placements = list(space.policies()), list(space.placements(mesh))
         self._batches = list(space.batches(mesh, variant))
         self.known: dict[str, Candidate] = {}
-        # The bound on all of them: no other point is faster.
+        # A bound: no other point of this mesh and variant should be faster.
         self.fastest = self._cost(self._policies[0], self._batches[0], self._placements[0])
 
     @property
     def points(self) -> int:
-        """Number of points."""
+        """Number of points of this mesh and variant, costed or not."""
         return len(self._policies) * len(self._batches) * len(self._placements)
 
     def smallest(self) -> Candidate:
-        """Returns the point with the least estimated memory: most micro-batches, full remat or offloading."""
+        """Returns the point that should need the least memory: most micro-batches, full remat or custom offloading.
+
+        If these policies are not allowed, all are compared.
+        """
         policies = [
             each
             for each in self._policies
@@ -117,8 +123,9 @@ class OnMesh:
     def walk(self, enough: float, enough_on_host: float, slowest: float) -> Iterator[Candidate]:
         """Yields, policy by policy, the points that are worth costing, from fast ones to ones that need less memory.
 
-        A policy's points end after one that needs at most `enough` bytes per device and `enough_on_host` in host
-        memory, or makes fewer than `slowest` tokens per second: the others would be slower and save memory in vain.
+        After a point that needs at most `enough` bytes per device and `enough_on_host` in host memory, or makes fewer
+        than `slowest` tokens per second, others would be slower and save memory in vain: the rest of its batch's
+        placements are skipped and, if it has the batch's first placement, the rest of its policy's batches.
         """
 
         def suffices(candidate: Candidate) -> bool:
@@ -155,7 +162,7 @@ def cost(space: Space, say: Callable[[str], None] = lambda line: None) -> Costin
     fastest point is too slow or its smallest one too large. For each policy, fewer micro-batches come first, and
     changes that only save memory last: after a point that should fit easily, or is too slow, the others would only be
     slower. If no point should fit, the smallest ones are the candidates. Passes lines about its progress to `say`.
-    Raises UserError if no mesh suits the model and the batch.
+    Raises UserError if no mesh suits the devices, the typed keys, the model and the batch.
     """
     capacity, on_host = device_capacity(space.topology), host_capacity(space.topology)
     assert capacity
@@ -217,7 +224,7 @@ def _counted(items: Sequence[Any], count: Callable[[], int], name: str, say: Cal
     begun = spoken = time.monotonic()
     for done, item in enumerate(items):
         now = time.monotonic()
-        if done == 1:  # it took longer: blocks are traced once
+        if done == 1:  # the first item took longer, because it traced the blocks: leave it out of the time per item
             begun = now
         if done and now - spoken >= QUIET_SECONDS:
             left = f", about {duration((now - begun) / (done - 1) * max(count() - done, 0))} left" if done > 1 else ""

@@ -1,6 +1,7 @@
-"""Estimates the memory and the duration of a step from its configuration, without tracing it, within milliseconds.
+"""Estimates the memory and the duration of a step from its configuration, within milliseconds.
 
-`src.extras.plan` costs thousands of points with this and compiles the best few. docs/plan.md explains the model.
+The step is not traced, but one block of each kind is, once for all meshes. `src.plan` costs thousands of points by
+these estimates and compiles the best few. docs/plan.md explains them.
 """
 
 import math
@@ -27,7 +28,11 @@ from src.system.errors import UserError
 
 
 class Costs(NamedTuple):
-    """A step's work, communication and memory per device, with its tokens and the published peaks of its devices."""
+    """A step's work, communication and memory per device, with its tokens and the published peaks of its devices.
+
+    `peak` and `low_peak` are matmul rates in the step's dtype and in 8 bits, in operations per second. `low_peak` is
+    None without 8-bit matmuls, or if no rate is published for them.
+    """
 
     work: Work
     moved: list[Collective]
@@ -39,12 +44,15 @@ class Costs(NamedTuple):
     slices: int
 
     def predict(self, constants: Constants) -> Prediction:
-        """Predicts the duration on devices with these constants, mostly the fractions of peaks that they reach."""
+        """Predicts the step's duration with `constants`, mostly the fractions of published rates that devices reach."""
         return predict(self.work, self.chip, self.peak, self.moved, self.low_peak, constants, self.slices)
 
 
 def step_costs(config: Config, topology: Topology, placed: Placed | None = None) -> Costs:
-    """Computes a step's costs on a topology; `placed` and errors as for `absent_step`."""
+    """Computes a step's costs on a topology, with `placed` as for `absent_step`.
+
+    Raises UserError as `absent_step` does, or if no peak rate of the devices is published for the step's dtype.
+    """
     chip = topology.chip
     peak = chip and run_peak(chip.kind, config.step.dtype, config.step.matmul_precision)
     if not chip or not peak:
@@ -74,9 +82,9 @@ def step_costs(config: Config, topology: Topology, placed: Placed | None = None)
 def absent_step(config: Config, topology: Topology, placed: Placed | None = None) -> Step:
     """Plans a config's step without devices.
 
-    `placed` is `place` of a config that differs at most in remat policy, batch, loss tiles or where the optimizer is.
-    Raises UserError if the mesh, the weights, the batch or the kernel do not fit, as compiling the step would, or
-    (`step_costs`) if no peak rate of these devices is published.
+    `placed` is the result of `place` for a config that differs at most in remat policy, batch, loss tiles or where the
+    optimizer is; None: place this one. Raises UserError if mesh, weights, batch or kernel do not suit each other, as
+    compiling the step would.
     """
     placed = placed or place(config, topology)
     layout, batch, micro_batches = placed.layout, config.batch, config.step.gradient_accumulation_steps
@@ -112,7 +120,8 @@ def estimate_memory(step: Step) -> Memory:
         arrays = block_arrays(layer, placed, step.execution)
         saved += count * passes * _bytes(arrays.saved, layout, between)
         saved_on_host += count * passes * _bytes(arrays.saved_on_host, layout, between)
-        # A matmul's output is a sum over heads or hidden units, which is whole until it is scattered.
+        # Here an array as wide as the stream is not sharded between blocks: as a matmul's output it is a sum over heads
+        # or hidden units, which is whole until it is scattered.
         computed.append(in_block * _bytes(arrays.computed, layout, 1))
     gathered = dict.fromkeys((weight.block for weight in model.weights), 0.0)
     for weight in model.weights:
@@ -146,7 +155,7 @@ def _axes(weight: DeclaredWeight, layout: AbsentLayout) -> list[str]:
 
 
 def _bytes(arrays: Sequence[TokenArray], layout: AbsentLayout, of_stream: float) -> float:
-    """Adds up arrays' bytes per token of a device's sequences; arrays as wide as the stream have `of_stream` shards."""
+    """Adds up arrays' bytes per token of a device; arrays as wide as the residual stream have `of_stream` shards."""
     total = 0.0
     for each in arrays:
         shards = {"norm_length": of_stream, "length": 1}.get(each.axis) or layout.shards(each.axis)

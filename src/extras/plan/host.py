@@ -11,7 +11,11 @@ EXPOSED = 0.5  # fraction of the copies of activations that a step waits for; it
 
 
 def seconds(topology: Topology, optimizer: float, activations: float) -> float:
-    """Returns the seconds that a step waits for this many bytes per device to be copied to the host and back."""
+    """Returns the seconds that a step waits for copies to host memory and back.
+
+    `optimizer` and `activations` are the bytes per device that are copied, of the optimizer's state and of arrays kept
+    for the backward pass.
+    """
     kind = topology.chip.kind if topology.chip else ""
     bandwidth = next((each for start, each in BANDWIDTH.items() if kind.startswith(start)), UNKNOWN_BANDWIDTH)
     return 2 * (optimizer + EXPOSED * activations) / bandwidth

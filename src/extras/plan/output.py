@@ -18,7 +18,7 @@ from src.extras.plan.points import Point
 from src.extras.plan.search import Result
 from src.system.errors import counted
 
-REASONS = 4  # for refused meshes, the most frequent ones: each has its own line
+REASONS = 4  # how many reasons for refusing meshes have a line each, the most frequent ones
 RESOURCES = 4  # the first fields of a Prediction are the seconds of this many resources
 ROOFLINE = "by a roofline, not measured"
 # Mean absolute error of steps of published runs that no constant was fitted to (docs/plan.md, "Against published
@@ -28,12 +28,12 @@ SEVERAL = ("TPU v5", "NVIDIA H100 80GB HBM3", "NVIDIA H100 96GB HBM2e", "NVIDIA 
 
 
 def key_of(word: str) -> str:
-    """Returns the key that a word of a command line sets, if it sets any."""
+    """Returns the key that a word of a command line sets: `a` for `a.b=1`. For a file, the result names no key."""
     return word.partition("=")[0].partition(".")[0]
 
 
 class Request(NamedTuple):
-    """The user's request: the config, the words it was typed in, the hardware, and the run to price."""
+    """The user's request: the config, the command-line words that resolve to it, the hardware, and the run to price."""
 
     config: Config
     words: Sequence[str]
@@ -45,29 +45,33 @@ class Request(NamedTuple):
 
     @property
     def basis(self) -> str:
-        """What the predictions are based on."""
+        """States what the predictions are based on: a calibration's file, or the roofline."""
         return f"calibrated by {self.calibration}" if self.calibration else ROOFLINE
 
     @property
     def error(self) -> float | None:
-        """Relative error that a predicted duration has on average; None for a calibration, which printed its own."""
+        """Mean absolute relative error of a predicted duration; None with a calibration, which printed its own."""
         kind = self.topology.chip.kind if self.topology.chip else ""
         uncalibrated = ERROR_WITH_EXPERTS if self.has_experts else ERROR if kind in SEVERAL else ERROR_OF_OTHERS
         return None if self.calibration else uncalibrated
 
     def changed(self, point: Point) -> dict[str, Any]:
-        """A point's keys whose values are not the config's."""
+        """The keys, with values, in which a point differs from the config."""
         return {key: value for key, value in point.keys.items() if dump(value) != dump(self.config[key])}
 
     def command_words(self, point: Point, changes: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
-        """Words of the command line that resolve to a point's config, with other values of some keys."""
+        """Command line for a point's config with `changes`: the user's words, then the changed keys."""
         changed = {**self.changed(point), **changes}
         own = [word for word in self.words if not {key_of(word), word.partition("=")[0]} & changed.keys()]
         return [*own, *(f"{key}={dump(value)}" for key, value in changed.items())]
 
 
 class Row(NamedTuple):
-    """A compiled point that fits, as the table and the page show it; bytes are per device."""
+    """A row of the table, for a compiled point that fits.
+
+    Bytes are per device; durations, tokens per second and MFU are predicted. `days`, `device_hours` and `price` are for
+    `train_tokens`, None without them. `price` is in the currency of `price_per_device_hour`, 0 if that is not given.
+    """
 
     rank: int
     mesh: str
@@ -125,7 +129,7 @@ def _row(rank: int, result: Result, request: Request) -> Row:
 
 
 def command_line(request: Request, point: Point, changes: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """Writes the command that compiles a point, with other values of some keys."""
+    """Writes the command that compiles a point with `changes` to its keys."""
     return as_installed(f"python -m src.train_compile {shlex.join(request.command_words(point, changes))}")
 
 
@@ -205,7 +209,11 @@ def report_json(
     seconds: Mapping[str, float],
     nearest: Result | None = None,
 ) -> str:
-    """Formats a search's results as JSON; `nearest` is the smallest point, with changes to it, if none fits."""
+    """Formats a search's results as JSON text.
+
+    `seconds` are the durations of costing and compiling. `nearest` is the smallest point, with changes to it, if none
+    fits.
+    """
     compiled = [
         {
             "keys": request.changed(each.candidate.point),
@@ -239,7 +247,7 @@ def report_json(
 
 
 def page(request: Request, costing: Costing, results: Sequence[Result]) -> str:
-    """Renders the page: memory against speed of all compiled points, the table, and the command lines."""
+    """Renders the page as HTML: a plot of the compiled points, the table, the commands, and the points left out."""
     from src.extras.pages import page as pages
 
     ranked = rows(results, request)
@@ -259,7 +267,10 @@ def page(request: Request, costing: Costing, results: Sequence[Result]) -> str:
 
 
 def plot(ranked: Sequence[Row], results: Sequence[Result], capacity: int) -> str:
-    """Plots memory against speed as SVG; hovering over a dot shows its row."""
+    """Plots memory against speed of the compiled points as SVG, with a line at `capacity`, the bytes of a device.
+
+    Hovering over a dot names its point.
+    """
     dots = [(row.memory, row.tokens_per_second, f"{row.rank}: {_hover(row)}", "good") for row in ranked]
     dots += [
         (each.needed, each.speed, f"does not fit: {each.candidate.point.words}", "eval")

@@ -39,7 +39,7 @@ class AbsentLayout(MeshLayout):
         return {axis: self.size(names) for axis, names in self._axes.items()}
 
     def axes(self, axis: str | None) -> tuple[str, ...]:
-        """Mesh axes of several devices that shard a dim of this logical axis; none for None."""
+        """Mesh axes with several devices that shard a dim of this logical axis; none for None."""
         return () if axis is None else self._axes[axis]
 
     def shards(self, axis: str) -> int:
@@ -218,7 +218,7 @@ def one_device(layout: AbsentLayout) -> AbsentLayout:
         axis_types=(AxisType.Auto,) * len(names),
         abstract_device=AbstractDevice(
             device.device_kind, None, "several"
-        ),  # not "cpu": matmul.py multiplies otherwise on a single CPU device
+        ),  # several: a name that is not cpu, since src/model/matmul.py multiplies otherwise on a single CPU device
     )
     return replace(layout, mesh=mesh, within=(1,) * len(names))
 

@@ -1,4 +1,4 @@
-"""The points of a search: the meshes, remat policies, batches and placements that a config may have on a topology."""
+"""The points of a search: configurations that differ from the user's in mesh, remat policy, batch and the like."""
 
 import itertools
 import math
@@ -14,8 +14,8 @@ from src.parallel.slices import any_of, describe_mesh, divisors
 from src.system.errors import UserError, counted
 
 Keys = Mapping[str, Any]
-NOT_BETWEEN = ("tensor",)  # between slices every matmul would wait for the network
-ROWS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)  # of a batch shard, if the global batch is free
+NOT_BETWEEN = ("tensor",)  # axes not tried between slices: every matmul would wait for the network
+ROWS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)  # sequences of a batch shard to try if the global batch is free
 SIZES = frozenset(size_key(kind, axis) for kind in ("ici", "dcn") for axis in MESH_AXES)
 OFFLOADED = ("qkv_proj_offloaded", "minimal_offloaded")
 
@@ -31,12 +31,12 @@ class Point(NamedTuple):
 
     @property
     def keys(self) -> dict[str, Any]:
-        """All of its keys."""
+        """The keys of all parts, for `Config.replace`."""
         return {**self.mesh, **self.variant, **self.policy, **self.batch, **self.placement}
 
     @property
     def kind(self) -> frozenset[str]:
-        """The keys of the mesh's sizes that are above 1."""
+        """The keys of the mesh's sizes that are above 1; errors of estimates are alike for points of one kind."""
         return frozenset(key for key, size in self.mesh.items() if size > 1)
 
     @property
@@ -59,13 +59,13 @@ class Point(NamedTuple):
 
     @property
     def words(self) -> str:
-        """All of the point, as the table shows it."""
+        """The point in a line: mesh, remat policy, batch, and `also_words`."""
         parts = (self.mesh_words, self.policy_name, f"batch {self.batch_words}", self.also_words)
         return ", ".join(part for part in parts if part)
 
     @property
     def also_words(self) -> str:
-        """The less common keys in a few words."""
+        """The variant and the placement, such as `optimizer sharded, 8 loss tiles`; empty if nothing is switched on."""
         keys = {**self.variant, **self.placement}
         parts = {
             keys.get("quantization"): True,
@@ -80,9 +80,9 @@ class Point(NamedTuple):
 class Space:
     """The points that a config allows on a topology.
 
-    `typed` are the keys on the command line, whose values stay, except sizes of -1. `rows` are the sequences of the
-    global batch, None if any number will do. `quantizations` are the kinds of 8-bit matmuls that may be tried, and
-    `constants` what the devices reach of their rates; None: as published runs do.
+    `topology` needs a chip with published rates. `typed` are the keys on the command line, whose values stay, except
+    sizes of -1. `rows` is the number of sequences in the global batch, None if any will do. `quantizations` are the
+    kinds of 8-bit matmuls that may be tried. Predictions use `constants`; None: those fitted to published runs.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Space:
         self.fixed = {key for key in typed if key in config and not (key in SIZES and config[key] == -1)}
 
     def points(self) -> Iterator[Point]:
-        """Yields every point."""
+        """Yields all combinations of the choices in the methods below, also ones that the model or a check refuses."""
         for mesh in self.meshes():
             for variant in self.variants(mesh):
                 for policy, batch in itertools.product(self.policies(), self.batches(mesh, variant)):
@@ -109,17 +109,21 @@ class Space:
                         yield Point(mesh, variant, policy, batch, placement)
 
     def meshes(self) -> Iterator[Keys]:
-        """Yields the sizes of all mesh axes, in every way to divide the devices that the typed sizes leave.
+        """Yields the sizes of all mesh axes, for every way to factor the devices that the typed sizes leave.
 
-        Raises UserError if the typed sizes do not divide the devices. If the model does not divide over a mesh, only
-        its estimate raises.
+        Sizes that are not typed are 1 for `expert` without experts, and for NOT_BETWEEN between slices. Raises
+        UserError if the typed sizes do not divide the devices. A mesh that the model does not divide over is yielded
+        too: its estimate raises the error.
         """
         within = self.topology.num_devices // self.topology.slices
         for ici, dcn in itertools.product(self._sizes("ici", within), self._sizes("dcn", self.topology.slices)):
             yield {**ici, **dcn}
 
     def variants(self, mesh: Keys) -> Iterator[Keys]:
-        """Yields a mesh's combinations of the choices that may make a step faster or slower."""
+        """Yields a mesh's combinations of the choices that may make a step faster or slower, except typed ones.
+
+        These are 8-bit matmuls, an optimizer sharded over replicas, and the numbers of a pipeline's micro-batches.
+        """
         stages = _size(mesh, "stage")
         alternatives = {
             "quantization": ["", *self.quantizations] if self.quantizations else [],
@@ -130,7 +134,11 @@ class Space:
         yield from self._choices(alternatives)
 
     def policies(self) -> Iterator[Keys]:
-        """Yields remat policies: the shipped ones, the config's own, and block inputs in host memory."""
+        """Yields remat policies: only the config's own if it is typed, otherwise `none`, the fastest, and then others.
+
+        Others are the shipped ones, block inputs in host memory, and a custom one of the config. On CPUs, OFFLOADED
+        and block inputs in host memory are left out.
+        """
         step, on_host = self.config.step, self.topology.platform != "cpu"
         own = {"remat_policy": step.remat_policy, "remat_custom": dict(step.remat_custom)}
         if self.fixed & {"remat_policy", "remat_custom"}:
@@ -146,7 +154,10 @@ class Space:
             yield own
 
     def batches(self, mesh: Keys, variant: Keys) -> Iterator[Keys]:
-        """Yields the batch per device and the micro-batches that make the global batch, the fastest first."""
+        """Yields the batch per device and the micro-batches that make the global batch, the fastest first.
+
+        Yields nothing if the shards or the typed keys do not divide the global batch (`batch_problem`).
+        """
         batch, step, devices = self.config.batch, self.config.step, self.topology.num_devices
         shards = self._batch_shards(mesh, variant)
         passes = {step.gradient_accumulation_steps} if "gradient_accumulation_steps" in self.fixed else None
@@ -176,11 +187,14 @@ class Space:
         return f"per_device_batch_size={size:g} does not divide {counted(self.rows, 'sequence')}: it may be {sizes}"
 
     def placements(self, mesh: Keys) -> Iterator[Keys]:
-        """Yields combinations of the choices that only save memory, the fastest first."""
+        """Yields combinations of the choices that only save memory, the fastest first.
+
+        These are an optimizer in host memory, and the number of loss tiles: the config's own, or 8.
+        """
         length = self.config.batch.max_target_length // self._shards(mesh, "norm_length")
         own = self.config.step.num_vocab_tiling
         tiles = dict.fromkeys([own, *([8] if own < 8 and length % 8 == 0 else [])])
-        # The compiler for absent GPUs leaves a program's arguments in GPU memory.
+        # Only on TPUs: the compiler for absent GPUs leaves a program's arguments, such as the optimizer, in GPU memory.
         offload = [False, True] if self.topology.platform == "tpu" else []
         yield from self._choices({"optimizer_memory_host_offload": offload, "num_vocab_tiling": list(tiles)})
 
@@ -190,14 +204,17 @@ class Space:
             yield dict(zip(free, values, strict=True))
 
     def _rows(self, shards: int, passes: Collection[int]) -> Iterator[tuple[int, int]]:
-        """Yields the rows of a micro-batch, which are multiples of `shards`, and the number of micro-batches."""
+        """Yields (sequences of a micro-batch, number of micro-batches); `shards` divides the sequences.
+
+        `passes` are the numbers of micro-batches to try if the global batch is free.
+        """
         if self.rows is None:
             yield from ((shards * rows, count) for count in passes for rows in ROWS)
         elif self.rows % shards == 0:
             yield from ((self.rows // count, count) for count in divisors(self.rows // shards))
 
     def _sizes(self, kind: str, devices: int) -> Iterator[Keys]:
-        """Yields the sizes, within slices (`kind` ici) or between (dcn), whose product is `devices`.
+        """Yields the sizes of all axes, within slices (`kind` ici) or between (dcn), whose product is `devices`.
 
         Raises UserError if the product of the typed sizes does not divide `devices`.
         """

@@ -19,8 +19,8 @@ from src.extras.plan.points import Point, Space
 from src.run.metrics import duration
 from src.system.errors import counted
 
-UNKNOWN_ERROR = 1.1  # times the memory: the estimate of the first point may be up to this
-QUIET_SECONDS = 60  # after which a line says what is being compiled
+UNKNOWN_ERROR = 1.1  # before the first result, points are compiled whose estimate is up to this times the memory
+QUIET_SECONDS = 60  # without a line, after which one says what is being compiled
 
 
 class Result(NamedTuple):
@@ -33,17 +33,17 @@ class Result(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the compiler says that it fits."""
+        """Whether it compiled, and the compiled program needs no more memory than the devices have."""
         return not self.record["failed"] and self.record["memory"]["fits"]
 
     @property
     def needed(self) -> float:
-        """Bytes per device; infinite if the compiler failed."""
+        """Bytes of device memory; a lower bound if the compiler refused the size, infinite if it failed otherwise."""
         return math.inf if self.record["failed"] else self.record["memory"]["needed"]
 
     @property
     def step_seconds(self) -> float:
-        """Predicted duration of a step; infinite without a program."""
+        """Predicted duration of a step, with `host_seconds`; infinite without a program."""
         return self.prediction.step_seconds + self.host_seconds if self.prediction else math.inf
 
     @property
@@ -53,7 +53,11 @@ class Result(NamedTuple):
 
 
 class Search:
-    """Compiles `top` candidates, and up to as many more while one should be faster than the fastest that fits."""
+    """Compiles `top` candidates, and up to as many more while one should be faster than the fastest that fits.
+
+    It stops earlier if no other candidate should fit. `words(point)` are the words of a command line that resolve to
+    the point's config, and `words(point, changes)` to that config with `changes`. Records are kept in `folder`.
+    """
 
     def __init__(
         self, costing: Costing, space: Space, folder: Folder, words: Callable[..., list[str]], top: int
@@ -84,7 +88,7 @@ class Search:
                     if (record := running.result()) is not None:
                         self._seconds.append(time.monotonic() - running.begun)
                         self.results.append(self._result(self._running.pop(running), record))
-                        self._start()  # before the line, which counts it
+                        self._start()  # before the next line, which counts the running compilations
                         say(f"{self._progress()}: {self._verdict()}")
                         spoken = time.monotonic()
                 if time.monotonic() - spoken >= QUIET_SECONDS:
@@ -96,7 +100,7 @@ class Search:
 
     @property
     def progress_kept(self) -> str:
-        """Says how many of the results the same command would find again."""
+        """A line for the user: how many of the results the same command would find again."""
         if self._folder.temporary:
             return (
                 "nothing is kept, because jax_cache_dir is empty, or your loss, batch_transform or eval_metrics "
@@ -106,10 +110,10 @@ class Search:
         return f"{counted(found, 'point')} kept; the same command continues from there"
 
     def advice(self) -> Result:
-        """Searches for changes with which the candidate that needs the least memory fits; returns its result.
+        """Compiles changes to the candidate that needs the least memory, until one fits; returns its result.
 
-        The record's `changes` are those that reduce memory. If that candidate failed to compile, its result is returned
-        as it is.
+        The result's record has the `changes` that reduce memory, as `advise` returns them. If the candidate failed to
+        compile, nothing is tried, and its result is returned as it is.
         """
         nearest = min(self.results, key=lambda each: each.needed)
         if nearest.record["failed"]:
@@ -152,11 +156,12 @@ class Search:
         return self._space.config.replace(**candidate.point.keys)
 
     def _next(self) -> Candidate | None:
-        """Chooses the candidate to compile next, None if the search is complete.
+        """Chooses the candidate to compile next, None if none should start now.
 
-        The first half of `top` are the fastest candidates of different kinds of mesh, because errors of estimates are
-        similar within a kind. The others are the fastest by estimates that results so far correct; beyond `top`, only
-        while one should be faster than the fastest that fits.
+        That is the fastest that should fit, by estimates that results so far correct. The first half of `top` are of
+        different kinds of mesh, because errors of estimates are similar within a kind. Beyond `top`, it must also be
+        faster than the fastest that fits, if any does. If none should fit, and none does, the smallest ones are chosen
+        until NEAREST have been tried.
         """
         tried = [*(each.candidate for each in self.results), *self._running.values()]
         best = max((each.speed for each in self.results if each.fits), default=0.0)
@@ -178,7 +183,8 @@ class Search:
     def _saves_in_vain(self, candidate: Candidate, tried: list[Candidate]) -> bool:
         """Whether the same step was tried with another placement, and is not known to be too large for the devices.
 
-        A failure, as for arrays that exceed host memory, is not one that another placement avoids.
+        Placements only save memory, which is then in vain. A step that failed to compile, as for arrays that exceed
+        host memory, is assumed to fail with any placement.
         """
         too_large = [each.candidate for each in self.results if not each.fits and not each.record["failed"]]
         return any(each.point[:-1] == candidate.point[:-1] and each not in too_large for each in tried)
@@ -196,7 +202,8 @@ class Search:
         count = max(self._top, done + len(self._running))
         if not self._seconds:
             return f"compiled {done} of {count}"
-        # A refusal takes seconds, another compilation minutes: the mean of those that finished first is too short.
+        # A refusal takes seconds, another compilation minutes. The first to finish are the short ones, so their mean
+        # would be too short: count the time of the running ones too.
         spent = sum(self._seconds) + sum(time.monotonic() - running.begun for running in self._running)
         left = (count - done) * spent / len(self._seconds) / processes()
         return f"compiled {done} of {count}, about {duration(left)} left"
@@ -219,7 +226,7 @@ class Search:
 
 
 def _ratio(candidate: Candidate, known: list[Result], ratio: Callable[[Result], float]) -> float:
-    """Median ratio of found to estimated values for the compiled points that are most like the candidate."""
+    """Median ratio of found to estimated values for the compiled points most like the candidate; 1 if none is known."""
     for traits in _traits(candidate.point):
         if ratios := [ratio(each) for each in known if traits in _traits(each.candidate.point)]:
             return statistics.median(ratios)
@@ -227,7 +234,7 @@ def _ratio(candidate: Candidate, known: list[Result], ratio: Callable[[Result], 
 
 
 def _traits(point: Point) -> list[tuple[Any, ...]]:
-    """What points may have in common that determines an estimate's error, the most specific first."""
+    """Lists traits of a point, the most specific first: if two points share one, their estimates should err alike."""
     # Gradients are reduced in another way if there are several micro-batches, or a sharded optimizer.
     how = sorted(point.variant.items()), point.batch["gradient_accumulation_steps"] > 1
     return [(point.mesh, point.policy, *how), (point.kind, *how), how, (point.kind,), ()]

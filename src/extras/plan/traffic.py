@@ -1,9 +1,9 @@
 """Derives a step's collectives from the sharding rules, without its program.
 
 Weights are gathered along the mesh axes that shard both them and the tokens, forward and backward, and their gradients
-are reduce-scattered along the same axes; gradients of replicas are summed. Between blocks, activations are summed over
-the axes that shard heads, hidden units or the vocabulary. Sequences that are sharded gather keys and values; tokens
-travel to their experts; pipeline stages pass micro-batches on.
+are reduce-scattered along the same axes; gradients of replicas are summed. Activations are summed over the axes that
+shard heads, hidden units or the vocabulary. Devices that share sequences gather keys and values; tokens travel to their
+experts; pipeline stages pass micro-batches on.
 """
 
 import functools
@@ -26,18 +26,18 @@ from src.parallel.slices import divisors
 
 
 class Step(NamedTuple):
-    """A step on a mesh: what its memory and its collectives depend on."""
+    """A step of a placed model: the inputs for estimates of its memory and collectives."""
 
     placed: Placed
     execution: Execution
-    rows: int  # sequences of a micro-batch
+    rows: int  # sequences of a micro-batch, on all devices
     micro_batches: int
     tiles: int  # of the loss
     optimizer_on_host: bool
 
     @property
     def tokens(self) -> float:
-        """Tokens of a micro-batch that a device's matmuls see: devices that split heads share theirs."""
+        """Tokens of a micro-batch that a device's matmuls see: the same ones on devices that split heads."""
         layout = self.placed.layout
         return self.rows * self.placed.length / (layout.shards("batch") * layout.shards("length"))
 
@@ -61,7 +61,7 @@ def _gathered(weight: DeclaredWeight, layout: AbsentLayout) -> tuple[str, ...]:
     return tuple(name for axis in dims for name in layout.axes(axis) if name in tokens)
 
 
-@functools.lru_cache(maxsize=64)  # remat policies and other choices follow each other on one mesh
+@functools.lru_cache(maxsize=64)  # consecutive points share a mesh, and differ in remat policy and the like
 def _of_weights(placed: Placed, micro_batches: int, in_tiles: bool) -> tuple[Collective, ...]:
     return tuple(_each_weight(placed, micro_batches, in_tiles))
 
@@ -70,7 +70,7 @@ def _each_weight(placed: Placed, micro_batches: int, in_tiles: bool) -> Iterator
     layout, schedule = placed.layout, placed.schedule
     itemsize = jnp.dtype(placed.spec.dtype).itemsize
     tokens = (*layout.axes("batch"), *layout.axes("length"))
-    # In a pipeline, a stage gathers the weights of a turn in each iteration.
+    # In a pipeline, a stage gathers the weights of one of its `repeats` turns in each iteration.
     turns = micro_batches * (schedule.iterations / schedule.repeats if schedule else 1)
     for weight in placed.model.weights:
         shards = math.prod(layout.shards(axis) for axis in weight.axes if axis)
@@ -85,15 +85,15 @@ def _each_weight(placed: Placed, micro_batches: int, in_tiles: bool) -> Iterator
         yield from _collective(placed, "all-gather", over, gathers, whole, True)
         if not weight.trained:
             continue
-        # XLA on TPUs sums the embedding's gradient, of random rows, on every device.
+        # The embedding's gradient has the rows of arbitrary tokens: XLA on TPUs sums it whole on every device.
         kind = "all-reduce" if placed.torus and weight.axes[0] == "vocab" and not in_layer else "reduce-scatter"
         yield from _collective(placed, kind, over, passes * weight.shared, whole, True)
         used = {name for axis in weight.axes if axis for name in layout.axes(axis)}
         replicas = tuple(name for name in tokens if name not in used)
         once = micro_batches == 1 and schedule is None
         size = shard * (itemsize if once and layout.platform != "gpu" else 4)
-        # With the optimizer sharded too, replicas sum shards of a gradient, and gather the updated weight. XLA on GPUs
-        # sums the gradient whole first, unless micro-batches are summed before.
+        # With the optimizer sharded over replicas, each sums a shard of a gradient, and gathers the updated weight. XLA
+        # on GPUs sums the gradient whole first, unless micro-batches are summed before.
         scattered = placed.optimizer_sharded and not (once and layout.platform == "gpu")
         yield from _collective(placed, "reduce-scatter" if scattered else "all-reduce", replicas, 1, size, True)
         if placed.optimizer_sharded:
@@ -106,7 +106,7 @@ def _of_tokens(step: Step) -> Iterator[Collective]:
     itemsize, saves_all = jnp.dtype(spec.dtype).itemsize, execution.remat_policy == "none"
     kept = set() if saves_all else {name for names in execution.saved_names for name in names}
     stages = schedule.stages if schedule else 1
-    # Stages that idle compute, and communicate, on zeros.
+    # Stages that idle compute on zeros, and communicate them: so all iterations count.
     passes = step.micro_batches * (schedule.iterations / schedule.items if schedule else 1) / stages
     stream = step.tokens * spec.emb_dim * itemsize
     heads, units, vocab = layout.axes("heads"), layout.axes("mlp"), layout.axes("vocab")
@@ -114,7 +114,8 @@ def _of_tokens(step: Step) -> Iterator[Collective]:
         times = count * passes
         # The sum after attention is needed again for the feed-forward layer's derivatives, unless it is saved.
         again = 0 if saves_all or "out_proj" in kept else 1
-        # Backward, XLA on TPUs adds up the gradients of a part's input before it sums them over devices.
+        # In the backward pass, XLA on TPUs adds up the gradients of an input by several weights, such as those of
+        # query, key and value, before it sums them over devices: one all-reduce instead of several.
         merged = bool(placed.torus) or layout.shards("norm_length") > layout.shards("length")
         factors = len(layer.mlp_activations) if execution.for_gpu and not merged else 1
         yield from _collective(placed, "all-reduce", heads, times * (1 + (1 if merged else 3) + again), stream, False)
@@ -149,7 +150,10 @@ def _key_value_width(layer: LayerSpec) -> int:
 def _collective(
     placed: Placed, kind: str, axes: tuple[str, ...], times: float, whole: float, asynchronous: bool
 ) -> Iterator[Collective]:
-    """Yields a collective over mesh axes once for each network that it uses, or not at all if it has one device."""
+    """Yields a collective over mesh axes once for each network that it uses; nothing if it has one device or no bytes.
+
+    It runs `times` per step and has `whole` bytes, as the fields of Collective.
+    """
     n, near = placed.layout.size(axes), placed.layout.within_slice(axes)
     if n == 1 or not whole:
         return
@@ -168,7 +172,7 @@ def _collective(
 
 
 def _links(placed: Placed, axes: tuple[str, ...]) -> float:
-    """Fraction of a chip's links that a group along these axes uses."""
+    """Fraction of a chip's links that a group along these axes uses; 1 if it uses none, as within a chip."""
     names = placed.layout.mesh.axis_names
     sizes = tuple(zip(names, placed.layout.within, strict=True))
     parts = _torus_parts(placed.torus, placed.devices_per_chip, sizes)
@@ -193,7 +197,7 @@ class _Part(NamedTuple):
 def _torus_parts(
     torus: tuple[int, ...], devices_per_chip: int, sizes: tuple[tuple[str, int], ...]
 ) -> dict[str, tuple[_Part, ...]]:
-    """Lists, for each mesh axis, the dims of the torus that it runs along, as `jax.make_mesh` chooses them.
+    """Lists, for each mesh axis, the dims of the torus that it runs along, as JAX's `create_device_mesh` chooses them.
 
     The last axis chooses first: whole dims if possible, else parts of them, and its chips are the closest. The two
     devices of a chip, if there are two, are a dim of their own that counts as no link.
@@ -212,7 +216,11 @@ def _torus_parts(
 
 
 def _preference(dims: Sequence[int], left: Sequence[int], way: tuple[int, ...]) -> tuple[Any, ...]:
-    """Orders the ways to place a mesh axis: whole dims, many of them, then dims that have other axes' parts."""
+    """Sort key of a way to place a mesh axis; the best way has the largest.
+
+    It compares the chips along dims that are taken whole, then the number of these dims, then the chips along dims that
+    other axes run along too.
+    """
     whole = [count for count, size in zip(way, dims, strict=True) if count == size]
     shared = [count for count, rest, size in zip(way, left, dims, strict=True) if rest < size]
     return math.prod(whole), len(whole), math.prod(shared), way

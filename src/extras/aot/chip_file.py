@@ -23,7 +23,7 @@ NUMBERS = {
     "ici_bandwidth": ("bytes per second that a GPU sends to the others of its host", "450e9"),
     "dcn_bandwidth": ("bytes per second that a GPU sends to other hosts", "50e9"),
 }
-PLAUSIBLE = 1000  # a value farther from an H100's than this factor is in another unit
+PLAUSIBLE = 1000  # a value farther from an H100's than this factor is probably in another unit
 DTYPES = ("bfloat16", "float32", "tensorfloat32", "fp8", "mxfp8", "int8")
 TEXTS = {"kind": "jax.Device.device_kind, such as NVIDIA H100 80GB HBM3", "source": "where the figures are from"}
 PEAKS = "a mapping of dtypes to operations per second, such as {bfloat16: 989.4e12, fp8: 1978.9e12}"
@@ -32,19 +32,22 @@ CAPABILITY = "the compute capability, such as 9.0"
 
 
 class Hardware(NamedTuple):
-    """What a chip file says: a GPU's figures, and how many GPUs a host's fast network joins."""
+    """The hardware in a chip file: a GPU's figures, and the number of GPUs that a host's fast network joins."""
 
     chip: Chip
     devices_per_host: int
 
 
 def shipped_names() -> list[str]:
-    """Lists the names of the shipped files."""
+    """Lists the names of the shipped chip files, which `compile_topology` accepts."""
     return sorted(path.stem for path in FOLDER.glob("*.yml"))
 
 
 def find(name: str) -> Path | None:
-    """Returns the path that a topology's `name` is or, for a shipped file's name, stands for; None for other names."""
+    """Finds the chip file that `compile_topology=name` means: a path that ends in .yml or .yaml, or a shipped file's.
+
+    A path is not checked to exist; `name` is without `:N`. Returns None if no chip file is meant.
+    """
     if name.endswith((".yml", ".yaml")):
         return Path(name)
     return FOLDER / f"{name.lower()}.yml" if name.lower() in shipped_names() else None
@@ -53,7 +56,8 @@ def find(name: str) -> Path | None:
 def read(path: Path) -> Hardware:
     """Reads a file, and registers its peak rates and compiler properties for this process.
 
-    Raises UserError if there is no such file, or if an entry is unknown, missing or wrong.
+    Raises UserError if there is no such file, if an entry is unknown, missing or wrong, or if a peak rate differs from
+    one that is already known for this kind of GPU.
     """
     from src.config.yaml import parse  # here, because scripts/gke.sh may run where YAML is not installed
 

@@ -74,7 +74,8 @@ def _tpus(topology: Topology) -> list[jax.Device]:
         wrap=(*wraps(topology.shape), False)[:3],
         num_slices=topology.slices,
     ).devices
-    # When libtpu loads, it installs a handler that prints a stack trace. Python's table still has the former one.
+    # When libtpu loads, it installs a handler that prints a stack trace. Python does not know, and still reports the
+    # former handler: install that again.
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
     return devices

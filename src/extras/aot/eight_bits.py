@@ -22,9 +22,9 @@ def compiled(traced: TracedTrainStep) -> jax.stages.Compiled:
 def check(program: jax.stages.Compiled, plan: StepPlan) -> None:
     """Raises UserError unless the matmuls that a plan quantizes run in 8 bits, both forward and backward.
 
-    With a frozen weight among them, backward ones may be absent. Nothing is checked on CPUs, which never use 8 bits,
-    nor, with a line for the user, if the program lacks its text, as one from the compilation cache does on some
-    backends.
+    If the weight of one of them is frozen, backward ones may be absent. Nothing is checked on CPUs, which never use 8
+    bits. Nor is a program without its text, as one from the compilation cache is on some backends: then a line tells
+    the user.
     """
     kind = plan.quantization.kind
     if not kind or plan.layout.platform == "cpu":

@@ -64,7 +64,7 @@ class Collective:
 
 
 class Instruction(NamedTuple):
-    """One instruction of a computation."""
+    """One instruction of a computation, in its parts as HLO spells them."""
 
     root: bool
     name: str
@@ -79,7 +79,7 @@ class Instruction(NamedTuple):
         return _NAME.findall(re.sub(r"/\*.*?\*/|\s", "", self.arguments))
 
 
-Computation = Mapping[str, Instruction]  # by name
+Computation = Mapping[str, Instruction]  # instructions by name
 
 
 def collectives(text: str, mesh: Mesh) -> list[Collective]:
@@ -166,7 +166,7 @@ def callees(instruction: Instruction) -> list[str]:
 
 
 def loop_rounds(loop: Instruction, caller: Computation, computations: Mapping[str, Computation]) -> int | None:
-    """Returns how often an instruction runs its callees: 1, or a loop's trip count if it is known, else None."""
+    """Returns how often an instruction runs its callees: 1, or for a loop its trip count, which is None if unknown."""
     if loop.opcode != "while":
         return 1
     if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
@@ -301,7 +301,7 @@ def _between_slices(send: Instruction, computation: Computation, mesh_map: "_Mes
 def network_shares(kind: str, n: int, near: int) -> tuple[float, float]:
     """Returns the fractions of the bytes of a collective among n devices that stay in a slice or host, and leave it.
 
-    `near` of the devices are in one slice or host.
+    `near` of the devices are in one slice or host. Not for collective-permute, whose pairs each use one network.
     """
     if kind.endswith("all-to-all"):  # equal amounts to every other device
         return (near - 1) / max(n - 1, 1), (n - near) / max(n - 1, 1)

@@ -24,17 +24,19 @@ from src.step.trace import TracedTrainStep
 SAVED, LOGITS = "kept for the backward pass", "logits and their gradient"
 # Only results of these operations are stored; others are fused into their consumers.
 _STORED = ("dot_general", "ragged_dot_general", "pallas_call", "shard_map", "custom_partitioning")
-# cuBLAS reads inputs of these from memory, also if another operation computes them, except for one that moves elements.
+# cuBLAS reads inputs of these from memory, so on GPUs results of other operations are stored too if they are such
+# inputs, unless the operation only moves elements.
 _MATMULS = ("dot_general", "ragged_dot_general")
 _MOVES = ("reshape", "transpose", "broadcast_in_dim")
-# On a GPU the next block's weights are gathered meanwhile, and a block's gradients are held until they are scattered.
+# A block's gathered weights count this often on a GPU: the next block's weights are gathered meanwhile, and a block's
+# gradients are held until they are scattered.
 GATHERED_ON_GPU = 3
 # Operations that only wrap part of a program.
 _WRAPPERS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
 
 
 class Memory(NamedTuple):
-    """Bytes of one device by purpose: exact for the step's arguments, estimated for its temporaries."""
+    """Bytes of one device by purpose: a step's arguments, which `memory` knows exactly, and estimated temporaries."""
 
     arguments: dict[str, int]
     temporaries: dict[str, int]
@@ -43,12 +45,15 @@ class Memory(NamedTuple):
 
     @property
     def all_on_host(self) -> int:
-        """Bytes in host memory."""
+        """Bytes in host memory, of the optimizer and of arrays for the backward pass."""
         return self.on_host + self.saved_on_host
 
     @property
     def total(self) -> int:
-        """Peak bytes: arguments, saved activations, and either the logits (in the loss) or a block's backward pass."""
+        """Estimated peak bytes: arguments, saved activations, and the larger of the loss's and a block's temporaries.
+
+        The loss has the logits. A block's backward pass has gradients, its gathered weights, and what it computes.
+        """
         saved, logits = self.temporaries[SAVED], self.temporaries[LOGITS]
         block = sum(self.temporaries.values()) - saved - logits
         return sum(self.arguments.values()) + saved + max(logits, block)
@@ -143,27 +148,33 @@ def _saved_bytes(traced: TracedTrainStep, space: jax.memory.Space) -> int:
 
 
 def stored_in_forward(jaxpr: Jaxpr, space: jax.memory.Space) -> Iterator[Any]:
-    """Yields the abstract arrays in this memory that loops stack, an entry per iteration, and reversed loops read."""
+    """Yields the abstract arrays saved in the memory `space` for the backward pass.
+
+    They are recognized as arrays that loops stack, an entry per iteration, and reversed loops read.
+    """
     return (array for array in _saved(jaxpr, set()) if array.memory_space == space)
 
 
 def stored_in_backward(jaxpr: Jaxpr, platform: str) -> Iterator[Any]:
-    """Yields the abstract outputs of matmuls and kernels in one iteration of each reversed loop; on GPUs inputs too."""
+    """Yields the abstract outputs of matmuls and kernels in one iteration of each reversed loop.
+
+    On GPUs it also yields the matmuls' inputs that other operations compute.
+    """
     return (array for body in _backward_bodies(jaxpr) for array in _matmuls(body, platform == "gpu"))
 
 
 def _shards(traced: TracedTrainStep, shape: tuple[int, ...], between_blocks: bool) -> int:
     """Infers an array's number of shards from its shape: a weight's, or an activation's [rows, length, ...].
 
-    A residual stream has the shards that it has `between_blocks`, or those of a matmul's output, which is a sum over
-    heads or hidden units, and whole until it is scattered.
+    An array as wide as the residual stream is sharded as that is between blocks if `between_blocks`. Otherwise it is a
+    matmul's output: a sum over heads or hidden units, which is whole until it is scattered.
     """
     layout, spec = traced.plan.layout, traced.plan.spec
     if not _is_activation(traced, shape):
         return layout.shards("embed")
     replicas = layout.size(traced.plan.accumulation.manual_axes)  # the traced arrays belong to one replica
     batch_shards = layout.shards("batch") // replicas
-    if shape[0] not in _rows(traced):  # the shards of a stage's devices, concatenated
+    if shape[0] not in _rows(traced):  # of experts: the shards of a stage's devices, concatenated
         return layout.mesh.size // layout.shards("layers") // replicas
     costs = [part for layer in dict.fromkeys(spec.layers) for part in layer_costs(layer).values()]
     sharded = [(axis, sizes) for part in costs for axis, sizes in part.sharded.items()]
@@ -223,7 +234,7 @@ def _follow(variables: set[Any], old: Sequence[Any], new: Sequence[Any]) -> None
 
 
 def _block_bytes(traced: TracedTrainStep) -> int:
-    """Returns a device's bytes of `stored_in_backward` in an iteration of the reversed loop with the most."""
+    """Returns a device's bytes of activations in `stored_in_backward`, of the reversed loop that stores the most."""
     blocks = [
         sum(
             array.size * array.dtype.itemsize // _shards(traced, array.shape, between_blocks=False)
@@ -261,7 +272,10 @@ def _backward_bodies(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
 
 
 def _gathered_bytes(plan: StepPlan) -> int:
-    """Returns the bytes of the largest block's weights in the compute dtype, gathered along axes that shard `embed`."""
+    """Returns the bytes of the largest block's weights in the compute dtype, gathered along axes that shard `embed`.
+
+    On GPUs, they are multiplied by GATHERED_ON_GPU. Weights that are not gathered do not count.
+    """
     shardings, axes, blocks = by_path(plan.shardings), by_path(plan.axes), dict[Any, int]()
     for path, leaf in by_path(plan.shapes).items():
         if path[0] == "segments":

@@ -43,8 +43,9 @@ def chosen_step(keys: Aot, traced: TracedTrainStep, header: Header, folder: epat
 
     With `pgle=auto`, JAX compiles it in its first calls. With `pgle=collect`, it writes a profile into the run's
     `folder`, and `exits` ends an incomplete one. Raises UserError if both a step and a profile are given, if a file
-    cannot be read or belongs to another program than `header` describes, if PGLE is requested on another platform than
-    GPU, or if a matmul that `quantization` selects has more than 8 bits.
+    cannot be read or belongs to another program than `header` describes, if the compiled program has too few of a
+    profile's instructions, if PGLE is requested on another platform than GPU, or if a matmul that `quantization`
+    selects has more than 8 bits.
     """
     if keys.compiled_trainstep_file and keys.pgle_profile:
         raise UserError(
@@ -88,7 +89,7 @@ def options(path: str, header: Header) -> dict[str, bytes]:
 def check_used(path: str, option: Mapping[str, bytes], text: str) -> None:
     """Reports how many of a profile's instructions the compiled `text` has; raises UserError if fewer than half."""
     names = set(profiled(option["fdo_profile"]))
-    # The profiler prefixes names with a digest of the program before scheduling; XLA ignores names with another.
+    # The profiler prefixes names with a digest of the program before scheduling; XLA ignores names with another digest.
     digest = re.search(r'fingerprint_before_lhs="(\w+)"', text)
     instructions = {name.removeprefix(f"{digest[1]}::") for name in names} if digest else names
     used = sum(f"%{name} = " in text for name in instructions)

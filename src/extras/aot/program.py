@@ -63,8 +63,8 @@ PICKLED = frozenset((
 ))
 # fmt: on
 
-# JAX settings that change how a step is compiled; and, among the settings that change tracing, which the program's
-# digest also covers, the ones that users set.
+# JAX settings that change how a step is compiled; then, from jax_enable_x64 on, settings that change how it is traced.
+# The program's digest covers tracing too, so of the latter only those that users set are listed.
 # fmt: off
 JAX_SETTINGS = (
     "jax_disable_most_optimizations", "jax_exec_time_optimization_effort", "jax_memory_fitting_effort",
@@ -75,8 +75,8 @@ JAX_SETTINGS = (
 )
 # fmt: on
 
-# Header keys that do not affect the compiled step. The program's digest decides whether a program matches; leaving
-# these out only keeps the list of differences short.
+# Keys that do not affect the compiled step, so that src.plan uses a compiled point again if they differ. In a header,
+# leaving them out only keeps the list of differences short: the program's digest decides whether a program matches.
 # fmt: off
 RUN_TIME_KEYS = frozenset((
     "jax_cache_dir", "learning_rate", "lr_schedule_type", "learning_rate_schedule_steps", "warmup_steps_fraction",
@@ -191,8 +191,8 @@ def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
     """Writes the program with its header to `path`; raises UserError if the path is not writable."""
     # For a cached program, XLA's CPU backend serializes only an outline, which loads but fails in its first step.
     assert not jax.config.jax_enable_compilation_cache, "the program may be one that the compilation cache kept"
-    # This keeps the Python callbacks of custom partitioning alive, if there are any. XLA has already called them, and
-    # they can't be pickled.
+    # `keepalive` has the Python callbacks of custom partitioning, if there are any, which can't be pickled. Drop them:
+    # XLA has already called them.
     executable: Any = compiled._executable
     executable._unloaded_executable.keepalive = None
     program, _, _ = serialize_executable.serialize(compiled)

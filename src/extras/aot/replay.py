@@ -44,8 +44,8 @@ class Replay(NamedTuple):
 def replay(text: str, mesh: Mesh, chip: Chip, peaks: Mapping[int, float]) -> Replay:
     """Estimates a step's times on a GPU from `text`, the HLO of the compiled program, partitioned over `mesh`.
 
-    `peaks` has the GPU's matmul rates, in operations per second, by their operands' bits: that of 16, from which others
-    follow if they are not given. `chip` has its bandwidths.
+    `peaks` has the GPU's matmul rates, in operations per second, by their operands' bits: for 16, and perhaps for
+    others, which otherwise follow from that. `chip` has its bandwidths.
     """
     computations, entry = hlo.parse(text)
     wire: dict[str, float] = {}
@@ -116,8 +116,8 @@ class _Clock(NamedTuple):
             S = first_array(computation[instruction.operands[1]].type)[1][1]
             matmuls = _ATTENTION_MATMULS["Backward" if "Backward" in target[1] else "fmha"]
             share = 0.5 if re.search(r'"mask_type": ?"\w*CAUSAL"', instruction.attributes) else 1.0
-            # The segments' lengths are unknown here: count as if each sequence were one segment. With a call for each
-            # class, whose sequences are RATIO times shorter than the class before's, all calls add up to that.
+            # The program does not have the segments' lengths: count as if each sequence were one segment. With several
+            # calls, for classes of segments that are RATIO times shorter each (cudnn_segments.py), all add up to that.
             if _lists_segments(instruction) and _list_calls(computation) > 1:
                 share *= 1 - 1 / RATIO
             return 2 * matmuls * B * N * T * S * H * share / self.peaks[16]
@@ -150,7 +150,7 @@ def _lists_segments(instruction: Instruction) -> bool:
 
 
 def _read(array: Instruction, computation: Computation) -> int:
-    """Counts the bytes that a fusion reads from one of its input arrays."""
+    """Counts the bytes that a fusion reads from one of its input arrays: only slices, if it uses nothing else of it."""
     users = [each for each in computation.values() if array.name in each.operands]
     read = 0
     for user in users:

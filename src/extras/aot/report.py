@@ -46,7 +46,7 @@ def make_report(
     """Builds the report, without suggested `changes`; bytes and FLOPs are per device.
 
     If the compiler refused the program because it exceeds a TPU's memory, `compiled` is None and `refusal` the
-    compiler's message, else "". `seconds` are the times of tracing, lowering and compiling.
+    compiler's message, else "". `seconds` are the durations of its parts, such as tracing, lowering and compiling.
     """
     plan, work = traced.plan, work_of(traced)
     report: Report = {
@@ -110,7 +110,8 @@ def device_memory(
 ) -> Report:
     """Returns one device's memory, in bytes: the needed amount and its parts, the capacity, and whether the step fits.
 
-    `needed` is a lower bound if the compiler refused the program. On a CPU `capacity` is None, and every step fits.
+    `compiled` and `refusal` are as for `make_report`; `needed` is a lower bound if the compiler refused the program.
+    Without a chip's figures, as on CPUs, `capacity` and `left` are None, and every step fits.
     """
     parts, capacity = memory(traced), device_capacity(topology)
     plan, (rows, length), saved_on_host = traced.plan, traced.batch["tokens"].shape, 0
@@ -152,7 +153,10 @@ def device_memory(
 
 
 def device_capacity(topology: Topology) -> int | None:
-    """Returns the bytes a program may use, None for a CPU; raises UserError for a bad fraction in the environment."""
+    """Returns the bytes of a device that a program may use, None without a chip's figures, as for CPUs.
+
+    Raises UserError if the environment gives JAX two fractions of a GPU's memory, or one that is not above 0.
+    """
     chip = topology.chip
     if topology.platform != "gpu" or not chip:
         return chip.memory if chip else None
@@ -171,7 +175,10 @@ def device_capacity(topology: Topology) -> int | None:
 
 
 def host_capacity(topology: Topology) -> float:
-    """Returns the bytes of host memory that a device may use, infinite for a CPU; raises UserError as above."""
+    """Returns the bytes of host memory that a device may use, infinite for CPUs and unlisted devices.
+
+    Raises UserError if HOST_LIMIT in the environment of a GPU's program is not a whole number.
+    """
     if topology.platform == "cpu" or not topology.chip:
         return math.inf
     if topology.platform == "gpu" and (typed := os.environ.get(HOST_LIMIT)):

@@ -89,7 +89,7 @@ class Work(NamedTuple):
 class Operations(NamedTuple):
     """Floating-point operations by kind; `narrow` and `narrow_low` count the others' operations again, weighted."""
 
-    dense: float  # other matmuls with weights, and a layer's `other_flops`
+    dense: float  # matmuls with weights in neither `low` nor `experts`, and a layer's `other_flops`
     low: float = 0.0  # matmuls with weights, in 8 bits
     experts: float = 0.0  # matmuls grouped by expert
     attention: float = 0.0  # attention kernels, including the masked scores that they compute
@@ -288,7 +288,8 @@ def operations(
         costs = layer_costs(layer)
         for weight in flops.block_weights(layer, spec):
             of_weight = 2 * count * (3 + _is_recomputed(weight, execution)) * weight.used * bool(weight.input)
-            # A matmul's input or output has the heads or hidden units, which are sharded.
+            # Either the output of a matmul or its input has heads or hidden units, which are sharded: the output if it
+            # reads the residual stream.
             made, of_experts = weight.used / weight.summed, weight.used < weight.size
             if of_experts:
                 of_weight *= max(layer.capacity_factor, 1.0)

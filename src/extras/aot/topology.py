@@ -23,7 +23,7 @@ class Topology(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """JAX devices of all slices."""
+        """Number of JAX devices in all slices or hosts."""
         return math.prod(self.shape) * self.devices_per_chip * self.slices
 
     @property

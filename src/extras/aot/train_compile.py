@@ -43,9 +43,12 @@ CUDNN_CALL = "@__cudnn$"  # in StableHLO
 
 
 def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
-    """Runs the command line `argv`: prints a report, and writes the files that its keys name.
+    """Runs the command line `argv`, or a config: prints a report, and writes the files that its keys name.
 
-    Returns the report, also if the step does not fit its devices, or None for --help. Raises UserError.
+    Returns the report, also if the step does not fit its devices, or None for --help. A step that does not fit is not
+    saved, and its report has `changes` that reduce its memory. Raises UserError if a key or environment variable is
+    wrong, a compiler is missing or fails for another reason than a device's memory, a profile belongs to another step,
+    a matmul that `quantization` selects has more than 8 bits, or a file cannot be written.
     """
     config = configured(argv, USAGE, joins=False)
     if config is None:
@@ -127,7 +130,7 @@ def checked_topology(config: Config) -> Topology:
 
 
 def traced_for(config: Config, topology: Topology) -> TracedTrainStep:
-    """Traces a config's step for the devices of a topology."""
+    """Traces a config's step for a topology; raises UserError as `abstract_devices` and `trace_train_step` do."""
     devices = abstract_devices(topology)
     options = compiler_options(config.aot.compile_xla_flags, devices[0], topology.slices)
     return trace_train_step(config, devices, options)
@@ -138,7 +141,7 @@ def compile_lowered(
 ) -> tuple[jax.stages.Compiled | None, str]:
     """Returns (program, ""), or (None, message) if it exceeds a TPU's HBM; raises UserError for any other failure.
 
-    That includes arrays in host memory that exceed it. `profile` is empty, or the result of `pgle.options`.
+    One such failure is that arrays in host memory exceed it. `profile` is empty, or the result of `pgle.options`.
     """
     try:
         compiled = lowered.compile(dict(profile))
@@ -154,7 +157,8 @@ def compile_lowered(
     if found := re.search(r"memory space host\. Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) host", message):
         _check_host_memory(topology, *(float(found[n]) * report.UNITS[found[n + 1]] for n in (1, 3)))
     found = re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\)", message)
-    if found and topology.chip and int(found[2]) > topology.chip.memory:  # one array alone
+    # One array exceeds a memory: the host's, if that is larger than the device's.
+    if found and topology.chip and int(found[2]) > topology.chip.memory:
         _check_host_memory(topology, *map(float, found.groups()))
     kind = message.partition(":")[0]
     raise UserError(

@@ -6,7 +6,7 @@ from src.system.exit_codes import run_command
 
 
 def main(argv: Sequence[str]) -> object:
-    """Calls `main` of src/extras/verify/command.py with `argv`; its result's exit code is 3 if a check failed."""
+    """Calls `main` of src/extras/verify/command.py with `argv`; its report's exit code is 3 if a check failed."""
     from src.extras.verify.command import main
 
     return main(argv)

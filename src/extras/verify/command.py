@@ -1,4 +1,4 @@
-"""Shrinks a config, runs checks on it, prints their rows, and writes them to the file `report=`."""
+"""Shrinks a config, runs checks on it, prints a row for each comparison, and writes the rows to the file `report=`."""
 
 import os
 import sys
@@ -55,13 +55,13 @@ python -m src.verify CONFIG [key=value ...] [checks=abc|all] [mesh=all|as_config
 {"".join(f"    {letter}  {title}{chr(10)}" for letter, (_, title) in CHECKS.items())}Without checks=: {DEFAULT}."""
 )
 FAILED = 3  # exit code
-NAME = 48  # characters of a line for the name of a row; only names of meshes with three axes are longer
-# Code that is called with other modules' arrays: errors raised in it are reported at the calling line.
+NAME = 48  # columns of a line for the name of a row; a longer name moves the rest of its line
+# Code that other modules call with their arrays: errors raised in it are reported at the line that calls it.
 TOOLS = ("src/parallel/", "src/system/", "src/model/params.py", "src/model/matmul.py", "src/model/low_precision.py")
 
 
 class Report(NamedTuple):
-    """The rows of all checks of the command, including those that an interrupted command completed."""
+    """The rows of all checks of the command, including checks that an earlier, interrupted command completed."""
 
     rows: list[Row]
 
@@ -80,10 +80,10 @@ class Prepared(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> Report | None:
-    """Runs the command line `argv`; returns its report, None for --help.
+    """Runs the command line `argv` on virtual CPU devices; returns its report, None for --help.
 
-    Raises UserError if the config or an argument is wrong, the config cannot be shrunk, or the report cannot be
-    written. Errors in a check become failed rows.
+    Writes the file `report=`, if one is named, after each check. Raises UserError if the config or an argument is
+    wrong, the config cannot be shrunk, or the report cannot be written. A check's own errors become rows (`_found`).
     """
     own, words = separate(argv, OWN)
     letters = _letters(own["checks"])
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> Report | None:
         show(f"not shown   {line}")
     subject = Subject(small.config, config.step.init_weights_seed)
     context = Context(subject, config, where, compiled, Path(own["golden"]) if own["golden"] else None)
-    whole = config["model_name"], config.model, config.mesh, config.step  # checks read these, too
+    whole = config["model_name"], config.model, config.mesh, config.step  # checks read these, too, so they are digested
     digest = report.digest_of(small.config, (where, compiled, whole, own["golden"]))
     head = {"model_name": config["model_name"], "digest": digest, "kept": small.kept, "hidden": small.hidden}
     checks = [(letter, *CHECKS[letter]) for letter in letters]
@@ -135,20 +135,22 @@ def main(argv: Sequence[str]) -> Report | None:
 
 
 def _compile_quickly() -> None:
-    """Lets XLA use its older emitter of fused loops for CPUs, which compiles small programs in half the time.
+    """Makes XLA use its older emitter of fused loops for CPUs, which compiles small programs in half the time.
 
     XLA reads its flags once, so this has no effect after JAX has started; an XLA without that emitter ignores the flag.
+    If XLA_FLAGS has --xla_backend_extra_options already, nothing changes.
     """
     typed, flag = os.environ.get("XLA_FLAGS", ""), "--xla_backend_extra_options"
-    if flag not in typed:  # another one would replace the user's
+    if flag not in typed:  # a second one would replace the user's
         with mock.patch.dict(os.environ, XLA_FLAGS=f"{typed} {flag}=xla_cpu_disable_new_fusion_emitters"):
-            xla_client.CompileOptions()
+            xla_client.CompileOptions()  # makes XLA read its flags
 
 
 def prepared(config: Config, mesh: str, letters: str) -> Prepared:
-    """Shrinks a config, and chooses meshes by `mesh`, the argument `mesh=`.
+    """Shrinks a config, and chooses the meshes of checks a and j by `mesh`, the value of `mesh=`.
 
-    If `letters` has a or j, sizes stay divisible by their meshes. Raises UserError like `shrink` and `meshes.chosen`.
+    If `letters` has a or j, that check's meshes can shard the small sizes if they can shard the config's own. Raises
+    UserError like `shrink` and `meshes.chosen`.
     """
     has_chunks = any(layer.attention_type == "gated_delta" for layer, _ in layer_models(config.model))
     length = LONGER if has_chunks else LENGTH
@@ -166,7 +168,7 @@ def _found(context: Context, letter: str, module: str) -> Iterator[Row]:
     """
     checked = _checked(nnx.Variable.__init__, context.whole.mesh.logical_axis_rules)
     try:
-        # Compiling takes most of the time, and optimizations change only rounding, except for check j.
+        # Compiling takes most of the time, and optimizations change only rounding. Check j reads the optimized program.
         with optimized(letter == "j"), mock.patch.object(nnx.Variable, "__init__", checked):
             for row in named(f"src.extras.verify.{module}:rows")(context):
                 yield row._replace(check=letter)
@@ -199,12 +201,12 @@ def _checked(declare: Callable[..., None], rules: Mapping[str, Sequence[str]]) -
 
 
 def _line(row: Row) -> str:
-    """Formats a row for the terminal; the note takes the figure's place if there is none."""
+    """Formats a row for the terminal; if it has no figure, the note is in the figure's place."""
     if row.figure is None:
         figure = ""
     elif row.bound is None:
         figure = f"{row.figure:.1e}"
-    elif not row.bound:  # a number of wrong things
+    elif not row.bound:  # bound 0: the figure counts wrong things
         figure = f"{row.figure:,.0f}"
     else:
         figure = f"{row.figure:.1e} {'<=' if row.figure <= row.bound else '>'} {row.bound:.0e}"
@@ -212,7 +214,7 @@ def _line(row: Row) -> str:
 
 
 def _described(error: Exception) -> str:
-    """Returns the first line of an error's message, its type unless it is a UserError, and its `_edited_line`."""
+    """Describes an error by its type, unless it is a UserError, its message's first line, and its `_edited_line`."""
     if isinstance(error, UserError) and error.__cause__:  # raised for a user's function; the message names its line
         return first_line(error)
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
@@ -234,7 +236,10 @@ def _edited_line(error: BaseException) -> str:
 
 
 def _letters(text: str) -> str:
-    """Reads `checks=`: DEFAULT if it is empty, every letter for all; raises UserError for an unknown letter."""
+    """Reads `checks=`, letters with or without commas: DEFAULT if it is empty, every letter for `all`.
+
+    Raises UserError for an unknown letter, or if there are only commas.
+    """
     if text in ("", "all"):
         return DEFAULT if not text else "".join(CHECKS)
     letters = "".join(dict.fromkeys(text.replace(",", "")))

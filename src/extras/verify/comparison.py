@@ -12,11 +12,11 @@ from src.system.errors import first_few
 # Substrings of weights' paths, in the order of the forward pass. A path with none of them is ranked like a mixer's.
 ORDER = ("embedding", "attention_norm", "attention.", "attention.out", "feed_forward_norm", "router", "wi", "wo")
 ORDER += ("final_norm", "mtp", "output")
-LAST, AFTER = ORDER.index("wo"), (-1, 99)  # rank of a layer's last weight; group number of weights before, after layers
+LAST, AFTER = ORDER.index("wo"), (-1, 99)  # rank of a layer's last weight; groups of weights before and after layers
 LEAST_LOSS = 1e-3  # differences are relative to at least this: a user's loss may be zero up to rounding
 # A gradient's entries may be rounding below STRONG times its largest entry, or NONE times the largest of all gradients.
 STRONG, NONE = 0.01, 1e-6
-MOST_REPEATS = 8  # most layers in a group of a shrunk config: a longer first dim does not stack layers
+MOST_REPEATS = 8  # few groups of a shrunk config have more layers: a longer first dim does not count as layers
 
 
 def largest_entry(arrays: Mapping[str, np.ndarray]) -> float:
@@ -48,7 +48,8 @@ def differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarr
     """Yields each path and the largest difference of its arrays, relative to the largest expected value in the array.
 
     That scale is at least a thousandth of the largest value in all expected arrays, because some gradients are zero up
-    to rounding: adding the same bias to all keys does not change a softmax. If all are 0, any difference is infinite.
+    to rounding: adding the same bias to all keys does not change a softmax. If all expected values are 0, any
+    difference is infinite.
     """
     most = largest_entry(expected)
     for path, wanted in expected.items():
@@ -60,9 +61,9 @@ def differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarr
 def compared(name: str, found: Result, expected: Result, bound: float, parting: Callable[[], str] = str) -> Row:
     """Compares two steps: token counts exactly; losses, grad_norm, gradients and routers' new biases within `bound`.
 
-    Differences are relative. A failed row names the quantity that differs most. If a loss differs, it also has the text
-    of `parting()`: where the forward passes begin to differ. Otherwise it names the wrong gradient that the backward
-    pass computes first.
+    Differences are relative. A failed row names the quantity that differs most. If a loss differs, the row also has the
+    text of `parting()`, which says where the forward passes begin to differ; otherwise it names the wrong gradients
+    that the backward pass computes first. If all gradients are wrong by the same factor, it has that factor.
     """
     counts = [result.metrics["tokens"] for result in (found, expected)]
     if counts[0] != counts[1]:
@@ -94,9 +95,9 @@ def compared(name: str, found: Result, expected: Result, bound: float, parting: 
 
 
 def _nearest(found: Result, expected: Result, bound: float) -> str:
-    """Names the wrong gradients that the backward pass computes first, with the layer's index if it is stacked.
+    """Names the wrong gradients that the backward pass computes first, with the layer's index if layers are stacked.
 
-    Several if they have one rank, as queries, keys and values have.
+    It names several if they have the same rank, as the gradients of queries, keys and values do.
     """
     places: dict[tuple[int, ...], list[str]] = {}
     for path, wanted in expected.gradients.items():

@@ -23,12 +23,12 @@ from src.system.errors import UserError
 from src.system.imports import optional
 
 # In units of how far the logits move if each weight changes by about one float32 epsilon, because models differ in how
-# they amplify rounding: by 3e-6 to 3e-5 of the logits' standard deviation, 1e-4 with the gated delta rule, 6e-3 in
-# Gemma 4. Clean figures of five families, three seeds each, are 0.3 to 1.3 units; swapping two tensors moves the logits
-# by one standard deviation or more.
+# they amplify rounding. A unit is 3e-6 to 3e-5 of the logits' standard deviation, 1e-4 with the gated delta rule, 6e-3
+# in Gemma 4. Clean figures of five families, three seeds each, are 0.3 to 1.3 units; swapping two tensors moves the
+# logits by one standard deviation or more.
 BOUND = 10
-# In standard deviations of the logits. If the bound is larger than LARGEST_BOUND, a difference below it proves nothing;
-# one above both the bound and SURELY_WRONG still fails.
+# In standard deviations of the logits. If BOUND units are more than LARGEST_BOUND, rounding could hide a fault, so the
+# row is not applicable; but a difference above both BOUND units and SURELY_WRONG still fails.
 LARGEST_BOUND = 0.1
 SURELY_WRONG = 0.5
 
@@ -36,7 +36,8 @@ SURELY_WRONG = 0.5
 def rows(context: Context) -> Iterator[Row]:
     """Exports the random weights, reads them back, and compares logits with transformers if it and torch are installed.
 
-    A model without a Hugging Face family is not applicable, unless it is an `unchanged_model`: then the row fails.
+    Adapters are left out. A model without a Hugging Face family is not applicable, unless it is an `unchanged_model`:
+    then the row fails, as it does if the folder cannot be read back.
     """
     if not optional("hf") or not optional("evaluation"):
         yield not_applicable("Hugging Face folder", "src/extras/hf or src/extras/evaluation is missing")
@@ -47,7 +48,7 @@ def rows(context: Context) -> Iterator[Row]:
 
     subject = context.subject
     plan = subject.plan(**NO_PATTERNS)
-    model = subject.config.replace(trainable_position_size=plan.spec.trainable_position_size).model  # -1 is a default
+    model = subject.config.replace(trainable_position_size=plan.spec.trainable_position_size).model  # -1: the length
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     try:
         family, config_json = find_family(model, subject.length)
@@ -92,9 +93,10 @@ def _same_bits(plan: StepPlan, weights: Mapping, found: Mapping) -> Row:
 
 
 def _same_logits(subject: Subject, plan: StepPlan, weights: Mapping, folder: str) -> Row:
-    """Compares the logits of src with the logits of transformers, relative to their standard deviation.
+    """Compares the model's logits with the logits of transformers for `folder`, relative to their standard deviation.
 
-    A failed row names the first layer whose output differs.
+    A failed row names the first layer whose output differs, or why transformers does not load the folder. The row is
+    not applicable if torch or transformers is not installed, or rounding alone moves the logits too far.
     """
     name = "logits of transformers"
     if missing := [package for package in ("torch", "transformers") if not find_spec(package)]:

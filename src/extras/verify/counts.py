@@ -30,10 +30,11 @@ MOST_TERMS = 3  # most terms whose sum may explain the error of a count
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Compares counts of parameters, keys that tokens attend to, and FLOPs of a step; they must be equal.
+    """Compares the counts of parameters, of keys that tokens attend to, and of a step's FLOPs with independent counts.
 
-    Neither side counts elementwise operations, softmax or lookups. If a type of layer counts its operations token by
-    token, only the FLOPs of matmuls with weights are compared.
+    The latter count entries of arrays, entries of a mask, and matmuls of a traced step. Both must be equal. Neither
+    counts elementwise operations, softmax or lookups. If a type of layer counts its operations token by token, only the
+    FLOPs of matmuls with weights are compared.
     """
     subject = context.subject
     plan, arrays = subject.plan(**PLAIN), by_path(subject.weights)
@@ -53,7 +54,7 @@ def rows(context: Context) -> Iterator[Row]:
         counted = round(subject.length * mean_keys(scores, subject.length))
         yield _compared(f"keys that tokens attend to{within}", seen, counted, {})
     state, made = abstract_state(plan), {False: -tokens * _useless(spec), True: 0}
-    # The MFU counts this loss, even if the config has another.
+    # The MFU counts the FLOPs of the next-token loss, even if the config has another loss.
     traced = traced_step(plan, state, next_token_loss, subject.length)
     for _, is_batched, size in matmuls(traced.jaxpr.jaxpr):
         made[is_batched] += size
@@ -75,7 +76,10 @@ def rows(context: Context) -> Iterator[Row]:
 
 
 def visible(length: int, window: int, chunk: int) -> np.ndarray:
-    """Returns the mask [T, S] of keys that each token of a single document attends to; 0 is no window or no chunk."""
+    """Returns the mask [T, S] of the keys that each token attends to, in one document of `length` tokens.
+
+    A `window` or `chunk` of 0 does not limit them.
+    """
     T = np.arange(length)
     ahead = T[:, None] - T
     return (ahead >= 0) & (ahead < (window or length)) & (T[:, None] // (chunk or length) == T // (chunk or length))
@@ -128,7 +132,11 @@ def matmuls(jaxpr: Any) -> Iterator[tuple[Any, bool, int]]:
 
 
 def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
-    """Yields all equations, also of programs inside, each with `times` times the lengths of the scans around it."""
+    """Yields all equations of a jaxpr and the jaxprs in it, each with how often it runs.
+
+    That is `times`, multiplied by the lengths of the scans around the equation. The body of a while loop counts once,
+    and so does each branch of a conditional.
+    """
     for eqn in jaxpr.eqns:
         yield eqn, times
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda each: hasattr(each, "eqns")):

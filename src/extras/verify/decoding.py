@@ -41,7 +41,7 @@ def rows(context: Context) -> Iterator[Row]:
     from src.extras.generation.inference_weights import unrolled
 
     subject = context.subject
-    yield adapters_merged(subject, BOUND)  # as src.decode loads adapters
+    yield adapters_merged(subject, BOUND)  # src.decode merges adapters like this
     subject, limited = unlimited(Subject(subject.config.replace(**NO_PATTERNS), subject.seed))
     yield from limited
     # src.decode samples here: greedy texts repeat themselves, so a wrong slot of the cache could hold the right values.
@@ -62,7 +62,11 @@ def _alone(subject: Subject, prepare: Prepare, temperature: float) -> str:
 
 
 def _compared(name: str, subject: Subject, prepare: Prepare, temperature: float) -> Row:
-    """Compares new tokens' log-probabilities and, at temperature 0, checks that each is the likeliest token."""
+    """Compares the log-probabilities of new tokens as a generator and as the whole forward pass compute them.
+
+    At temperature 0, each new token must also be the likeliest one. `prepare` makes the generator's plan and weights
+    from the reference plan and its weights.
+    """
     from src.extras.generation.generate import Generator, Sampling
 
     plan, T = subject.reference_plan, np.arange(subject.length)

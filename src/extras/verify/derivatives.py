@@ -26,13 +26,14 @@ from src.step.train_step import with_dropout_keys
 BOUND = 0.02
 # Relative to a gradient's norm. Rounding gives 0.05 in int8 and 0.29 in fp8.
 QUANTIZED_BOUNDS = {"int8": 0.2, "fp8": 0.9, "mxfp8": 0.9}
-# A gradient whose norm is more than WEAK times smaller than the largest one is compared at that scale: slopes along it
-# are mostly rounding.
+# A gradient whose norm is below the largest norm divided by WEAK is compared relative to that quotient: the slopes
+# along it are mostly rounding.
 WEAK = 30
 SEQUENCES, TOKENS = 3, 12  # for models with experts: sequences that are tried in turn, and leading tokens of each
 DIRECTIONS, ATTEMPTS = 6, 20  # directions per weight: compared, and at most tried
 # Changes of an entry, largest first; a weight's entries have a standard deviation of 0.2 (`Subject.weights`). The first
-# is STEPS[USUAL], or a larger one if rounding would hide the third slope from there on: Granite's gradients are small.
+# one tried is STEPS[USUAL], or a larger one if rounding would hide the third slope from there on: Granite's gradients
+# are small.
 STEPS, USUAL = tuple(2.0**-power for power in range(2, 14)), 2
 LEFT_OUT = "left out directions in which, at every step size, rounding is too large or a router chooses otherwise"
 
@@ -40,7 +41,8 @@ LEFT_OUT = "left out directions in which, at every step size, rounding is too la
 def rows(context: Context) -> Iterator[Row]:
     """Compares each trained weight's gradient with slopes of the loss in random directions.
 
-    A weight's figure is the root mean square error of DIRECTIONS slopes, relative to the gradient's norm.
+    A weight's figure is the root mean square error of at most DIRECTIONS slopes, relative to the norm of its gradient,
+    or to a larger scale if the gradient is weak. With `quantization`, another row compares quantized gradients.
     """
     subject, name, figures, dropped = context.subject, "gradient against slopes of the loss", {}, 0
     weak = list[str]()
@@ -50,7 +52,7 @@ def rows(context: Context) -> Iterator[Row]:
             break
         loss = Loss(subject, sequence)
         norms = {path: float(np.linalg.norm(gradient)) for path, gradient in loss.gradients.items()}
-        # Of at least this scale, the third slope at the largest steps is not hidden by rounding.
+        # Errors are relative to at least this, or rounding would hide even the third slope from the largest step on.
         least = max(np.nanmax([*norms.values()]) / WEAK, 2 * loss.rounding / STEPS[3] * 4 / BOUND)
         for path in tuple(unknown):
             scale, errors = max(norms[path], least), [] if np.isfinite(norms[path]) else [np.nan]
@@ -63,7 +65,7 @@ def rows(context: Context) -> Iterator[Row]:
                 figures[path] = float(np.sqrt(np.mean(np.square(errors)))) / scale
                 unknown.remove(path)
                 weak += [path] if norms[path] < least else []
-    if unknown and not subject.reference_plan.spec.has_experts:  # no router can choose otherwise
+    if unknown and not subject.reference_plan.spec.has_experts:  # no router's choices can be the reason
         yield Row(name, FAIL, note=f"the loss has no slope that agrees at three step sizes along {', '.join(unknown)}")
     elif unknown:
         yield not_applicable(name, f"{LEFT_OUT}: all of {', '.join(unknown)}")
@@ -77,7 +79,7 @@ def rows(context: Context) -> Iterator[Row]:
 
 
 def quantized(subject: Subject, kind: str) -> Row:
-    """Compares the gradients with quantized matmuls to those without, whose rounding is the only difference."""
+    """Compares gradients of quantized matmuls with the gradients without quantization; only rounding may differ."""
     found, expected = subject.result(subject.plan(**PLAIN_DESCENT, quantization=kind)), subject.reference
     most = max(float(np.linalg.norm(gradient)) for gradient in expected.gradients.values())
     sizes = {
@@ -88,7 +90,7 @@ def quantized(subject: Subject, kind: str) -> Row:
 
 
 def smooth(activations: tuple[str, ...]) -> tuple[str, ...]:
-    """Replaces relu by gelu."""
+    """Replaces relu by gelu, which has no kink; see `Loss`."""
     return tuple("gelu" if name == "relu" else name for name in activations)
 
 
@@ -124,7 +126,8 @@ class Loss:
 
         self.total, self.gradients = total, reference.gradients
         self.trainable = flat(weights.trainable)
-        with optimized(not plan.spec.has_experts):  # it is evaluated hundreds of times, with experts on few tokens
+        # The loss is evaluated hundreds of times, so it is optimized, except with experts, when it has few tokens.
+        with optimized(not plan.spec.has_experts):
             before, self.loads = jax.device_get(total(self.trainable, self.batch))
         self.rounding = 2.0**-23 * abs(float(before))
         self.rng = np.random.default_rng(subject.seed)
@@ -136,7 +139,7 @@ class Loss:
         return float(total) if all(map(np.array_equal, loads, self.loads)) else np.nan
 
     def slopes(self, path: str, tolerance: float, among: Any = 1.0) -> Iterator[tuple[float | None, np.ndarray]]:
-        """Yields ATTEMPTS pairs: a `slope`, its random direction of ones and minus ones, 0 outside the mask `among`."""
+        """Yields ATTEMPTS pairs: a `slope`, and its random direction of 1s and -1s, with 0 outside the mask `among`."""
         for _ in range(ATTEMPTS):
             direction = among * self.rng.choice([-1.0, 1.0], self.trainable[path].shape)
             yield self.slope(path, direction, tolerance), direction
@@ -145,7 +148,8 @@ class Loss:
         """Estimates the derivative along a direction by central differences; None if no estimate is reliable.
 
         Halves the step until three successive estimates differ by at most `tolerance`, or a 400th of the slope if that
-        is more, and returns the second of them. Gives up once twice the rounding of the loss would exceed that.
+        is more, and returns the second of them. Gives up at a step so small that the loss's rounding could change the
+        slope by more than that.
         """
         rises, slopes, least = [], [], 2 * self.rounding
         first = max(at for at in range(USUAL + 1) if not at or STEPS[at + 3] * tolerance >= least)

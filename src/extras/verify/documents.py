@@ -28,12 +28,16 @@ from src.system.imports import optional
 # and at most 2e-7 for the loss. Positions that do not restart give 0.9, a loss with the padded vocabulary 0.03, and
 # targets in another document 0.003.
 BOUND = 5e-5
-MIXED = 12  # batches of a mixture of datasets
+MIXED = 12  # batches of a mixture of datasets, after each of which shares are counted
 OFTEN = 4  # with this many pairs of tokens at a distance, at least one score is large enough to change a logit
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Changes one token at a time and compares logits exactly; compares packed rows and the loss within BOUND."""
+    """Changes one token at a time and compares logits exactly; compares packed rows and the loss within BOUND.
+
+    Also checks how the config's data become rows: packing, shares of datasets, and the words of conversations that
+    count in the loss.
+    """
     if of_pairs(context.subject.config):  # a pair's loss depends on two documents
         plain = dataclasses.replace(context.subject, config=context.subject.config.replace(loss=""))
         yield _of_pairs(context.subject, plain)
@@ -49,9 +53,10 @@ def rows(context: Context) -> Iterator[Row]:
     yield from (_of_layer(alone, number) for number, alone in single_layers(subject))
     yield _of_dropout(subject)
     yield from _of_steps(subject, logits)
-    if context.whole.step.quantization == "int8":  # fp8 has one scale for all tokens; rounding may differ by packing
+    # Scales of fp8 are for all tokens, so each token has an effect on all others.
+    if context.whole.step.quantization == "int8":
         rows_of_int8 = _of_model(subject, 1, {"quantization": "int8"}, ", quantization=int8")
-        yield from itertools.islice(rows_of_int8, 3)
+        yield from itertools.islice(rows_of_int8, 3)  # not the row on packing, which may change int8's rounding
     try:
         yield from _of_model(subject, 2, mesh_keys({"context": 2}), ", context 2")
     except Unsupported as error:
@@ -67,7 +72,7 @@ def _of_packer(subject: Subject) -> Row:
     for row, segments in enumerate(batch["segment_ids"]):
         places = [np.flatnonzero(segments == number) for number in range(1, segments.max() + 1)]
         ids = [np.append(batch["tokens"][row, at], batch["targets"][row, at[-1]]) for at in places]
-        masks = [np.append(True, batch["loss_mask"][row, at] > 0) for at in places]  # the first id is no target
+        masks = [np.append(True, batch["loss_mask"][row, at] > 0) for at in places]  # the first id is not a target
         documents = map(Document, ids, masks)
         fill_row(found, row, [(each, 0, len(each.ids) - 1) for each in documents])
     real = batch["segment_ids"] > 0
@@ -76,7 +81,7 @@ def _of_packer(subject: Subject) -> Row:
 
 
 def _of_mixture(context: Context) -> Row:
-    """Counts batches after which a dataset of the mixture has not its share of the rows, to within one row."""
+    """Counts batches after which a dataset of the mixture is more than one row from its share of all rows so far."""
     name, whole, config = "datasets have their shares of rows", context.whole.data, context.subject.config
     weights = train_weights(whole)
     ids = [np.full(2 * config.batch.max_target_length, number, np.int32) for number in range(len(weights))]
@@ -93,9 +98,10 @@ def _of_mixture(context: Context) -> Row:
 
 
 def _of_conversation(whole: Config) -> Row:
-    """Encodes a conversation with the config's tokenizer: each answer and its end must count in the loss, and no more.
+    """Encodes a conversation with the config's tokenizer: each answer and its end must count in the loss.
 
-    Templates may write words of their own before an answer.
+    No question may count, but words that a chat template writes before an answer may. The row is not applicable if the
+    tokenizer refuses the conversation.
     """
     name, said = "only the assistant's words count", ("Why so?", "Because of it.", "What else?", "Nothing more.")
     if not whole.data.sft_train_on_completion_only:
@@ -129,9 +135,11 @@ def _of_conversation(whole: Config) -> Row:
 
 
 def _of_model(subject: Subject, devices: int, keys: Mapping[str, Any], where: str) -> Generator[Row, None, np.ndarray]:
-    """Yields the checks of what each token's logits depend on, on this number of devices.
+    """Yields rows about what each token's logits depend on, for a plan with `keys` on this number of devices.
 
-    Returns the batch's logits [1 + P, B, T, V]: the model's, and those of its P multi-token prediction layers.
+    `where` is added to the rows' names.
+
+    Returns the batch's logits [1 + P, B, T, V]: the model's, then its P multi-token prediction layers'.
     """
     plan, unrolled = subject.plan(devices, **keys), subject.plan(devices, **keys, **UNROLLED)
     base, segments = subject.batch, subject.batch["segment_ids"]
@@ -226,10 +234,10 @@ def _of_steps(subject: Subject, logits: np.ndarray) -> Iterator[Row]:
 
 
 def _of_pairs(subject: Subject, plain: Subject) -> Row:
-    """Compares a step's loss with the mean of Rafailov et al. 2023, equation 7, over pairs, from logits in float64.
+    """Compares a step's loss with the mean over pairs of DPO's loss (Rafailov et al. 2023, equation 7).
 
-    `plain` is the same model with the loss of next tokens. With `dpo_label_smoothing`, the mean is of the loss of
-    Mitchell 2023 (conservative DPO).
+    The mean is computed in float64 from logits of `plain`, the same model with the next-token loss. With
+    `dpo_label_smoothing`, it is the mean of the loss of Mitchell 2023 (conservative DPO).
     """
     batch, step = subject.batch, subject.config.step
     logits, _ = evaluated(plain, plain.reference_plan, [plain.batch])
@@ -263,8 +271,8 @@ def _of_loss(name: str, batch: Arrays, logits: np.ndarray, metrics: Mapping[str,
 def _exact(name: str, wrong: np.ndarray, through: Callable[[int, np.ndarray], str] | None = None) -> Row:
     """A row that fails if `wrong` [changes, B, T] is true anywhere; it names the first such place.
 
-    The changes are of the token at each position, then of all padding, then of all other rows. `through` names the
-    first array that differs after a change.
+    The changes are of the token at each position, then, if there are more, of all padding and of all other rows.
+    `through(change, at)` names the first array that differs after a change, at the tokens of the mask `at` [B, T].
     """
     note = ""
     for change, row, token in np.argwhere(wrong)[:1]:

@@ -34,7 +34,7 @@ Pairs = Counter[tuple[int, int]]  # how often each pair of an input id and its t
 
 
 class Texts(Source):
-    """A source of documents with given ids; `as_text`: of strings that hold the documents' indices instead.
+    """A source of documents with given ids; with `as_text`, each document is a string of its index instead.
 
     `keys` are the hashes that `document_keys` returns.
     """
@@ -53,12 +53,12 @@ class Texts(Source):
         return self._keys
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Returns only the number of documents."""
+        """Identifies the documents only by their number: no check compares fingerprints."""
         return {"documents": len(self.documents)}
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Checks which documents evaluations read and hold out, and their metrics against float64 sums over logits."""
+    """Checks which documents evaluations read and which are held out, and metrics against float64 sums over logits."""
     subject = context.subject
     if subject.config.batch.batch_transform:
         yield not_applicable("batch_transform", "it may change which tokens count: evaluations are checked without it")
@@ -256,9 +256,10 @@ def _of_bytes(
     devices: int = 1,
     keys: Mapping[str, int] = {},
 ) -> Row:
-    """Compares eval_bits_per_byte of documents that come from text, on devices of a mesh.
+    """Compares eval_bits_per_byte and eval_loss of documents that come from text, on the mesh of `keys`.
 
-    Their first and last ids are END, which counts neither nats nor bytes, and the others have 0 to 4 bytes.
+    The reference is `log_probs` [n, B, T, V] of `batches`. The `text_bytes` of a document's first and last id are END,
+    so that neither their nats nor bytes count; the other ids have 0 to 4 bytes.
     """
     rng = np.random.default_rng(subject.seed)
     lengths = [rng.integers(0, 5, len(ids), dtype=np.int32) for ids in documents]

@@ -1,4 +1,4 @@
-"""`golden=FILE`: compares the bits of a few training steps with the ones that earlier code wrote, for refactoring."""
+"""`golden=FILE`: compares a few training steps with a file that earlier code wrote, bit for bit, for refactoring."""
 
 import hashlib
 import json

@@ -1,4 +1,6 @@
-"""Derives a weight's matrices, and whether it decays, from its name and logical axes, without the optimizers' lists.
+"""Derives a weight's matrices, and whether it decays, from its name and logical axes, for checks of optimizers.
+
+It does not use src/step/matrices.py, which optimizers use, so that mistakes there show.
 
 S: matrices that a weight stacks (layers, experts).  I: inputs, O: outputs of a matrix; a vector has I = 1.
 """
@@ -12,7 +14,7 @@ from src.config.schema import Step
 from src.model.params import STACKED, Axes, matches
 from src.model.selection import Path
 
-LOOKED_UP = {"vocab", "position"}  # logical axes of tables and of the output projection, which adamw updates
+LOOKED_UP = {"vocab", "position"}  # logical axes of tables and of the output projection, which muon leaves to adamw
 WIDTHS = {"embed", "expert_embed", "latent"}  # logical axes of what a layer's matrix reads or writes
 # Words in names of weights that optimizers treat as vectors, whatever their dims. UNDECAYED ones have no weight decay;
 # kernels of convolutions decay if they are declared so.

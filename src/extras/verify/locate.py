@@ -37,7 +37,7 @@ def forward_values(subject: Subject, plan: StepPlan, batch: Mapping[str, Any]) -
     def evaluate(weights: Weights) -> list[jax.Array]:
         decoder, keyed = plan.decoder(weights), with_dropout_keys({**batch}, jnp.int32(0), plan)
         hidden_BTD, context, _ = hidden_states(decoder, in_zigzag(keyed, plan.layout), plan)
-        # Logits of padded ids are masked with a number that is larger in magnitude than all others.
+        # Logits of padded ids are masked with a huge number, relative to which no difference would show.
         return [hidden_BTD, decoder.logits(hidden_BTD, context)[..., : plan.spec.vocab_size]]
 
     placed = subject.placed(plan)

@@ -64,7 +64,7 @@ def of_ids(log_probs: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def unlimited(subject: Subject) -> tuple[Subject, list[Row]]:
-    """Gives experts capacity for all tokens; if their capacity was limited, also returns a row that says so."""
+    """Returns a subject whose experts have capacity for all tokens, and a row that says so if it was limited before."""
     spec, name = subject.reference_plan.spec, "capacity_factor"
     if not spec.has_capacity:
         return subject, []
@@ -75,7 +75,7 @@ def unlimited(subject: Subject) -> tuple[Subject, list[Row]]:
 
 
 def single_layers(subject: Subject) -> Iterator[tuple[int, Subject]]:
-    """Yields a one-layer model of each kind of layer, after the index of the first such layer in the whole model."""
+    """Yields, for each kind of layer, the index of its first layer in the model, and a subject with only that layer."""
     seen = set()
     for number, (model, _) in enumerate(layer_models(subject.config.model)):
         keys = {key: getattr(model, key) for key in keys_of("model")} | ONE_LAYER

@@ -1,4 +1,4 @@
-"""Check a: gradients, losses and token counts on meshes of virtual devices equal those of one device."""
+"""Check a: a step on meshes of virtual devices gives the gradients, losses and token counts of one device."""
 
 import functools
 import itertools
@@ -23,7 +23,8 @@ BOUND = 3e-4
 def rows(context: Context) -> Iterator[Row]:
     """Compares a step on each mesh with the step of one device.
 
-    A mesh that the model refuses is not applicable, or fails if it `is_own`.
+    A mesh that the model refuses is not applicable, or fails if it `is_own`. If the config's mesh has stages, the last
+    row is of `repeated_stages`.
     """
     if not context.meshes:
         yield not_applicable("mesh", "the config's mesh has one device")
@@ -32,7 +33,7 @@ def rows(context: Context) -> Iterator[Row]:
     for sizes in context.meshes:
         of_mesh = functools.partial(_of_mesh, context.subject, sizes, expected)
         yield unless_refused(mesh_name(sizes), of_mesh, required=is_own(sizes, context.whole.mesh))
-    if is_own({"stage": 2}, context.whole.mesh):  # with more layers than here, stages take turns by default
+    if is_own({"stage": 2}, context.whole.mesh):  # in the rows above, each stage has one turn
         yield repeated_stages(context.subject)
 
 
@@ -85,9 +86,9 @@ def chosen(text: str, config: Config, configured: Mesh) -> list[dict[str, int]]:
 
 
 def compiled(config: Config, configured: Mesh) -> list[dict[str, int]]:
-    """Chooses meshes for check j: as configured, but fsdp and tensor if those have no axes besides data and fsdp.
+    """Chooses meshes for check j: as configured, or fsdp 2 x tensor 2 if these have no axes besides data and fsdp.
 
-    Weights are then sharded over an axis along which they are gathered, and one along which they are not.
+    On the latter, weights are sharded over one axis along which they are gathered, and one along which they are not.
     """
     found = chosen("as_configured", config, configured)
     return found if any({*sizes} - {"data", "fsdp"} for sizes in found) else [{"fsdp": 2, "tensor": 2}]

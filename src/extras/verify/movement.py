@@ -20,7 +20,8 @@ from src.step.plan import StepPlan
 from src.step.state import TrainState
 from src.system.errors import first_few
 
-# Relative to the largest gradient's norm: rounding gave at most 5e-5, a missing gradient 0.3 to 1.4.
+# For slopes along entries without a gradient, relative to the largest gradient's norm: rounding gave at most 5e-5, a
+# missing gradient 0.3 to 1.4.
 BOUND = 3e-3
 # With an EMA decay near 1, rounding would hide which weights were averaged. The bound is relative to the update:
 # rounding gives 1e-5, stale weights 0.25.
@@ -39,10 +40,10 @@ Arrays = dict[str, np.ndarray]  # by the weights' dotted paths
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Checks zero gradients, then what a step at the peak learning rate changes: weights, EMA and routers' biases.
+    """Checks initial weights and zero gradients, then what a step at the peak learning rate changes: weights and EMA.
 
-    Weight decay and gradient clipping have rows of their own. The last row, with `weight_dtype` below float32, reports
-    only how many updates that dtype would round away.
+    Weight decay, gradient clipping and routers' biases have rows of their own, from other steps. The last row, with a
+    `weight_dtype` other than float32, only reports how many updates that dtype would round away.
     """
     subject = context.subject
     yield initial(subject)
@@ -76,7 +77,7 @@ def rows(context: Context) -> Iterator[Row]:
 
 
 def initial(subject: Subject) -> Row:
-    """Checks that all initial weights that depend on the seed differ from each other, also layers and experts."""
+    """Checks that no two initial matrices are equal, across weights, layers and experts, except constant ones."""
     plan, of_seeds = subject.reference_plan, []
     for seed in (0, 1):
         seeded = dataclasses.replace(plan, step=dataclasses.replace(plan.step, init_weights_seed=seed))
@@ -190,11 +191,11 @@ def clipping(subject: Subject) -> Row:
 
 
 def router_biases(subject: Subject) -> Row:
-    """Checks that each router's bias moves by the update rate, towards the mean load, by its own layer's loads.
+    """Checks that each router's bias moves by the update rate, towards an even load, by its own layer's loads.
 
-    In a second step, the biases are set so that all tokens choose one expert in each layer, which is in the first half
-    of the experts in one layer and in the second half in the next. This expert's bias must fall in its layer, and the
-    bias of the next layer's expert, which no token chooses here, must rise.
+    In a second step, the biases are set so that in each layer all tokens choose a certain expert, and none in one half
+    of the experts: the first half in one layer, the second in the next. The bias of the chosen expert must fall, and
+    the bias of the expert that is chosen in the next layer, which no token chooses in this one, must rise.
     """
     name, weights, popular = "routers' biases move by their loads", by_path(subject.weights), {}
     stats = [path for path in weights if dotted(path) in subject.reference.stats]
@@ -224,7 +225,8 @@ def router_biases(subject: Subject) -> Row:
 def _moves_wrongly(subject: Subject, stats: Sequence[Path]) -> dict[str, float]:
     """Counts, by bias, the experts whose bias the reference step did not move as DeepSeek-V3, section 2.1.2, says.
 
-    It rises by the rate if fewer than the mean number of tokens, without padding, choose the expert, or else falls.
+    It rises by the rate if the expert's load, without padding, is below the mean of all experts, and falls by the rate
+    if it is above.
     """
     plan, rate = subject.reference_plan, subject.config.step.routed_bias_update_rate
     reports = subject.forward(plan, lambda decoder: totals(subject.loss(decoder, subject.batch, plan).router))

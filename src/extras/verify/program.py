@@ -24,11 +24,11 @@ from src.step.state import TrainState, abstract_state
 from src.system.errors import Unsupported
 from src.system.imports import optional
 
-PRECISE = {"sin", "cos", "exp", "log", "rsqrt"}  # 8 bits of a mantissa do not hold their inputs' or results' range
+PRECISE = {"sin", "cos", "exp", "log", "rsqrt"}  # bfloat16's 8 bits of mantissa are too few for these
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Compiles the step for each mesh without running it, and checks the program's text.
+    """Compiles the step for each mesh without running it, and checks the program's text; then dtypes of a traced step.
 
     A mesh that the model refuses is not applicable, or fails if it `is_own`.
     """
@@ -49,13 +49,13 @@ def _of_mesh(subject: Subject, sizes: Sizes) -> Iterator[Row]:
     state = abstract_state(plan)
     traced = traced_step(plan, state, subject.loss, subject.length)
     text, warnings = _compiled(traced.lower())
-    # XLA copies an array to every device if it cannot change its sharding otherwise, and says so only here.
+    # XLA copies an array to every device if it cannot change its sharding otherwise, and only warns of that.
     warned = re.findall(r'Involuntary full rematerialization.*?(?:op_name="(.*?)"|$)', warnings, re.MULTILINE)
     wrong = [name or "an operation without a name" for name in warned]
     yield none_of(f"{mesh}: no array is whole", [*wrong, *_whole(plan, state)])
     header = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
     aliased = {int(number) for number in re.findall(r"\{(\d+)\}: \(", header[1] if header else "")}
-    leaves = jax.tree_util.tree_leaves_with_path(state)  # the first inputs and the first outputs
+    leaves = jax.tree_util.tree_leaves_with_path(state)  # the program's first inputs and first outputs
     lost = [jax.tree_util.keystr(path) for number, (path, _) in enumerate(leaves) if number not in aliased]
     yield none_of(f"{mesh}: the state is donated", lost)
     yield none_of(f"{mesh}: sharded dims stay sharded", _gathered(plan, text, subject.length))
@@ -65,7 +65,8 @@ def _of_mesh(subject: Subject, sizes: Sizes) -> Iterator[Row]:
 def _dtypes(subject: Subject, dtype: str) -> Iterator[Row]:
     """Finds matmuls with weights in which an operand has more than the 16 bits of `dtype`; routers are exempt.
 
-    Also finds functions of PRECISE, and positions, that have only 16 bits.
+    Also finds functions of PRECISE with results of only 16 bits, and arrays of integers, such as positions, that are
+    converted to 16 bits.
     """
     if dtype == "float32":
         yield not_applicable("dtypes of matmuls", "dtype=float32")
@@ -75,7 +76,7 @@ def _dtypes(subject: Subject, dtype: str) -> Iterator[Row]:
     traced = traced_step(plan, abstract_state(plan), subject.loss, subject.length)
     for eqn, is_batched, _ in matmuls(traced.jaxpr.jaxpr):
         place, arrays = f"/{eqn.source_info.name_stack}", [each.aval for each in (*eqn.invars[:2], *eqn.outvars)]
-        given = {each.size for each in arrays}  # in the backward pass, the product is a weight's gradient
+        given = {each.size for each in arrays}  # the result too: in the backward pass it is a weight's gradient
         near = [
             each for each in weights if given & {math.prod(each.shape) // count for count in each.counts(each.shape)}
         ]
@@ -130,7 +131,7 @@ def _weights(plan: StepPlan) -> list[Weight]:
 
 
 def _whole(plan: StepPlan, state: TrainState) -> list[str]:
-    """Lists hidden matrices that are replicated, and replicated arrays of the state whose weight is sharded.
+    """Lists replicated hidden matrices (see `MatrixDims`), and replicated arrays of the state whose weight is sharded.
 
     A hidden matrix may be replicated if the mesh has neither fsdp nor an axis for one of its logical axes. An array of
     the state is matched with weights by its shape.

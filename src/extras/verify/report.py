@@ -13,7 +13,7 @@ from src.extras.code_digest import code_digest
 from src.extras.command_files import write_output
 from src.extras.verify.rows import Row
 
-KIND = "report of src.verify"  # of the file, in command_files.py and in messages
+KIND = "report of src.verify"  # name of this kind of file in command_files.py and in messages
 
 
 def write(path: str, head: Mapping[str, Any], rows: Sequence[Row], unfinished: Sequence[str]) -> None:
@@ -34,7 +34,8 @@ def write(path: str, head: Mapping[str, Any], rows: Sequence[Row], unfinished: S
 def finished(path: str, digest: str) -> dict[str, list[Row]]:
     """Reads the rows of the checks that an interrupted command completed, by the check's letter.
 
-    Empty if there is no such report, the last command with it came to its end, or its digest is empty or another.
+    Empty if there is no such report, the last command that wrote it completed all checks, `digest` is empty, or the
+    report has another digest.
     """
     if not digest or not path or not Path(path).is_file() or not Path(path).stat().st_size:
         return {}

@@ -19,13 +19,13 @@ from src.extras.verify.rows import FAIL, PASS, Row, largest, none_of, not_applic
 from src.extras.verify.subject import Context, Subject, flat, mesh_keys, of_pairs
 from src.step.state import abstract_state
 
-STEPS, SAVED = 6, 3  # with a checkpoint halfway
+STEPS, SAVED = 6, 3  # steps of a run, and the step of its first checkpoint
 # Relative, for losses on another mesh: sums in another order give at most 1e-7 over three seeds of five kinds of
 # models, a lost optimizer state 5e-4.
 BOUND = 5e-6
 
 
-# If the config has a ramp: smaller batches in the first steps, and none after step SAVED.
+# If the config has a ramp, so do the runs: smaller batches in the first steps, but only up to step SAVED.
 RAMP: dict[str, Any] = {"enable_rampup_batch_size": True, "per_device_batch_size": 2.0}
 RAMP |= {"per_device_batch_size_start": 1.0, "per_device_batch_size_increment": 1.0}
 
@@ -40,8 +40,8 @@ class End(NamedTuple):
 def rows(context: Context) -> Iterator[Row]:
     """Compares a run with runs that resume from its checkpoint of step SAVED, on the same mesh and on another.
 
-    A run that begins with only the checkpoint's weights must differ, or else the comparison could not fail. Raises
-    UserError if a run or its checkpoint is refused.
+    A run that begins with only the checkpoint's weights must differ, or else the comparison could not fail. Also
+    compares the run's weights as other commands load them. Raises UserError if a run or its checkpoint is refused.
     """
     subject, devices = context.subject, len(jax.devices())
     if of_pairs(subject.config):
@@ -75,9 +75,9 @@ def rows(context: Context) -> Iterator[Row]:
 
 
 def _loaded(name: str, config: Config, whole: End) -> Row:
-    """Compares the weights that src.decode loads from a run, or their average, with the last ones in the run itself.
+    """Compares the weights that src.decode loads from a run's folder with the run's last weights in `whole`.
 
-    Adapters are merged into the weights beside which they were trained.
+    With `ema_decay`, also the EMA of the weights. Adapters are merged into the weights that they adapt.
     """
     config = config.replace(**mesh_keys({}))
     plan, errors = Subject(config.replace(**NO_PATTERNS)).reference_plan, dict[str, float]()

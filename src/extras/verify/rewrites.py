@@ -30,8 +30,8 @@ class Rewrite(NamedTuple):
     name: str
     keys: Mapping[str, Any]
     devices: int = 1
-    splits: bool = False  # the batch into other micro-batches than the reference
-    masked: bool = False  # on `masked_batch`
+    splits: bool = False  # it splits the batch into other micro-batches than the reference
+    masked: bool = False  # it runs on `masked_batch`
 
 
 def rows(context: Context) -> Iterator[Row]:
@@ -68,7 +68,7 @@ def rows(context: Context) -> Iterator[Row]:
 
 
 def repeated_stages(subject: Subject) -> Row:
-    """Compares two pipeline stages with two repeats each with one device, for a model with twice the layers."""
+    """Compares two pipeline stages that take two turns each with one device, in a model of twice the layers."""
     name, config = "2 pipeline stages, num_pipeline_repeats=2", subject.config
     if config.model.decoder_segments:
         return not_applicable(name, "the model has several kinds of layers")
@@ -83,12 +83,12 @@ def repeated_stages(subject: Subject) -> Row:
 
 
 def rewrites(subject: Subject) -> Iterator[Rewrite]:
-    """Yields the rewrites, except those that set what the config already has."""
+    """Yields rewrites by keys that should not change a step's results, except ones with the config's own values."""
     step, kernel = subject.config.step, subject.reference_plan.kernel
     for count in (1, 2, 4):
         if count != step.gradient_accumulation_steps:
             yield Rewrite(f"gradient_accumulation_steps={count}", {"gradient_accumulation_steps": count}, splits=True)
-    yield Rewrite("num_vocab_tiling=2", {"num_vocab_tiling": 2})  # of the vocabulary, or of sequences if it is sharded
+    yield Rewrite("num_vocab_tiling=2", {"num_vocab_tiling": 2})  # tiles of the vocabulary, or of T if it is sharded
     yield Rewrite("num_vocab_tiling=2 on mesh tensor 2", {**mesh_keys({"tensor": 2}), "num_vocab_tiling": 2}, 2)
     policies = [policy for policy in ("none", *REMAT_POLICIES) if policy != step.remat_policy]
     yield from (Rewrite(f"remat_policy={policy}", {"remat_policy": policy}) for policy in policies)

@@ -14,7 +14,7 @@ class Row(NamedTuple):
     """The outcome of one comparison."""
 
     name: str  # what was compared
-    status: str
+    status: str  # PASS, FAIL or NOT_APPLICABLE
     figure: float | None = None  # the error, or the number of wrong things
     bound: float | None = None  # the largest figure that passes
     note: str = ""  # why it does not apply, or where and how it differs
@@ -26,7 +26,7 @@ class NotApplicable(UserError):
 
 
 def not_applicable(name: str, why: str | Exception) -> Row:
-    """A row for what the model lacks, or for a mesh that it refuses."""
+    """A row for a comparison that does not apply, and why: the model lacks something, or refuses a mesh."""
     return Row(name, NOT_APPLICABLE, note=first_line(why))
 
 
@@ -50,7 +50,10 @@ def none_of(name: str, wrong: Sequence[str], note: str = "") -> Row:
 
 
 def worst(name: str, figures: Mapping[str, float], bound: float, note: str = "", otherwise: str = "") -> Row:
-    """A row of the largest of the weights' `figures`; without any, it is not applicable for the reason `otherwise`."""
+    """A row with the largest of the weights' `figures`, which passes up to `bound`; a failed row names wrong weights.
+
+    If `figures` is empty, the row is not applicable, for the reason `otherwise`.
+    """
     if not figures:
         return not_applicable(name, otherwise)
     path, wrong = largest(figures), [path for path, figure in figures.items() if not figure <= bound]

@@ -16,9 +16,11 @@ from src.step.optimizer import hparams_at
 # Relative to the peak. A rate is a float32, so rounding gives up to 6e-8. In a schedule of a million steps, a cosine
 # that is one step late gives 1.5e-6 and a warm-up 1e-5.
 BOUND = 3e-7
-# The rate that a run applies is a ratio of two float32 norms: rounding gives up to 3e-7. One step gives 0.05 or more.
+# The rate that a run applies is a ratio of two float32 norms: rounding gives up to 3e-7. A schedule that is
+# one step late gives 0.05 or more.
 RUN_BOUND = 1e-5
-# How far the highest rate may be from the peak. Schedules such as an inverse square root reach it only in the warm-up.
+# How far the highest rate may be below the peak, relative to it. Schedules such as an inverse square root reach it only
+# in the warm-up.
 PEAK_BOUND = 0.05
 MOST_STEPS = 4096  # the longest schedule of which all steps are compared
 RUN = 20  # steps of the schedule in the short run, which makes two more
@@ -112,9 +114,9 @@ def as_published(keys: Step, total: int, numbers: np.ndarray, found: Rates) -> R
 
 
 def within_limits(total: int, numbers: np.ndarray, found: Rates) -> Row:
-    """Checks what holds for every schedule: finite, from 0 to the peak, which it reaches, and 0 after its end.
+    """Checks what holds for every schedule: finite, from 0 to the peak, which it nearly reaches, and 0 after its end.
 
-    A schedule may have steps, as DeepSeek's does: the largest change between two steps is only reported.
+    A schedule may jump, as DeepSeek's does, so the largest change between two steps is only noted.
     """
     name, during = "the schedule reaches its peak and its end", numbers < total
     problems = {

@@ -1,4 +1,4 @@
-"""Checks the scores of texts and of answers to tasks in src.evaluate against log-probabilities in float64."""
+"""Checks how src.evaluate scores texts, and answers to tasks, against log-probabilities in float64."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from src.system.imports import optional
 # In nats: rounding changes the log-probability of a token or an answer by up to 3e-6; another token's score gives 1.
 BOUND = 1e-4
 DELETED = "src/extras/evaluation was deleted"
-FIRST = 0x4E00  # the character for id 0; it and those that follow are letters, which nothing strips as spaces
+FIRST = 0x4E00  # code of the character for id 0: it and the next ones are CJK letters, which nothing strips as spaces
 
 
 class Letters:
@@ -30,7 +30,7 @@ class Letters:
 
 
 def of_texts(subject: Subject, sequences: Sequence[np.ndarray], log_probs: Sequence[np.ndarray]) -> Row:
-    """Checks `Scorer` on sequences of unequal lengths: each id's log-probability, and whether it is the likeliest id.
+    """Checks src.evaluate's `Scorer` on sequences of unequal lengths: log-probabilities, and whether ids are likeliest.
 
     The reference `log_probs` has an array [n - 1, V] for each sequence of n ids: row i predicts id i + 1.
     """
@@ -56,9 +56,9 @@ def of_texts(subject: Subject, sequences: Sequence[np.ndarray], log_probs: Seque
 def of_answers(
     subject: Subject, sequences: Sequence[np.ndarray], log_probs: Sequence[np.ndarray], long_text: np.ndarray
 ) -> Row:
-    """Checks `log_likelihoods` of two answers to each sequence's first half: its second half and the likeliest id.
+    """Checks `Answers` on two answers to each sequence's first half: its second half, and the likeliest id.
 
-    Also checks `rolling_log_likelihoods` of `long_text`, whose windows are the last two sequences. The reference
+    Also checks its rolling likelihood of `long_text`, whose windows are the last two sequences. The reference
     `log_probs` is as in `of_texts`.
     """
     name, answers = "likelihoods of answers to tasks", optional("evaluation.answers")

@@ -41,7 +41,7 @@ def obstacle(subject: Subject, *keys: Mapping[str, Any]) -> str:
 
 
 def with_base(config: Config) -> Config:
-    """Lets a config with adapters load base weights, from a run of one step that this makes in its output folder.
+    """Makes a config with adapters load base weights, from a run of one step, made here in the config's output folder.
 
     Returns a config without adapters as it is.
     """
@@ -53,7 +53,7 @@ def with_base(config: Config) -> Config:
 
 
 def train(config: Config) -> Ended:
-    """Runs src.train with a config, and suppresses what it prints to stdout."""
+    """Runs src.train with a config in this process, and suppresses its output to stdout."""
     with contextlib.ExitStack() as exits, contextlib.redirect_stdout(io.StringIO()):
         state = named("src.train:train")(config, exits).state
     lines = Path(config.run.base_output_directory, config.run.run_name, "metrics.jsonl").read_text().splitlines()

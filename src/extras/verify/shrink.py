@@ -19,7 +19,7 @@ from src.system.errors import UserError
 
 # Keys that the result takes over besides the sections `model` and `step`; others have their defaults.
 FURTHER = ("steps", "packing", "long_documents", "batch_transform", "mesh_axes", "logical_axis_rules")
-# Keys that are set to NEUTRAL, and listed in the report if they had another value.
+# Keys that are set to their values in NEUTRAL; the report lists each that had neither this value nor its default.
 LOST = ("quantization", "attention", "optimizer_memory_host_offload", "num_vocab_tiling", "mu_dtype")
 LOST += ("remat_policy", "num_pipeline_microbatches", "num_pipeline_repeats")
 LOST += ("load_parameters_path", "use_sft", "enable_rampup_batch_size", "eval_metrics", "compile_xla_flags")
@@ -88,7 +88,10 @@ def shrink(config: Config, length: int = 48, meshes: Sequence[Mapping[str, int]]
 
 
 def _multiples(config: Config, meshes: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Finds for each family a number with which small sizes keep the greatest common divisor of the original ones."""
+    """Finds for each family a multiple of 4 and of the shards that each mesh divides its sizes into.
+
+    A small size must have the same greatest common divisor with this number as the original size.
+    """
     rules = config.mesh.logical_axis_rules
     shards = {
         family: [math.prod(mesh.get(name, 1) for name in rules[axis]) for mesh in meshes for axis in axes]
@@ -102,7 +105,7 @@ def _spec(config: Config) -> ModelSpec:
 
 
 def _kinds(spec: ModelSpec) -> list[dict[str, Any]]:
-    """Describes each kind of layer in order of appearance; of a size, only whether it is above 1."""
+    """Describes each kind of layer in order of appearance; sizes, which shrink, only by whether they are above 1."""
     sizes = {key.removeprefix("base_") for key in (*FAMILY, *DERIVED)}
     kinds = [dict(vars(layer)) for layer in dict.fromkeys(spec.layers)]
     for kind in kinds:
@@ -172,7 +175,7 @@ def _small_layers(layers: Sequence[Model], length: int, multiples: Mapping[str, 
 
 
 def _heads(layer: Model) -> tuple[str, list[str]]:
-    """Names the keys of a layer's heads and of their dims."""
+    """Names the key of a layer's number of heads, and the keys of the sizes of its heads."""
     declared = ATTENTION_TYPES[layer.attention_type]
     return declared.heads[0], [key for key in keys_of_type(declared) if FAMILY.get(key) == "dims"]
 
@@ -210,7 +213,7 @@ def _least(
     """Maps sizes to the smallest ones that `fits` accepts, in the same order.
 
     Each is at least its entry of `starts`, or `start`, and at least `grow` times the one before. It keeps its greatest
-    common divisor with `multiple`; with `divides`, it stays divisible by those that divided it. A size stays as it is
+    common divisor with `multiple`; with `divides`, it stays divisible by sizes that divided it. A size stays as it is
     if no smaller one qualifies.
     """
     small: dict[int, int] = {}
@@ -249,7 +252,7 @@ def _kept(config: Config, small: Config, layers: Iterator[tuple[Model, Sizes]]) 
 
 
 def _grown(plain: Config, grown: Config) -> list[str]:
-    """Lists the sizes that are larger so that a mesh divides them."""
+    """Lists the sizes that are larger in `grown` than in `plain`, so that the meshes divide them."""
     layers = [[layer for layer, _ in layer_models(config.model)] for config in (plain, grown)]
     changed = [f"{len(layers[1])} layers, not {len(layers[0])}"] * (len(layers[0]) != len(layers[1]))
     for key in FAMILY:

@@ -25,10 +25,11 @@ from src.step.train_step import compile_steps
 ROWS = 8  # rows of a micro-batch, which every mesh of eight devices can shard
 LENGTH, LONGER = 48, 80  # tokens of a row; for models with the gated delta rule, more than one of its chunks
 COUNTED = 0.7  # share of the documents' targets that count in the loss
-# Means of random weights, by a part of their names; others have 0. A delta rule's state then lasts about 20 tokens.
-# With 0 it lasted two, and its faults hardly showed: over three seeds, a wrong gradient of its inverse changed some
-# weight's gradient by 2 to 4 times check b's bound, and now by 19 to 27 times.
-# Gemma 4 does not scale its scores: with a mean of 1, softmax was so sharp that no slope along its embedding agreed.
+# Means of random weights, by a part of their names; others have 0. With this decay_bias a delta rule's state lasts
+# about 20 tokens. With 0 it lasted two, and its faults hardly showed: over three seeds, a wrong gradient of its inverse
+# changed some weight's gradient by 2 to 4 times check b's bound, and now by 19 to 27 times.
+# Gemma 4 does not scale its scores: with a mean of 1 for query_norm, softmax was so sharp that no slope along its
+# embedding agreed.
 MEANS = {"query_norm": 0.5, "scale": 1.0, "decay_bias": -3.0}
 # So large that an update changes most digits of a weight: its float32 then holds the digits of the gradient.
 SGD_RATE = 1024.0
@@ -87,7 +88,7 @@ class Subject:
 
     @functools.cached_property
     def weights(self) -> Any:
-        """Random nested weights, normal with deviation 0.2 around their MEANS: no bias is 0 and no scale 1."""
+        """Random nested weights, normal with standard deviation 0.2 around their MEANS: no bias is 0 and no scale 1."""
         rng = np.random.default_rng(self.seed)
 
         def draw(path: Any, weight: Any) -> np.ndarray:
@@ -100,7 +101,7 @@ class Subject:
     def batch(self) -> dict[str, Any]:
         """Rows of two or three documents of random lengths, or one without packing, and padding.
 
-        The last row is one document, without padding. Some targets do not count in the loss, as those of a prompt. For
+        The last row is one document, without padding. Some targets do not count in the loss, like a prompt's. For
         the loss of DPO, documents 1 and 2 of a row are a pair of answers, and the reference is random.
         """
         rng, vocab, length = np.random.default_rng(self.seed), self.config.model.vocab_size, self.length
@@ -210,7 +211,7 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What the command gives to every check."""
+    """The input of every check: the small config, the whole one, and the command's arguments."""
 
     subject: Subject
     whole: Config  # the config before it was made small
@@ -232,13 +233,16 @@ PLAIN_DESCENT: dict[str, Any] = {
 
 
 def of_pairs(config: Config) -> bool:
-    """Whether the loss is that of src.train_dpo, whose batches have pairs of answers."""
+    """Whether the loss is DPO's, for which the rows of a batch are pairs of answers (src.train_dpo)."""
     return config.step.loss == "src.step.dpo:dpo_loss"
 
 
 @contextlib.contextmanager
 def optimized(most: bool) -> Generator[None]:
-    """Compiles with most of XLA's optimizations, or without: then programs compile sooner, and run longer."""
+    """Within this context, programs are compiled with XLA's usual optimizations, or if not `most`, with few.
+
+    With few they compile sooner, and run longer.
+    """
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", not most)
     try:

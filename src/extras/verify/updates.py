@@ -47,13 +47,13 @@ class Expected(NamedTuple):
     optimizer: str
     kind: Kind
     update: Matrices  # divided by the weight's learning rate
-    rate_scale: float
+    rate_scale: float  # the weight's learning_rate_scale
     strong: np.ndarray  # mask [S, I, O] of the entries to compare
-    is_clipped: bool
+    is_clipped: bool  # by Adafactor
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Compares the update of each trained weight in the second step with its optimizer's.
+    """Compares the update of each trained weight in the second step with the published one of its optimizer.
 
     The first step has the rate 0, and neither has decay, which check e tests. Muon and Adafactor compute with whole
     matrices, so they are also compared on a mesh that shards these. If the config clips gradients, the threshold is the
@@ -144,7 +144,7 @@ def expected_updates(
 
 
 def _error(moved: np.ndarray, expected: Expected) -> float:
-    """The largest error of a move, among the compared entries, relative to the expected root mean square."""
+    """The largest error of `moved` among the compared entries, relative to the expected update's root mean square."""
     update, size = expected.update[expected.strong], SGD_RATE * expected.rate_scale
     found = expected.kind.matrices(moved)[expected.strong] / size
     return float(np.max(np.abs(found - update)) / np.sqrt(np.mean(np.square(update))))

@@ -89,6 +89,14 @@ def test_what_is_wrong_in_a_file_is_named(file, changed, message):
     assert "mine.yml" in str(error.value)
 
 
+def test_a_file_that_is_not_text_or_has_no_keys_is_answered(tmp_path):
+    (tmp_path / "binary.yml").write_bytes(b"\xff\xfe\x00kind")
+    (tmp_path / "list.yml").write_text("- kind\n")
+    for name, message in (("binary.yml", "cannot read"), ("list.yml", "holds a list")):
+        with pytest.raises(UserError, match=message):
+            parse_topology(str(tmp_path / name), 1)
+
+
 def test_a_missing_file_and_too_many_gpus_are_refused(file):
     with pytest.raises(UserError, match="there is no such file"):
         parse_topology("/nowhere/mine.yml", 1)

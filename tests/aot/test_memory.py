@@ -133,6 +133,12 @@ def test_a_devices_own_experts_are_not_gathered():
     assert by_mesh[0] - by_mesh[1] == 8 * 3 * D * 16 * 4
 
 
+@pytest.mark.parametrize("sharing", ["", "shared: true, "])
+def test_layers_that_share_weights_gather_a_whole_block(sharing):
+    _, step = traced(decoder_segments=f"[{{repeats: {LAYERS}, {sharing}pattern: [{{}}]}}]")
+    assert memory(step).temporaries["a block's weights, gathered"] == (D * HEADS * 4 + D * F * 3) * 4
+
+
 def test_logits_gradients_and_gathered_weights():
     _, step = traced(num_vocab_tiling=2)
     parts = memory(step).temporaries

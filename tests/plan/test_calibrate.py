@@ -95,6 +95,15 @@ def test_runs_are_fitted_and_written(finished, tmp_path, capsys):
         read_calibration(str(file), "TPU v4")
 
 
+@pytest.mark.parametrize("value", ["0", "-1", ".nan", "[1]", "many", "2"])
+def test_a_constant_that_no_fit_writes_is_refused(value, tmp_path):
+    file, kind = tmp_path / "mine.json", "NVIDIA H100 80GB HBM3"
+    entries = {"kind": kind, **constants_of(kind)._asdict(), "matmul": value}
+    file.write_text("".join(f"{key}: {entry}\n" for key, entry in entries.items()))
+    with pytest.raises(UserError, match=r"matmul: expected a number above 0 and at most 0\.95"):
+        read_calibration(str(file), kind)
+
+
 def test_a_single_run_cannot_be_left_out(finished, capsys):
     assert calibrate([finished(), *HARDWARE]).after is None
     assert "one run cannot tell" in capsys.readouterr().out

@@ -249,8 +249,14 @@ def test_a_record_belongs_to_one_program_and_its_surroundings(tmp_path, monkeypa
     assert file in more
     assert len(more) == 3  # advice compiles a step for several numbers of slices
     assert file != compiling.Folder.of(config.replace(compile_xla_flags="--xla_a=1"), CPUS).file(config)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")
-    assert file != compiling.Folder.of(config, CPUS).file(config)
+    for name, value in (
+        ("XLA_FLAGS", "--xla_dump_to=/tmp/x"),
+        ("XLA_CLIENT_MEM_FRACTION", "0.5"),
+        ("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "512"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert file != compiling.Folder.of(config, CPUS).file(config), name
 
 
 def test_half_written_records_are_compiled_again(tmp_path):

@@ -100,6 +100,8 @@ def test_each_row_of_resumed_runs_is_printed(capsys):
         ("checks=ax", "checks=ax: unknown check x; expected all, or letters of abcdefghijklm"),
         ("mesh=rows=2", "unknown mesh axis rows; expected one of data, stage, fsdp, context, expert, tensor"),
         ("mesh=tensor=1", "expected tensor=2 or more devices, not 1"),
+        ("mesh=tensor=²", "expected tensor=2 or more devices, not ²"),
+        ("mesh=tensor=2,tensor=4", "tensor is given twice"),
         ("mesh=tensor=16", "has 16 devices, and verify makes 8"),
         ("report=/proc/report.json", "report"),
         ("golden=", "expected one golden=, with a value"),
@@ -233,7 +235,8 @@ def test_an_interrupted_command_continues_with_the_same_code_and_config(checks, 
     assert ran == ["b"]
     command.main(words)
     assert ran == ["b", "a", "b"], "a report that is complete is written again"
-    for key in ("adam_b1=0.8", "mesh=fsdp=2", "base_mlp_dim=96"):  # the last one leaves the small config as it is
+    # The last two leave the small config as it is.
+    for key in ("adam_b1=0.8", "mesh=fsdp=2", "base_mlp_dim=96", "sft_train_on_completion_only=false"):
         interrupted()
         command.main([*words, key])
         assert ran == ["a", "b"]

@@ -59,15 +59,13 @@ def read(path: Path) -> Hardware:
     Raises UserError if there is no such file, if an entry is unknown, missing or wrong, or if a peak rate differs from
     one that is already known for this kind of GPU.
     """
-    from src.config.yaml import parse  # here, because scripts/gke.sh may run where YAML is not installed
+    from src.config.yaml import read_file  # here, because scripts/gke.sh may run where YAML is not installed
 
     if not path.is_file():
         others = f" The shipped ones: {', '.join(shipped_names())}.{did_you_mean(path.stem, shipped_names())}"
         others += " A file of your own has the keys that docs/plan.md lists."
         raise UserError(f"compile_topology={path}: there is no such file.{others}")
-    entries = parse(path.read_text(), str(path))
-    if not isinstance(entries, dict):
-        raise UserError(f"{path}: expected keys with values: {', '.join((*TEXTS, *NUMBERS))}")
+    entries = read_file(path)
     known = (*TEXTS, *NUMBERS, "peaks", "compute_capability", "compiler")
     for key in entries:
         if key not in known:

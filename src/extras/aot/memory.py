@@ -285,6 +285,6 @@ def _gathered_bytes(plan: StepPlan) -> int:
             shard = shardings[path].shard_shape(leaf.shape)
             size = math.prod(shard) * (parts if parts > 1 else 0)
             segment = plan.spec.layer_groups[int(path[1])]
-            blocks[path[:3]] = blocks.get(path[:3], 0) + size // (segment.repeats if segment.shared else shard[0])
+            blocks[path[:3]] = blocks.get(path[:3], 0) + size // (1 if segment.shared else shard[0])
     times = GATHERED_ON_GPU if plan.layout.platform == "gpu" else 1
     return times * max(blocks.values()) * jnp.dtype(plan.spec.dtype).itemsize

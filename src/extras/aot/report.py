@@ -182,7 +182,7 @@ def host_capacity(topology: Topology) -> float:
     if topology.platform == "cpu" or not topology.chip:
         return math.inf
     if topology.platform == "gpu" and (typed := os.environ.get(HOST_LIMIT)):
-        if not typed.isdigit():
+        if not typed.isdecimal():
             raise UserError(f"{HOST_LIMIT}={typed} in the environment: expected a whole number of GiB, such as 128")
         return int(typed) * 2**30
     return next((size for start, size in HOST_MEMORY.items() if topology.chip.kind.startswith(start)), math.inf)

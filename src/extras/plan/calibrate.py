@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -79,7 +80,8 @@ def calibrate(argv: Sequence[str]) -> Calibration:
 def read_calibration(path: str, device_kind: str) -> Constants:
     """Reads the constants in a file that `calibrate` wrote.
 
-    Raises UserError if it can't be read, is another file, or is for another kind of device.
+    Raises UserError if it can't be read, is another file, is for another kind of device, or has a value that is not a
+    number above 0 and at most its limit in LARGEST.
     """
     entry = read_file(Path(path))
     names = {"kind", *Constants._fields}
@@ -89,10 +91,15 @@ def read_calibration(path: str, device_kind: str) -> Constants:
         )
     if entry["kind"] != device_kind:
         raise UserError(f"calibration={path} is of a {entry['kind']}, but this topology has {device_kind}")
-    try:
-        return Constants(**{name: float(entry[name]) for name in Constants._fields})
-    except ValueError as error:
-        raise UserError(f"calibration={path}: {error}") from None
+    found = dict[str, float]()
+    for name, most in LARGEST._asdict().items():
+        try:
+            found[name] = float(entry[name])
+        except (TypeError, ValueError):
+            found[name] = math.nan
+        if not 0 < found[name] <= most:
+            raise UserError(f"calibration={path}: {name}: expected a number above 0 and at most {most}")
+    return Constants(**found)
 
 
 def calibration(rows: Sequence[Row]) -> Calibration:

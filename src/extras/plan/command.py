@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> object:
         return None
     show(title())
     space, request, own = read(argv)
-    if own["top"] and not (own["top"].isdigit() and 1 <= int(own["top"]) <= 1000):
+    if own["top"] and not (own["top"].isdecimal() and 1 <= int(own["top"]) <= 1000):
         raise UserError(f"top={own['top']}: expected a number of points to compile, 1 to 1000")
     check_outputs({kind: own[name] for kind, name in ((REPORT, "report"), (PAGE, "page")) if own[name]})
     return _search(space, request, own)

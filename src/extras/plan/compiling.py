@@ -40,7 +40,8 @@ COMMAND = "src.train_compile"  # the command that has these keys and compiles th
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", f"jax-cuda{CUDA}-plugin", f"jax-cuda{CUDA}-pjrt")
 SOURCES = ("config", "data", "model", "parallel", "step", "extras/aot")  # folders of src that determine a record
 USER_FUNCTIONS = ("loss", "batch_transform", "eval_metrics")
-MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+# Variables of the environment that decide what fits.
+MEMORY_LIMITS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", report.HOST_LIMIT)
 
 # `failed` (an error message or ""), `words`, `cpu_seconds`, `host_peak_bytes`, and the report unless it failed.
 Record = dict[str, Any]
@@ -92,11 +93,11 @@ class Folder(NamedTuple):
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"jax_cache_dir={kept}: cannot keep compiled points there: {error}") from None
-        fractions = {name: os.environ.get(name) for name in MEMORY_FRACTIONS}
+        limits = {name: os.environ.get(name) for name in MEMORY_LIMITS}
         settings = {name: str(jax.config.values[name]) for name in JAX_SETTINGS if name in jax.config.values}
         flags = environment_flags(), config.aot.compile_xla_flags
         chip = topology, GPU_PROPERTIES.get(topology.chip.kind if topology.chip else "")
-        surroundings = code_digest(chip, fractions, settings, flags, folders=SOURCES, packages=PACKAGES)
+        surroundings = code_digest(chip, limits, settings, flags, folders=SOURCES, packages=PACKAGES)
         return cls(path, surroundings, temporary=not kept)
 
     def file(self, config: Config) -> Path:

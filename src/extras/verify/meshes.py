@@ -122,7 +122,9 @@ def _parsed(text: str) -> dict[str, int]:
         axis, _, number = part.partition("=")
         if axis not in MESH_AXES:
             raise UserError(f"mesh={text}: unknown mesh axis {axis}; expected one of {', '.join(MESH_AXES)}")
-        if not number.isdigit() or int(number) < 2:
+        if axis in sizes:
+            raise UserError(f"mesh={text}: {axis} is given twice")
+        if not number.isdecimal() or int(number) < 2:
             raise UserError(f"mesh={text}: expected {axis}=2 or more devices, not {number or 'nothing'}")
         sizes[axis] = int(number)
     if math.prod(sizes.values()) > DEVICES:

@@ -1,20 +1,21 @@
-"""Declares each `attention_type`: the module that mixes a layer's tokens, and the keys of the model that it reads."""
+"""Declares each `attention_type`: the module that mixes a layer's tokens, and the config keys that it reads."""
 
 from typing import NamedTuple
 
 
 class AttentionType(NamedTuple):
-    """Declares a value of `attention_type`: its module, and the keys that it reads. It ignores other types' own."""
+    """Declares an `attention_type`: its module, and the keys that it reads. Keys that only others read are ignored."""
 
-    # Imported when a layer is made. The class needs `__call__`, `costs`, `cache_arrays`, and an `__init__` that
-    # multiplies the standard deviation of the output projection's initial values by `out_scale`.
-    module: str  # module:class
+    # module:class, imported when a layer is made. The class needs `__call__`, `costs`, `cache_arrays`, and an
+    # `__init__(spec, out_scale, dtype, rngs)`, in which `out_scale` multiplies the standard deviation of the output
+    # projection's initial values.
+    module: str
     note: str  # its line in base.yml
     needs: tuple[str, ...] = ()  # keys that only it reads, and that must not be 0
     own: tuple[str, ...] = ()  # further keys that only it reads
     # Keys of the numbers of heads; the first number is a multiple of the others.
     heads: tuple[str, ...] = ("base_num_query_heads", "base_num_kv_heads")
-    head_dim: str = "head_dim"  # key of the size that RoPE rotates; "": no RoPE, no attention scores
+    head_dim: str = "head_dim"  # key of the size of the heads that RoPE rotates; "": no RoPE, no attention scores
     # The keys in `requirements.OF_SCORES` that it reads; for the others it accepts only the defaults. None: it reads
     # all, or ignores all if `head_dim` is "".
     scores: tuple[str, ...] | None = None
@@ -45,5 +46,5 @@ ATTENTION_TYPES = {
 
 
 def keys_of_type(declared: AttentionType) -> set[str]:
-    """Returns the keys in a type's declaration, except shared ones; "" is among them if it has no `head_dim`."""
+    """Returns a type's `needs`, `own`, `heads` and `head_dim` ("" if it has none), without its `scores`."""
     return {*declared.needs, *declared.own, *declared.heads, declared.head_dim}

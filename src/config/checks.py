@@ -16,16 +16,17 @@ from src.config.step_keys import REMAT_ARRAYS
 from src.config.yaml import dump
 from src.system.errors import UserError, did_you_mean, first_few
 
-# The setting that each dataset_type requires.
+# The setting that a dataset_type requires; `_sources` adds one for text.
 _NEEDED = {"tfds": "dataset_name", "custom": "dataset_factory"}
 _NEEDED |= dict.fromkeys(("array_record", "parquet", "tokens", "hf"), "dataset_path")
 
 
 def check_config(config: Mapping[str, Any], failed: set[str], unread: Collection[str] = ()) -> list[str]:
-    """Checks a value for every key of base.yml; returns problems as sentences that name the keys.
+    """Checks each key's value, and values against each other; returns problems as sentences that name the keys.
 
-    Values have the right types. The keys in `failed`, whose problems are already reported, are not checked. Keys that
-    the command does not read, `unread`, are not checked against others.
+    `config` has a value for every key, of its type except for the keys in `failed`. Those are not checked, because
+    their problems are already reported. The keys in `unread`, which the command does not read, are checked only by
+    themselves.
     """
     invalid = {key: problem for key in config if key not in failed and (problem := check_value(key, config[key]))}
     unsound = {*failed, *invalid}
@@ -97,7 +98,7 @@ def _rules(config: Config) -> Iterator[str]:
 
 def _moments(config: Config) -> Iterator[str]:
     step = config.step
-    adapters_alone = step.lora_rank and not step.trainable_parameters  # adapters have float32 moments
+    adapters_alone = step.lora_rank and not step.trainable_parameters  # adapters have float32 second moments
     second = "float32" if adapters_alone else step.weight_dtype
     moments = {"adam_b1": step.mu_dtype or ("float32" if step.lora_rank else second), "adam_b2": second}
     types = {step.opt_type, *(rule.get("opt_type") for rule in step.optimizer_rules)}
@@ -118,7 +119,7 @@ def _tiles(config: Config) -> Iterator[str]:
 
 def _sources(config: Config) -> Iterator[str]:
     for spec in dataset_spec.all_specs(config.data):
-        # The dataset of the top-level keys is Python's own source without a path; an entry of a list needs a path.
+        # Without a path, top-level keys mean Python's own source; an entry of `datasets` or `eval_datasets` needs one.
         needed = "dataset_path" if spec.name and spec.dataset_type == "text" else _NEEDED.get(spec.dataset_type)
         if needed and not getattr(spec, needed):
             yield f"dataset_type={spec.dataset_type} needs {spec.key(needed)}"

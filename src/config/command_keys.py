@@ -3,12 +3,12 @@
 from src.config import keys
 from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, POSITIVE, SEED, SHARE_OR_UNSET, Range, group, key, path
 
-# The commands that start a run or prepare its data, and take keys for runs; commands that use a trained model do not.
+# Commands that start a run or prepare for one. They accept keys that commands for a trained model do not.
 RUN_COMMANDS = (
     *("src.train", "src.train_compile", "src.train_dpo"),
     *("src.inspect_data", "src.tokenize_dataset", "src.train_tokenizer"),
 )
-_TRAIN_COMPILE = {"commands": ("src.train_compile",), "ignored": "anywhere"}  # users type the same line for src.train
+_TRAIN_COMPILE = {"commands": ("src.train_compile",), "ignored": "anywhere"}  # users type these for src.train too
 _DECODE, _INSPECT, _RUNS = ({"commands": names} for names in (("src.decode",), ("src.inspect_data",), RUN_COMMANDS))
 
 
@@ -17,7 +17,8 @@ _DECODE, _INSPECT, _RUNS = ({"commands": names} for names in (("src.decode",), (
 class Aot:
     """Compilation ahead of time (docs/aot.md)"""
     compile_topology: str = key("", "a TPU slice (v5p-128, v5p:4x4x4), a GPU host (a3) or cpu-8", **_TRAIN_COMPILE)
-    compile_topology_num_slices: int = key(1, "number of such slices or hosts", FROM_1, 2**16, **_TRAIN_COMPILE)
+    compile_topology_num_slices: int = key(1,
+        "number of slices or hosts, each as compile_topology names", FROM_1, 2**16, **_TRAIN_COMPILE)
     compile_report: str = path("", "output file for its report, JSON", **_TRAIN_COMPILE)
     compiled_trainstep_file: str = path("",
         "file to which src.train_compile writes the compiled step; src.train loads it",
@@ -41,8 +42,10 @@ class Quantization:
         above="quantization_exclude: weights whose matmuls stay in dtype; * stands for anything")
     weight_quantization_calibration_method: str = key("absmax",
         "range of codes: absmax, the largest magnitude, or with fp8 fixed,-B,B")
-    act_quantization_calibration_method: str = key("absmax", "the same, for activations")
-    bwd_quantization_calibration_method: str = key("absmax", "the same, for gradients")
+    act_quantization_calibration_method: str = key("absmax",
+        "like weight_quantization_calibration_method, for activations")
+    bwd_quantization_calibration_method: str = key("absmax",
+        "like weight_quantization_calibration_method, for gradients")
 
 
 @group
@@ -136,7 +139,7 @@ class Diagnostics:
     stack_trace_interval_seconds: int = key(600, "seconds between stack traces", FROM_1, 2**24)
     hang_after_steps: float = key(20.0, "report a hang after this many median step times; 0: off", FROM_0)
     hang_after_seconds: float = key(300.0,
-        "hang_after_steps: and this many seconds, evaluations and saves not counted", POSITIVE)
+        "hang_after_steps: least seconds before a report, evaluations and saves not counted", POSITIVE)
     hang_action: str = key("log", "log: write stacks and more to the run's hang-*.txt; exit: also end with code 75",
         ("log", "exit"))
 # fmt: on
@@ -146,7 +149,10 @@ CALIBRATION_METHODS = tuple(f"{of}_quantization_calibration_method" for of in ("
 
 
 def fixed_bound(method: str) -> float:
-    """Reads a calibration method: B, 1e-30 to 1e30, for `fixed,-B,B`, 0 for `absmax`; otherwise raises ValueError."""
+    """Returns the bound B of the calibration method `fixed,-B,B`, or 0 for `absmax`, which measures the range.
+
+    Raises ValueError for any other text, or if B is not from 1e-30 to 1e30.
+    """
     if method == "absmax":
         return 0.0
     word, low, high = method.split(",")

@@ -9,7 +9,8 @@ from typing import Any
 from src.config.schema import Data
 from src.system.errors import UserError
 
-# Maximum sum of a mixture's weights as whole numbers: the order of its sources repeats after this number of rows.
+# Maximum sum of a mixture's weights as whole numbers. The order in which rows come from its sources repeats after as
+# many rows as this sum.
 MAX_PERIOD = 100_000
 
 # The settings of a dataset, each with its config keys for training and for evaluation. An entry of `datasets` or
@@ -27,7 +28,7 @@ ENTRY_KEYS = {"datasets": ("name", "weight", *SETTINGS), "eval_datasets": ("name
 
 @dataclasses.dataclass(frozen=True)
 class DatasetSpec:
-    """Describes a dataset to train or evaluate on."""
+    """The settings of one dataset to train or evaluate on, which `data.open.open_source` opens."""
 
     name: str  # of an entry of `datasets` or `eval_datasets`; empty if top-level keys describe the dataset
     max_document_bytes: int
@@ -42,7 +43,7 @@ class DatasetSpec:
     dataset_factory: str = ""
 
     def key(self, setting: str) -> str:
-        """Names a setting in messages by the key that a user changes, such as `eval_dataset_path`."""
+        """Names a setting in messages as a user finds it: `eval_dataset_path`, or `datasets, books: dataset_path`."""
         if not self.name:
             return SETTINGS[setting][self.is_eval]
         return f"{'eval_datasets' if self.is_eval else 'datasets'}, {self.name}: {setting}"
@@ -58,7 +59,10 @@ def train_specs(data: Data) -> list[DatasetSpec]:
 
 
 def eval_specs(data: Data) -> list[DatasetSpec]:
-    """Lists the datasets to evaluate on: the entries of `eval_datasets`, or the one that top-level keys describe."""
+    """Lists the datasets to evaluate on: the entries of `eval_datasets`, or the one that top-level keys describe.
+
+    Call it only if `names_eval_data`; otherwise these keys describe no dataset.
+    """
     return _specs(data, data.eval_datasets, is_eval=True)
 
 

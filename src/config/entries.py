@@ -25,7 +25,10 @@ _RANGES = {"learning_rate_scale": FROM_0, "weight_decay": FROM_0}
 
 
 def read_entries(key: str, value: Any) -> tuple[Mapping[str, Any], ...]:
-    """Converts the settings in the parsed value of `key`; raises ValueError with all problems, such as equal names."""
+    """Reads the parsed value of `key`: a list of mappings, whose settings are converted to their types.
+
+    Raises ValueError with the problems of all entries, or with the names that two datasets have in common.
+    """
     entries = read_list(value, "entry", functools.partial(_read_entry, ENTRIES[key]))
     if key in RULES:
         return entries

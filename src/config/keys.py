@@ -11,7 +11,7 @@ DTYPES = ("bfloat16", "float32")
 
 
 class Range(NamedTuple):
-    """The range of a number, in words and as a test; a key may replace `max`, the largest number (None: no limit)."""
+    """Valid values, in words and as a test; a key may replace `max`, the largest number (None: no limit)."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -19,7 +19,7 @@ class Range(NamedTuple):
 
 
 # fmt: off
-# Refuses numbers near 1e-38, below which float32 loses precision and then becomes 0.
+# POSITIVE refuses numbers near 1e-38, below which float32 loses precision and then becomes 0.
 POSITIVE         = Range("a positive number, 1e-30 or more", lambda x: x >= 1e-30)
 ABOVE_0          = Range("a positive number", lambda x: x > 0)
 FROM_0           = Range("0 or more", lambda x: x >= 0)
@@ -41,14 +41,14 @@ SEED             = Range("at least 0 and less than 2**32", lambda x: 0 <= x < 2*
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """The declaration of one key."""
+    """One key of the configuration: its default, valid values, readers, and lines in base.yml."""
 
     default: Any
     comment: str  # the line that explains it
     allowed: Range | tuple[str, ...] = ()  # the range of a number, or the choices for a string
     max: float | None = None  # the largest number, beyond any machine's memory or time; larger ones may overflow
     per_layer: bool = False  # a pattern of `decoder_segments` may set it per layer
-    resume_invariant: bool | None = None  # a run cannot resume with another value; None: as its group declares
+    resume_invariant: bool | None = None  # a run cannot resume with another value; None: see schema.collect
     example: str = ""  # an example of a list of non-empty strings, such as `[attention.*]`
     is_path: bool = False
     is_local: bool = False  # the path is on this machine's file system, not in a remote store
@@ -72,7 +72,10 @@ def frozen(value: Any) -> Any:
 def key(
     default: Any, comment: str, allowed: Range | tuple[str, ...] = (), max: float | None = None, **more: Any
 ) -> Any:
-    """Declares a key; the arguments are fields of `Key`. If one command reads it, the comment begins with its name."""
+    """Declares a key; the arguments are fields of `Key`. If one command reads it, its comment begins with that name.
+
+    `max`: the largest number; None: the maximum of the range `allowed`.
+    """
     if max is None and isinstance(allowed, Range):
         max = allowed.max
     commands = more.get("commands", ())

@@ -22,8 +22,8 @@ from src.system.errors import UserError, changed_keys, clipped
 
 ENTRY_LISTS = ("datasets", "eval_datasets", "optimizer_rules", "load_weights_rules")  # entries.py reads them
 
-# Reads the folder of another program's model, or only its tokenizer (if the second argument is true), into keys as
-# `parse_keys` returns them, or None if the folder has no such model. The config does not know these formats.
+# Reads a model of another program, given its folder or hf://ORG/NAME, or only its tokenizer if the second argument is
+# true. Returns keys as `parse_keys` does; None if the folder has no such model. The config does not know these formats.
 FolderReader = Callable[[str, bool], Mapping[str, Any] | None]
 
 
@@ -42,9 +42,9 @@ def load(
     (`logical_axis_rules.mlp=[]`) sets one entry of a mapping. A run's folder sets every key, also those of the model.
 
     `argv` is the command line without the program, or a ConfigDict in place of a config file. `notes` receives a line
-    for each key that is given twice, or accepted without effect, such as another trainer's or another `command`'s.
-    With `uses_weights`, a run or model folder on the command line is the default of `load_parameters_path`.
-    `read_folder` reads model folders.
+    for each key that is given twice, or accepted without effect, such as another trainer's or another `command`'s
+    ("": no keys are reported as another command's). With `uses_weights`, the folder of a run in place of a config file,
+    or of the model that `model_name` names, is the default of `load_parameters_path`.
 
     Raises UserError with all problems in one message, and OSError if a path cannot be looked up.
     """
@@ -105,7 +105,7 @@ def _load(
 
         below = former_defaults(settings)
     config, failed = _resolve([*below, *settings], problems, notes)
-    # A model that comes from another run keeps the name it has there.
+    # If `model_name` is the folder of a run, keep the name that its model has in that run.
     config["model_name"] = next((str(setting.value) for setting in model if setting.key == "model_name"), model_name)
     unread: Sequence[Requires] = OF_TRAIN if command == "src.train" else ()
     if command not in ("", "src.train"):
@@ -118,7 +118,7 @@ def _load(
 
         of_read = check_config(config, failed, keys_not_read(sound, command, unread))
         problems += [each for each in found if each in of_read]
-    # A run's own file lists every key, including keys without effect.
+    # Do not report settings in a run's own config.yml: it lists every key, including keys without effect.
     chosen = [setting for setting in files if not (run or setting.where.endswith(f"/{run_configs.CONFIG}"))]
     unused: Sequence[tuple[str, str]] = ()
     if may_be_unused([*chosen, *arguments], sound, command, unread):
@@ -186,11 +186,14 @@ def _default(key: str) -> Any:
 
 
 def _chain(path: Path, problems: list[str], keys: dict[str, Any] | None = None) -> list[Setting]:
-    """Reads a config file and the chain of its `base_config` files, the lowest first, without base.yml."""
-    settings: list[Setting] = []  # of a ConfigDict, `keys` are read instead of the first file
+    """Reads a config file and the chain of its `base_config` files; returns their settings, the lowest file's first.
+
+    base.yml is left out. `keys`, of a ConfigDict, are used in place of the file `path`.
+    """
+    settings: list[Setting] = []
     visited: list[Path] = []
     if path.parts[:1] == ("configs",) and not path.exists() and CONFIGS.parent.joinpath(path).is_file():
-        path = CONFIGS.parent / path  # found from any folder, even if only the package is installed
+        path = CONFIGS.parent / path  # configs/ is found from any folder, even if only the package is installed
     while (resolved := Path(os.path.realpath(path))) != BASE:
         if resolved in visited:
             problems.append(f"base_config goes round in a circle: {' -> '.join(map(str, [*visited, resolved]))}")
@@ -227,7 +230,10 @@ def _model_name(settings: Sequence[Setting]) -> str:
 
 
 def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str]) -> tuple[dict[str, Any], set[str]]:
-    """Applies the settings in order to the defaults; returns the values, and the keys with an invalid setting."""
+    """Applies the settings in order to the defaults; returns all keys' values, and the keys with an invalid setting.
+
+    Problems are added to `problems`, and answers to other trainers' keys to `problems` or `notes`.
+    """
     config = defaults()
     failed: set[str] = set()
     for setting in settings:
@@ -254,7 +260,10 @@ def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str])
 
 
 def _own(key: str, value: Any) -> Any:
-    """Converts a value to its key's type; an invalid one is read as another trainer's spelling. Raises ValueError."""
+    """Converts a value to its key's type; if it is invalid, tries it as another trainer's spelling.
+
+    Raises ValueError if that is not of the key's type either.
+    """
     with contextlib.suppress(ValueError):
         typed = _typed(key, value)
         if "." in key or not check_value(key, typed):

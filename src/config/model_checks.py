@@ -63,7 +63,10 @@ def check_value(name: str, value: Any) -> str:
 
 
 def read_list(value: Any, noun: str, read: Callable[[Any], dict[str, Any]]) -> tuple[Any, ...]:
-    """Applies `read` to the entries of a parsed list; raises ValueError with all problems, numbered by entry."""
+    """Applies `read` to each entry of a parsed list; returns the results, made immutable.
+
+    Raises ValueError if `value` is not a list, or with the problems of all entries, each after `noun` and its number.
+    """
     if not isinstance(value, list):
         return convert(value, ())
     entries, problems = [], []

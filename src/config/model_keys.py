@@ -103,7 +103,7 @@ class AttentionSettings:
     q_lora_rank: int = key(0, "mla: width of the compressed query; 0: not compressed", FROM_0, 2**20)
     kv_lora_rank: int = key(0, "mla: width of the compressed keys and values, which the cache holds", FROM_0, 2**20)
     qk_nope_head_dim: int = key(0, "mla: size of a query head's part without positions", FROM_0, 2**16)
-    qk_rope_head_dim: int = key(0, "mla: size of its rotary part, whose key is shared by all heads", FROM_0, 2**16)
+    qk_rope_head_dim: int = key(0, "mla: size of a query head's rotary part; all heads share its key", FROM_0, 2**16)
     v_head_dim: int = key(0, "mla: size of a value head", FROM_0, 2**16)
     latent_norm_epsilon: float = key(0.0,
         "mla: epsilon of the norms of compressed queries, keys, values; 0: as other norms", FROM_0)
@@ -172,7 +172,7 @@ class FeedForwardSettings:
 
 
 def _scaled(base: str, turn: int) -> Any:
-    """Makes the property of the size `base`, which doubles at every third doubling of the scale; `turn` 2 is first."""
+    """Makes a property: the size `base` at the model's scale, doubled at every third doubling; `turn` 2 comes first."""
 
     def size(model: "Model") -> int:
         doublings = model.global_parameter_scale.bit_length() - 1
@@ -208,5 +208,5 @@ class Model(ModelSize, EmbeddingSettings, LayerKeys):
 
     @property
     def moe_mlp_dim(self) -> int:
-        """Hidden width F of an expert; `mlp_dim` if `base_moe_mlp_dim` is 0."""
+        """Hidden width F of an expert at the model's scale; `mlp_dim` if `base_moe_mlp_dim` is 0."""
         return self._expert_dim or self.mlp_dim

@@ -19,10 +19,10 @@ def same_file(name: str, other: str) -> bool:
 
 
 def split_at_name(name: str, files: Sequence[Setting]) -> tuple[Sequence[Setting], Sequence[Setting]]:
-    """Splits the settings of a chain of files, the lowest first: those made for another model, and the others.
+    """Splits the settings of a chain of files, the lowest file's first: those not made for model `name`, and the rest.
 
-    The others begin with the lowest file from which on model `name` is named, and no other one above it. If no file
-    names it, all are in the first part.
+    The rest begins with the lowest file that names this model and has no file above it that names another. If there is
+    no such file, all settings are in the first part.
     """
     first = len(files)
     for naming in reversed([each for each in files if each.key == "model_name"]):
@@ -33,7 +33,10 @@ def split_at_name(name: str, files: Sequence[Setting]) -> tuple[Sequence[Setting
 
 
 def replaced_settings(name: str, model: Sequence[Setting], files: Sequence[Setting], meant: Set[str]) -> Iterator[str]:
-    """Yields a problem if `files`, for another model, replace settings of model `name`, except the keys `meant`."""
+    """Yields a problem if `files`, not made for model `name`, give other values to settings of its file, `model`.
+
+    Keys in `meant`, which sources above these files set too, are not a problem.
+    """
     of_model = {setting.key: setting.value for setting in model if setting.key in keys_of("model")}
     of_model.pop("vocab_size", None)  # it belongs to the tokenizer
     replaced = []
@@ -57,11 +60,12 @@ def model_settings(
     read_config: Callable[[Path], Mapping[str, Any]],
     problems: list[str],
 ) -> list[Setting]:
-    """Reads the settings of the model file that `name` names, or of the file, run or model folder at that path.
+    """Reads the settings of model `name`: of a file in configs/models, or a path to a file, run or model folder.
 
     They include a tokenizer in the folder, or next to the file, and with `uses_weights` the folder as
-    `load_parameters_path`. Keys in the file that do not describe a model are added to `problems`. Raises UserError if
-    there is no such model.
+    `load_parameters_path`. `read_folder`, a `load.FolderReader`, also reads hf://ORG/NAME; `read_config` reads a file.
+    Keys in the file that do not describe a model are added to `problems`. Raises UserError if there is no such model,
+    or the folder cannot be read.
     """
     try:
         run = run_configs.run_folder(name)

@@ -1,4 +1,4 @@
-"""Restores the sharding rule of latents that a run began with, because its default has changed."""
+"""Keeps the value of `logical_axis_rules.latent` that an older run began with: its default has changed since."""
 
 import contextlib
 from collections.abc import Mapping, Sequence

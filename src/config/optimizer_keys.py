@@ -11,16 +11,16 @@ FINAL, DECAY = "learning_rate_final_fraction", "wsd_decay_steps_fraction"
 
 
 class OptimizerType(NamedTuple):
-    """Declares a value of `opt_type`."""
+    """Declares a value of `opt_type`: how it turns gradients into updates, and the keys that it reads."""
 
     note: str  # its line in base.yml
-    scaling: str = ""  # module:function(chosen, inputs), which `make_optimizer` imports and calls
+    scaling: str = ""  # module:function(chosen, inputs), which `make_optimizer` calls; "": the gradient
     reads: tuple[str, ...] = ()  # keys that only some optimizers read
     hidden_only: bool = False  # it updates matrices in layers, and adamw all other weights
     waits: bool = False  # its first step only prepares, and moves no weight
 
 
-# Their order is the order of the optimizers' states in checkpoints: add new ones at the end.
+# Checkpoints have the optimizers' states in the reverse of this order, which must not change: add new ones at the end.
 OPTIMIZERS = {
     "adamw": OptimizerType(
         "Adam with decoupled weight decay", "src.step.optimizer:adamw", reads=(*ADAM, "adam_clip_threshold")
@@ -40,7 +40,7 @@ OPTIMIZERS = {
 
 
 class Schedule(NamedTuple):
-    """Declares a value of `lr_schedule_type`."""
+    """Declares a value of `lr_schedule_type`: the shape of the learning rate, and the keys that it reads."""
 
     note: str  # its line in base.yml
     # (keys, step, warm-up steps, schedule steps) -> learning rate after the warm-up, as a fraction of its peak
@@ -73,7 +73,7 @@ SCHEDULES = {
 
 
 def reading(table: Mapping[str, Any], key: str) -> list[str]:
-    """Lists the names in a table that read a key."""
+    """Lists the names of the optimizers or schedules in `table` that read a key."""
     return [name for name, it in table.items() if key in it.reads]
 
 
@@ -112,10 +112,10 @@ class OptimizerKeys:
 def learning_rate(keys: OptimizerKeys, steps: int, step: int) -> float:
     """Computes the learning rate of update number `step`, counted from 0, in a run of `steps` updates.
 
-    It rises linearly to `learning_rate` during `warmup_steps_fraction` of `learning_rate_schedule_steps`, follows the
-    schedule to `learning_rate_final_fraction` of this, and is 0 afterwards.
+    It rises linearly to `learning_rate` during `warmup_steps_fraction` of `learning_rate_schedule_steps` (-1: `steps`),
+    follows the schedule to `learning_rate_final_fraction` of that peak, and is 0 afterwards.
     """
-    # Not by optax: its schedules compute in float32 on a device, so the last bit would differ and the loop would wait.
+    # Not by optax: its schedules compute in float32 on a device, which rounds differently, and the loop would wait.
     total = steps if keys.learning_rate_schedule_steps == -1 else keys.learning_rate_schedule_steps
     warmup = round(keys.warmup_steps_fraction * total)
     if step >= total:

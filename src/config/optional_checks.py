@@ -33,7 +33,7 @@ def profile(config: Config) -> Iterator[str]:
             f"profiler={diagnostics.profiler} would profile steps {skipped + 1} to {skipped + profiled}, "
             f"but steps={steps}: lower skip_first_n_steps_for_profiler or profiler_steps"
         )
-    pgle = config.aot.pgle  # missing if it is invalid, which ends this check: so read it after `profiler`
+    pgle = config.aot.pgle  # raises AttributeError if it is invalid, and so ends this check: read it after `profiler`
     if pgle == "collect" and -1 != steps < 4:
         yield f"pgle=collect profiles steps 2 to 4, but steps={steps}: raise steps"
     if pgle == "auto" and (runs := int(os.environ.get("JAX_PGLE_PROFILING_RUNS", "3"))) < 1:  # JAX reads it
@@ -80,7 +80,7 @@ def finetuning(config: Config) -> Iterator[str]:
 
 
 def scoring(config: Config) -> Iterator[str]:
-    """Checks the files to score, and that a task's .yaml file is trusted."""
+    """Checks that what src.evaluate scores has an output file of its own, and that a task's .yaml file is trusted."""
     harness = config.harness
     for source, target in (("texts_path", "scores_path"), ("tokens_path", "logits_path")):
         read, written = (os.path.realpath(os.path.expanduser(config[key])) for key in (source, target))
@@ -143,7 +143,7 @@ def quantization(config: Config) -> Iterator[str]:
         except ValueError:
             yield f"{name}={config[name]}: expected absmax, or a range such as fixed,-224,224"
         else:
-            if bound and config.step.quantization != "fp8":  # in int8, a NaN would become a finite code
+            if bound and config.step.quantization != "fp8":  # in a fixed range, int8 makes NaN finite
                 yield f"{name}={config[name]} needs quantization=fp8: other 8-bit matmuls find the range themselves"
     triton = "xla_gpu_enable_triton_gemm"
     is_on = re.search(rf"--{triton}(?!=(false|0))", config.aot.compile_xla_flags, re.IGNORECASE)

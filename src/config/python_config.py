@@ -37,7 +37,10 @@ def read_python(path: Path) -> dict[str, Any]:
 
 
 def config_dict_keys(config: ConfigDict, where: str) -> dict[str, Any]:
-    """Converts a ConfigDict to keys as `parse_keys` returns them; raises UserError for a value that no key may have."""
+    """Converts a ConfigDict to keys as `parse_keys` returns them.
+
+    Raises UserError for a value that no key may have, or a required one that is not set.
+    """
     keys = {}
     for key in config:
         try:

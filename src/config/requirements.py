@@ -1,4 +1,4 @@
-"""Lists which keys have an effect only with certain values of others, or only in certain commands."""
+"""Lists which keys have an effect only with certain values of others, in every command or (`OF_TRAIN`) in src.train."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,18 +20,21 @@ def _other(choice: str) -> Range:
 
 
 class Above(NamedTuple):
-    """A number above the value of another key."""
+    """Stands for any number above the value of the key `key`."""
 
     key: str
 
     @property
     def words(self) -> str:
-        """Names the other key."""
+        """The condition as messages show it."""
         return f"(more than {self.key})"
 
 
 class Requires:
-    """Says that `keys` have an effect only if a key in `one_of` has its value, one of several, or one in a range."""
+    """Says that `keys` have an effect only if at least one key in `one_of` has a value that it requires.
+
+    That is one value, one in a list, one in a `Range`, or one `Above` another key's. With no `one_of`, they never do.
+    """
 
     def __init__(self, keys: str | Sequence[str], **one_of: Any) -> None:
         self.keys = keys.split() if isinstance(keys, str) else keys
@@ -68,7 +71,7 @@ def _of_optimizers(key: str) -> Requires:
 
 
 def _read_by(table: Mapping[str, Any]) -> list[str]:
-    """Lists the keys that some entries of a table read."""
+    """Lists the keys that any entry of `table`, OPTIMIZERS or SCHEDULES, has in its `reads`."""
     return list(dict.fromkeys(key for it in table.values() for key in it.reads))
 
 
@@ -85,7 +88,7 @@ AROUND_LAYERS = (*_of_group("Model: norms"), "dropout_rate", "position_type")
 
 
 def _of_type(key: str) -> Requires:
-    """Requires an attention type that reads the key, or refuses it, which model_checks reports."""
+    """Requires a type that reads the key, or whose `scores` lack it: there, model_checks refuses the key."""
     shared = key in (*OF_SCORES, *_OF_ROPE)
     kinds = [kind for kind, it in ATTENTION_TYPES.items() if key in keys_of_type(it) or (shared and it.head_dim)]
     return Requires(key, attention_type=kinds)
@@ -127,7 +130,7 @@ _SAMPLED = ("weighted", "topk", "nucleus", "composite")
 _STAGES = Range("2 or more", lambda size: size >= 2 or size == -1)
 REQUIREMENTS = (
     *LAYER_REQUIREMENTS,
-    Lists("log_period", quiet=False, weight_dtype="bfloat16"),  # it also dates the report on narrow weights
+    Lists("log_period", quiet=False, weight_dtype="bfloat16"),  # also the step of NarrowWeights' report
     Requires("trainable_position_size", position_type="learned"),
     # Not in the list above: a layer's spec, and so an exported model, keeps these settings.
     Lists("rope_type rope_factor", rope_type=_other("dynamic"),
@@ -159,7 +162,7 @@ REQUIREMENTS = (
     Requires("lora_alpha lora_parameters", lora_rank=ABOVE_0),
     Lists("dataset_path eval_dataset_path tokenizer_type tokenizer_path sample_length", dataset_type=_READ),
     Requires("dataset_name eval_dataset_name", dataset_type=["tfds", "hf"]),
-    # In tfds it names data; in hf it is only a configuration of the data that a path names.
+    # With tfds, eval_dataset_name names data; with hf, only a configuration of the data that a path names.
     Lists("eval_dataset_name", dataset_type="tfds", eval_dataset_path=IS_SET, eval_datasets=IS_SET),
     Requires("train_split eval_split", dataset_type=["tfds", "hf", "custom"]),
     # Without these keys, a part of the training split is held out.
@@ -198,14 +201,15 @@ REQUIREMENTS = (
 _EVALUATION = [name for name, key in KEYS.items() if key.section == "evaluation" and not key.commands]
 SAMPLING = [name for name, key in KEYS.items() if name.startswith(("decode_sampling", "decode_seed", "decode_stop"))]
 SAMPLING += ["use_chat_template", "max_prefill_predict_length"]
-# The same for src.train; src.evaluate and src.decode read these keys in any case.
+# Further ones, for src.train only: other commands may read these keys without `eval_interval` or `sample_length`.
 OF_TRAIN = (
-    # With tfds it is the folder of evaluation data too; otherwise `_places` refuses it.
+    # With tfds, dataset_path is the folder of evaluation data too. With other types, `unused_keys._idle` refuses it if
+    # every entry of `datasets` has a path.
     Lists("dataset_path", dataset_type=_other("tfds"), datasets=_WITHOUT_PATH, eval_dataset_name=IS_SET,
          eval_datasets=IS_SET),
     Lists([name for name in _EVALUATION if name != "eval_interval"], eval_interval=FROM_1),
     Lists([name for name in KEYS if name.startswith(("eval_dataset", "eval_split", "eval_fraction"))],
-         eval_interval=FROM_1, dataset_type="synthetic"),  # with synthetic data, their tokenizer is the sample's
+         eval_interval=FROM_1, dataset_type="synthetic"),  # with synthetic data, a sample needs their tokenizer
     Lists(SAMPLING, sample_length=FROM_1, decode_metrics=IS_SET),
     Lists("decode_samples decode_prompt_tokens decode_num_prompts", decode_metrics=IS_SET),
 )
@@ -224,19 +228,19 @@ class Setting(NamedTuple):
 
 
 def to_settings(keys: Mapping[str, Any], where: str) -> list[Setting]:
-    """Makes a setting of each key in a file or a folder, described by `where`."""
+    """Makes a `Setting` of each key that a file or folder sets; `where` describes it, such as `in FILE`."""
     return [Setting(key, value, where) for key, value in keys.items()]
 
 
 def unmet(needs: Iterable[Requires], facts: Mapping[str, Any]) -> list[Requires]:
-    """Lists the requirements that the values `facts` do not satisfy, except those that name a key without a value."""
+    """Lists the requirements that the values `facts` do not satisfy, except those on keys that `facts` lacks."""
     return [need for need in needs if need.one_of.keys() <= facts.keys() and not need.satisfied(facts)]
 
 
 def may_be_unused(
     settings: Sequence[Setting], config: Mapping[str, Any], command: str, unread: Sequence[Requires]
 ) -> bool:
-    """Returns whether any of the settings may have no effect; then `unused_keys` finds out which, and why."""
+    """Returns whether any of the settings may have no effect: only then import `unused_keys`, which finds them."""
     names = {setting.key.partition(".")[0] for setting in settings} & config.keys()
     needs = [need for need in (*REQUIREMENTS, *unread) if names.intersection(need.keys)]
     return (

@@ -105,7 +105,7 @@ class DataSources:
     array_record_format: str = key("example",
         "array_record: records are example (tf.train.Example), json or text", ("example", "json", "text"))
     dataset_factory: str = key("", "custom: module:function(config, split) -> documents (docs/data.md)")
-    datasets: tuple = key((), "mixture: [{name: web, weight: 7, dataset_path: ...}, ...]; defaults are the above")
+    datasets: tuple = key((), "mixture: [{name: web, weight: 7, dataset_path: ...}, ...]; defaults: keys above")
     eval_dataset_path: str = path("", "like dataset_path; empty: hold out part of the training data")
     eval_dataset_name: str = key("", "tfds, hf: like dataset_name", resume_invariant=False)
     eval_split: str = key("validation", "tfds, hf, custom: like train_split", resume_invariant=False)
@@ -139,7 +139,7 @@ class Evaluation:
     scores_path: str = path("", "output file for the scores of texts_path, JSONL", is_local=True, **_EVALUATE)
     tokens_path: str = path("",
         "token ids to compute logits for, a .npy file of int32 [B, T]", is_local=True, **_EVALUATE)
-    logits_path: str = path("", "output file for those logits, .npy of float32 [B, T, V]", is_local=True, **_EVALUATE)
+    logits_path: str = path("", "output file for logits, .npy of float32 [B, T, V]", is_local=True, **_EVALUATE)
     results_path: str = path("", "output file for losses, bits per byte and counts, JSON", is_local=True, **_EVALUATE)
 
 
@@ -156,7 +156,7 @@ class Checkpoint:
     load_weights_rules: tuple = key((),
         "first match wins: [{match: REGEX, path: as above, name: its name there, as \\1}]",
         commands=RUN_COMMANDS)
-    load_ema: bool = key(False, "both keys above load the runs' EMA of the weights (ema_decay)")
+    load_ema: bool = key(False, "load_parameters_path, load_weights_rules: load the EMA of the weights (ema_decay)")
     load_full_state_path: str = path("", "a run or checkpoint to take weights, optimizer, step and data position from")
 
 

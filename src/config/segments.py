@@ -44,7 +44,7 @@ def check_segments(model: Model) -> Iterator[str]:
 
 
 def expanded(model: Model) -> list[tuple[Model, str]]:
-    """Lists the layers of the segments in order: each one's settings, and the name of its shared weights ("": own)."""
+    """Lists the layers in order: the settings of each, and the name of the weights that it shares ("": none)."""
     segments, count = model.decoder_segments, model.num_decoder_layers
     counted = sum(max(entry.get("repeats", 1), 0) * len(entry["pattern"]) for entry in segments)
     layers: list[tuple[Model, str]] = []

@@ -1,4 +1,4 @@
-"""Lists the keys that a command accepts in a file meant for several commands, but does not read."""
+"""Lists the keys that src.train_dpo, src.decode and src.evaluate do not read; files for other commands may set them."""
 
 from src.config.keys import ABOVE_0, FROM_1
 from src.config.requirements import EMPTY, IS_SET, SAMPLING, Lists, Requires
@@ -18,13 +18,14 @@ _TO_SCORE = ("texts_path", "tokens_path", "tasks")  # src.evaluate: instead of e
 _TRAINING_DATA = "train_split datasets"  # not dataset_name, without which checks refuse dataset_type=tfds
 _WITH_PATH = ("tfds", "array_record", "parquet", "hf", "tokens")
 
-# Each command, except src.train, and the keys that it reads only with one of these settings, or (with none) never.
+# By command, the keys that it reads only with one of the given settings, or never if none is given. A key in `Lists` is
+# ignored with a note, a key in `Requires` as `Key.ignored` says. src.train has `requirements.OF_TRAIN` instead.
 UNREAD: dict[str, tuple[Requires, ...]] = {
     "src.train_dpo": (
         Requires("use_sft sft_train_on_completion_only dataset_column max_document_bytes sample_length"),
         Requires("decode_metrics compiled_trainstep_file pgle pgle_profile packing long_documents"),
         Lists([*SAMPLING, "decode_samples", "decode_prompt_tokens", "decode_num_prompts"]),
-        Lists("eval_steps eval_fraction", eval_interval=FROM_1),  # other keys of evaluation are the reference's too
+        Lists("eval_steps eval_fraction", eval_interval=FROM_1),  # the others are read for the reference too
     ),
     "src.decode": (
         Lists(_OF_TRAINING),
@@ -34,7 +35,7 @@ UNREAD: dict[str, tuple[Requires, ...]] = {
         Requires("decode_samples decode_prompt_tokens decode_num_prompts", decode_path=IS_SET),
         Lists(_DATA, decode_prompt_tokens=ABOVE_0),
         Lists(_DATA, decode_path=IS_SET),
-        # These read dataset_type=synthetic too: it is refused, because prompts need a tokenizer.
+        # dataset_type=synthetic is read in any case: it is refused, because prompts need a tokenizer.
         Lists("dataset_type", decode_prompt_tokens=ABOVE_0, dataset_type="synthetic"),
         Lists("dataset_type", decode_path=IS_SET, dataset_type="synthetic"),
         Lists("prompt", prompt_path=EMPTY),
@@ -47,7 +48,7 @@ UNREAD: dict[str, tuple[Requires, ...]] = {
         Lists("decode_sampling_strategy decode_sampling_temperature decode_sampling_top_k"),
         Lists("decode_sampling_nucleus_p decode_num_prompts"),
         Lists("use_chat_template decode_seed", tasks=IS_SET),
-        *(Lists("run_name base_output_directory", **{key: EMPTY}) for key in _TO_SCORE),  # otherwise for data rules
+        *(Lists("run_name base_output_directory", **{key: EMPTY}) for key in _TO_SCORE),  # else: the run's data rules
         *(
             Lists(
                 [*_DATA, "packing", "long_documents", "batch_transform", "eval_steps", "eval_metrics"], **{key: EMPTY}

@@ -25,8 +25,8 @@ def unused_keys(
     """Finds a user's settings that differ from the default but have no effect; returns (key, sentence) for each.
 
     `settings` are in the order in which they apply, and `config` is the result, without invalid keys. Skips keys that a
-    source after their own made unused. With a `command`, also finds keys that are for others, or that are `unread` (see
-    `unread_keys.UNREAD`). Settings that may be ignored are listed in `notes` instead.
+    source after their own made unused. With a `command`, also finds keys that are for other commands, or that `unread`
+    (see `unread_keys.UNREAD`) lists. Settings that may be ignored are listed in `notes` instead.
     """
     last = {setting.key.partition(".")[0]: (number, setting) for number, setting in enumerate(settings)}
     needs, unread = ((*REQUIREMENTS, *unread), ()) if command == "src.train" else (REQUIREMENTS, unread)
@@ -116,9 +116,10 @@ def _idle(key: str, config: Mapping[str, Any], changed: set[str], needs: Sequenc
 
 
 def _places(key: str, config: Mapping[str, Any]) -> tuple[set[str], list[Mapping[str, Any]]]:
-    """Finds the layers, or for a key of data or decoding the datasets, that do not have a value of their own.
+    """Finds the layers, or for a key of data or decoding the datasets, that have no value of their own for `key`.
 
-    Returns the keys that list layers or datasets, and the settings of each one found.
+    Returns the keys whose lists may have such values (`decoder_segments`, or `datasets` and `eval_datasets`), and the
+    settings of each layer or dataset found: {} if the list is empty.
     """
     # Keys of decoding depend on datasets too, because texts need a tokenizer, and synthetic data have none.
     if KEYS[key].section not in ("data", "decoding"):

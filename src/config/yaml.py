@@ -28,7 +28,7 @@ TYPE_NAMES = {
     **{bool: "true or false", int: "an integer", float: "a number", str: "a string"},
     **{Mapping: "a mapping, such as {name: value}", object: "a list, such as [a, b]"},
 }
-MAX_NODES, MAX_DEPTH = 100_000, 50  # strings, lists and mappings of one YAML document
+MAX_NODES, MAX_DEPTH = 100_000, 50  # strings, lists and mappings of one YAML document, and levels of nesting
 MAX_NAME, MAX_PATH = 255, 4095  # bytes of a local path: of each name, and in all
 
 
@@ -122,7 +122,10 @@ def parse(text: str, where: str) -> Any:
 
 
 def _check_size(value: Any, where: str, depth: int = 1) -> int:
-    """Counts the values within a value, with each repetition by an alias; raises UserError for too many, or levels."""
+    """Counts a value and those within it, also each time that an alias repeats them.
+
+    Raises UserError for more than MAX_NODES values or MAX_DEPTH levels.
+    """
     count = 1
     for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         count += _check_size(each, where, depth + 1)
@@ -151,7 +154,7 @@ def parse_keys(text: str, where: str) -> dict[str, Any]:
 
 
 def literal(value: Any) -> Any:
-    """Converts plain scalars in `value` to a bool if `BOOLS` has it, to an int or float if it is one, else to a str."""
+    """Converts each plain scalar in `value`: to a bool if in `BOOLS`, to an int or float if possible, else to a str."""
     if isinstance(value, dict):
         return {key: literal(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -206,8 +209,8 @@ def type_name(value: Any) -> str:
 def parse_argument(text: str, default: Any, where: str) -> Any:
     """Parses the text after `key=`; `default` is the key's, or None for an unknown key.
 
-    The text is YAML, but a string key takes it as it is, without outer quotes. Raises UserError for malformed YAML,
-    which for an unknown key is a string.
+    The text is YAML, but a string key takes it as it is, without outer quotes. Raises UserError for malformed YAML; for
+    an unknown key, it counts as a string instead.
     """
     if isinstance(default, str):
         quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'" and text[0] not in text[1:-1]

@@ -94,7 +94,10 @@ class BatchSchedule:
         return numbers, numbers % self.rows
 
     def on_host(self, first: int, size: int, streams: Rows) -> tuple[np.ndarray, list[RowAssignment]]:
-        """Selects the rows of `batch(first, size)` that `streams` fill: indices, int [rows], and assignments."""
+        """Selects the rows of `batch(first, size)` that `streams`, this host's, fill.
+
+        Returns their indices in the global batch, int [rows], and their assignments, in the order of row numbers.
+        """
         places = np.full(self.rows, -1)
         places[streams] = np.arange(len(streams))
         numbers, filled_by = self.batch(first, size)

@@ -55,7 +55,10 @@ def rows_per_epoch(inputs: InputSpec, source: Source | RowSource) -> float | Non
 
 
 def encode(inputs: InputSpec, item: Item) -> list[Document]:
-    """Tokenizes an item into a document, or one for each of the assistant's turns; raises UserError for ids >= V."""
+    """Tokenizes an item into a document, or a conversation perhaps into one for each of the assistant's turns.
+
+    Raises UserError if given ids are not below V, or as `encode_conversation` does.
+    """
     if isinstance(item, Conversation):
         from src.extras.conversations import encode_conversation
 

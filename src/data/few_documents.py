@@ -5,12 +5,12 @@ from src.data.types import Document, InputSpec
 
 
 def spread(read: Items, count: int, streams: int, inputs: InputSpec) -> Items:
-    """Changes `read` for `count` documents, fewer than `streams`: streams in one document start at different offsets.
+    """Wraps `read` for a source of few documents, so that streams in one document start at different offsets.
 
-    The ordinals that the streams read at a time belong to several epochs. Each of these epochs begins a document at its
-    own offset, and reads the part before that offset at the end, as a separate document. The offsets are evenly spaced,
-    and without packing multiples of a row. Documents that fit into a row are not split. `read` must return exactly one
-    document for each item.
+    There are `count` documents, fewer than `streams`, so the ordinals that the streams read at a time belong to several
+    epochs. Each of these epochs begins a document at its own offset, and reads the part before that offset at the end,
+    as a separate document. The offsets are evenly spaced, and without packing multiples of a row. Documents that fit
+    into a row are not split. `read` must return exactly one document for each item.
     """
     length = inputs.batch.max_target_length
     unit = 1 if inputs.batch.packing else length

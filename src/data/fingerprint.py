@@ -13,10 +13,10 @@ TOKENIZER_KEYS = ("tokenizer_path", "tokenizer_type", "dataset_type")  # they ch
 
 
 def data_fingerprint(inputs: InputSpec, data: TrainData, rows: int, eval_sets: Sequence[EvalSet] = ()) -> Fingerprint:
-    """Collects what determines the batches of training, of `rows` rows each, and of evaluations.
+    """Collects the properties of data, tokenizer, keys and users' code that batches, of `rows` rows, depend on.
 
-    Equal fingerprints do not prove equal batches, because large files are only sampled. The fingerprint also has
-    digests of the user's code, including a loss and metrics.
+    Equal fingerprints do not prove equal batches, because large files are only sampled. Users' code is that of
+    `batch_transform`, `loss` and metrics. Entries that only affect evaluations begin with EVALUATION.
     """
     facts: Fingerprint = {}
     read = [("source", *each) for each in zip(data.names, data.sources, strict=True)]

@@ -26,8 +26,9 @@ READERS = {  # dataset_type -> the module whose `open_source(spec, inputs)` open
 
 
 def open_sources(inputs: InputSpec, evaluation: Evaluation) -> tuple[TrainData, list[EvalSet]]:
-    """Opens the training data, and if the run evaluates also evaluation data, maybe held out of the training data.
+    """Opens a run's training data and evaluation sets, which are none without `eval_interval`.
 
+    If the config names no evaluation data, a part of the training data is held out.
     Raises UserError if data can't be read, or no part of them can be held out; TransientError if a store fails.
     """
     specs = train_specs(inputs.data)
@@ -55,9 +56,10 @@ def open_eval_sets(inputs: InputSpec, evaluation: Evaluation) -> list[EvalSet]:
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> AnySource:
-    """Opens a dataset.
+    """Opens a dataset with the reader for its `dataset_type`; with `use_sft`, text as conversations.
 
-    Raises UserError if it can't be read, or its reader or a package for it is missing; TransientError if a store fails.
+    Raises UserError if it can't be read, if its reader or a package for it is missing, or if it is a stream that begins
+    with the same documents on two hosts; TransientError if a store fails.
     """
     try:
         source = _open(spec, inputs)

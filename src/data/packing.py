@@ -177,7 +177,7 @@ class SourcePacker:
         return 0, 0
 
     def saved(self) -> dict[str, Any] | None:
-        """Returns the state from which a `StreamSource` resumes after the rows so far, as JSON; otherwise None."""
+        """Returns the state from which a `StreamSource` resumes after the rows so far, as JSON; None for others."""
         return None
 
     def close(self) -> None:

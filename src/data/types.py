@@ -90,7 +90,7 @@ class RowSource(Protocol):
 
 
 def is_stream(source: Source | RowSource) -> TypeGuard[Any]:
-    """Distinguishes a `streams.StreamSource` from sources whose documents or rows are numbered."""
+    """Returns whether a source is a `streams.StreamSource`: its documents are not numbered, but read in sequence."""
     return getattr(source, "is_stream", False)
 
 

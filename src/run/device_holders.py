@@ -29,7 +29,10 @@ def in_use_error(error: RuntimeError) -> TransientError | None:
 
 
 def device_holders(pids: set[int]) -> dict[int, str]:
-    """Describes, by pid, the command and devices of each other process that has a chip open, and of `pids`."""
+    """Describes, by pid, the command and devices of each other process that has a chip open.
+
+    `pids` are further processes to describe, which JAX's error names.
+    """
     held: dict[int, set[str]] = defaultdict(set, {pid: set() for pid in pids})
     for folder in PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user

@@ -21,7 +21,8 @@ from src.data.types import Rows
 from src.system.errors import TRY_AGAIN, UserError, say, show
 from src.system.exit_codes import end
 
-TIMED_STEPS = 10  # before the watch of a start begins: the first step compiles, and with pgle=auto a later one too
+# Steps of a start before hangs are watched for: the first one compiles, and with pgle=auto a later one too.
+TIMED_STEPS = 10
 _GRACE_SECONDS = 10  # until hang_action=exit ends the process, so that all processes can write and upload reports
 
 
@@ -60,7 +61,8 @@ def advice_on_memory(per_device_batch_size: float, remat_policy: str) -> Generat
 class Profile:
     """Profiles `profiler_steps` steps in process 0, after `skip_first_n_steps_for_profiler` steps of this start.
 
-    If the run has fewer steps left, prints a line and writes no profile.
+    Writes the profile into `folder`/tensorboard. Without `profiler` does nothing; if the run has fewer steps left,
+    prints a line and writes no profile.
     """
 
     def __init__(self, keys: Diagnostics, first_step: int, steps: int, folder: Path) -> None:
@@ -121,10 +123,10 @@ class Watchdog:
         self._closed.set()
 
     def step(self, dispatched: int, rows_taken: int, stream_positions: np.ndarray) -> None:
-        """Records that step `dispatched` - 1 has ended.
+        """Records that step `dispatched` - 1 has ended, while step `dispatched` runs.
 
-        The data of the following step begin after `rows_taken` rows, at `stream_positions`: [rows, S, 2], the document
-        and token at which each row continues in each source.
+        For reports: after the batch of step `dispatched`, the run has taken `rows_taken` rows, and this host's packing
+        streams continue at `stream_positions`: [streams, S, 2], a document and a token in each source.
         """
         now = time.monotonic()
         if self._last:

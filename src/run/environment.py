@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
     Starts JAX's backend, so call it after `jax.distributed.initialize`.
     """
     command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--exclude=*"]
-    commit = ""  # unknown without git, and if pip has installed MinText, maybe in another repository's folder
+    commit = ""  # "" without git, or if pip has installed MinText: git might describe another repository around it
     with contextlib.suppress(FileNotFoundError):
         if CHECKOUT:
             commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

@@ -20,9 +20,10 @@ from src.system.errors import UserError, say
 
 
 class Evaluator:
-    """Evaluates a model on one set with `eval_step`; rolling evaluation starts at `position`, or with the first batch.
+    """Evaluates a model on one set, `data`, with `eval_step`.
 
-    `prepare` converts this host's rows to the ones that `eval_step` takes.
+    Rolling evaluation starts at `position`, from `EvalBatches.position`; None: with the first batch. `prepare` converts
+    this host's rows to the ones that `eval_step` takes.
     """
 
     def __init__(

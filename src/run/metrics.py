@@ -44,7 +44,7 @@ def perplexity(loss: float) -> float:
 
 
 def read_entry(line: bytes) -> Entry | None:
-    """Parses a line of metrics.jsonl; returns None if it does not have the metrics of a step."""
+    """Parses a line of metrics.jsonl; returns None if it is not JSON, or has no `step`, or values of wrong types."""
     try:
         entry = parse_json(line)
     except ValueError:
@@ -231,13 +231,16 @@ class StepPrinter:
         periodic = step % self._log_period == 0 or step == self._first_step
         if step == self._steps or (periodic and not self._quiet):
             seconds_left = None
-            if step > self._first_step:  # the pace after the first step, which compiles, with evaluations and saves
+            if step > self._first_step:  # the pace since the first step, which compiled, with evaluations and saves
                 first, now, end = map(self._rows_before, (self._first_step, step, self._steps))
                 seconds_left = (self._clock() - self._first_time) / (now - first) * (end - now)
             self._console.print(train_line(entry, self._steps, seconds_left))
 
     def evaluation(self, entry: Mapping[str, int | float]) -> None:
-        """Prints the line of an evaluation, whose metrics include `step` and EVAL_KEYS."""
+        """Prints the lines of an evaluation; with `quiet`, only of the one after the last step.
+
+        `entry` has `step`, and EVAL_KEYS and other metrics of each set, named by `eval_key`.
+        """
         if entry["step"] == self._steps or not self._quiet:
             self._console.print(eval_line(entry, self._steps))
 
@@ -247,7 +250,10 @@ class StepPrinter:
 
 
 def train_line(entry: Entry, steps: int, seconds_left: float | None) -> str:
-    """Formats a step's metrics in columns of constant width; for experts, it shows the worst layer."""
+    """Formats a step's metrics in columns of constant width; for experts, it shows the worst layer.
+
+    `steps` is the run's total. `seconds_left`: the estimated time to its end; None: not shown.
+    """
     grad_norm, seconds = entry["grad_norm"], entry["step_time_seconds"]
     columns = [
         _step_column(entry, steps),

@@ -10,8 +10,8 @@ from src.step.state import TrainState
 class NarrowWeights:
     """Checks a sample of the weights trained in 16 bits, at the start and after the step `until`.
 
-    `messages` are for the user: none unless an update of the learning rate's size leaves more than a tenth of the
-    weights unchanged.
+    `messages` are lines for the user at the start: none unless an update of the learning rate's size would leave more
+    than a tenth of the weights unchanged.
     """
 
     def __init__(self, plan: StepPlan, state: TrainState, until: int) -> None:
@@ -26,7 +26,7 @@ class NarrowWeights:
         ] * (kept > 0.1)
 
     def after(self, step: int, state: TrainState) -> list[str]:
-        """Reports how many weights have changed, after the step `until` if there were messages."""
+        """Returns a line on how many weights have changed, if `step` is `until` and there were messages; else []."""
         if step != self._until or not self.messages:
             return []
         moved = self._share([a != b for a, b in zip(self._before, self._sample(state), strict=True)])

@@ -66,7 +66,7 @@ class Preemption:
         try:
             yield
         finally:
-            with self._waiting:  # the thread that saves and then ends the run never releases it
+            with self._waiting:  # `_end_hanging_wait` keeps this lock while it saves and ends the run
                 self._waits_since = math.inf
             self._longest_wait = max(self._longest_wait, time.monotonic() - begin)
 
@@ -94,7 +94,7 @@ class Preemption:
         self.signal = self.signal or signal_number
 
     def _end_hanging_wait(self) -> None:
-        """Ends the run if it was asked to end and has waited for data too long, counted from the later of the two."""
+        """Ends the run if it was asked to end and still waits for data long after the request and the wait's start."""
         asked = math.inf
         while not self._closed.wait(0.5):
             bound = max(HANG_SECONDS, 3 * self._longest_wait)  # slow data is not a hang

@@ -21,7 +21,7 @@ MAX_SKIPPED = 10  # consecutive updates: if all of these batches fail, the weigh
 
 
 class Result(NamedTuple):
-    """The outcome of a run. If the run had finished before, process 0 reads the metrics from metrics.jsonl."""
+    """The outcome of a run. If it had finished before, only process 0 has metrics, read from metrics.jsonl."""
 
     state: TrainState  # after the last step
     metrics: Mapping[str, float]  # of the last step
@@ -35,7 +35,7 @@ class Result(NamedTuple):
 
 
 class NonFiniteError(UserError):
-    """Reports that a run's losses, gradients or weights are not finite."""
+    """Ends a run because losses or gradients are not finite, or weights are too large to compute with."""
 
 
 class Recorder:

@@ -130,7 +130,7 @@ class Run:
         self._batches = train_batches(
             self.inputs, self.data, self._streams, schedule.rows, position, schedule, self.done
         )
-        # Closing waits for rows that are being prepared, so it comes last, after the report.
+        # Closing waits for rows that are being prepared, so `exits` does it, after `conclude` has written the report.
         self._exits.callback(self._batches.close)
 
     def is_over(self) -> bool:
@@ -138,7 +138,10 @@ class Run:
         return bool(self.finished) and not self.start.evaluation_due
 
     def announce(self, **replaced: str) -> None:
-        """Prints `run_header`, unless `quiet`, with the values in `replaced` for those names; and messages so far."""
+        """Prints the header, unless `quiet`, the messages of the start, and which settings have no effect on its mesh.
+
+        `replaced` has other values for names in `run_header`.
+        """
         self._header = []
         if self._is_writer:
             header = run_header(
@@ -272,7 +275,10 @@ class Run:
         return to_global(self.prepare(batch.arrays), self._place, batch.rows, self.schedule.size(self.done))
 
     def record(self, state: TrainState, metrics: Metrics, batch: HostBatch) -> None:
-        """Takes a step's results, which may still be computing; raises as `Recorder.add` does for the previous step."""
+        """Takes a step's results, which may still be computing, for the next save, evaluation and metrics.
+
+        Raises as `Recorder.add` does for the previous step.
+        """
         size = self.schedule.size(self.done)
         if self.config.data.use_sft:
             cuts = to_global(batch.cuts, self.plan.layout.sharding(("batch", None)), batch.rows, size)
@@ -336,10 +342,10 @@ class Run:
     # ---- After the last step
 
     def conclude(self, config: Config | None = None) -> Result:
-        """Prints how the run ended and writes the report; if it finished, also a sample, and commands for its model.
+        """Prints how the run ended and writes report.html; if it finished, also sample.txt, and commands for its model.
 
-        Pass `config` to use another one for the sample and the commands. If this start made no step, the
-        result's metrics are the last ones in the report, and only the process that writes the report has them.
+        Pass `config` to use another one for the sample and the commands. If this start made no step, the result's
+        metrics are the last ones in the report, and only the process that writes the report has them.
         """
         config, folder, tokenizer = config or self.config, self.folder, self.inputs.tokenizer
         if not self._has_begun:

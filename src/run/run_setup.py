@@ -75,7 +75,10 @@ def configured(
 
 
 def configure_jax(step: Step) -> None:
-    """Sets JAX's options and environment variables that it reads before it finds devices or compiles."""
+    """Sets options and environment variables that JAX reads before it finds devices or compiles.
+
+    If only the CPU can be used, also makes the C library keep freed memory.
+    """
     platforms = jax.config.jax_platforms or ""
     if platforms == "cpu" or not (platforms or find_spec("libtpu") or metadata.entry_points(group="jax_plugins")):
         _keep_freed_memory()

@@ -89,9 +89,10 @@ class Saver:
         say(self._checkpointer.finish())
 
     def evaluated(self, loss: float | None, position: Mapping[str, Any] | None) -> None:
-        """Takes this state's loss and the next position of rolling sets, and stores them with the state's checkpoint.
+        """Takes the results of this state's evaluation, and stores them with the state's checkpoint.
 
-        A run that is killed before they are stored repeats the evaluation when it is resumed.
+        `loss` is the largest of all sets (None if one is not finite), `position` the next one of rolling sets (None if
+        none rolls). A run that is killed before they are stored repeats the evaluation when it is resumed.
         """
         if position is not None:
             self._meta["eval_position"] = position
@@ -123,7 +124,7 @@ class Saver:
             raise UserError(f"{error} {note[0].upper()}{note[1:]}{goes_on}{aside}") from None
         if isinstance(error, Exception) and trace:
             with contextlib.suppress(Exception):  # the first error is the one to report
-                lines = [at.tb_lineno for at in (trace, trace.tb_next) if at]  # of the train file, and of `Run`
+                lines = [at.tb_lineno for at in (trace, trace.tb_next) if at]  # in the train file and in `Run`
                 self._save_after(error, f"{self._done} {lines}")
 
     def _save_after(self, error: Exception, place: str) -> None:

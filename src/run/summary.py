@@ -114,7 +114,7 @@ def run_header(
 
 
 def dates(folder: RunFolder, first_step: int) -> dict[str, str]:
-    """Returns for the report when the run was `started` and, if this is a later start, `started again`: now."""
+    """Returns, for environment.json, when the run was `started` and, in a later start, `started again`: now."""
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     try:
         before = read_environment(folder.path) if first_step else {}

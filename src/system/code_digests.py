@@ -18,11 +18,12 @@ _LIBRARY = re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}|.*(site|dist)
 
 
 def code_digests(name: str, key: str) -> dict[str, str]:
-    """Computes digests of a user's code, by module: of the module that `name` (module:function) names, and its imports.
+    """Computes digests of a user's code: of the module that `name` (module:function) names, and of its imports.
 
-    Imports count at the top of a module, in functions, and through other modules; imported modules of installed
-    packages, Python's library and MinText are left out. `key` is the config key with the value `name`, for errors.
-    Raises as `load_function` does.
+    Returns eight hex digits of each module's SHA-256, by the module's name. Imports count at the top of a module, in
+    functions, and through other modules, with the packages that contain them; imported modules of installed packages,
+    Python's library and MinText are left out. `key` is the config key with the value `name`, for errors. Raises as
+    `load_function` does.
     """
     load_function(name, key)
     modules, seen, found = [name.partition(":")[0]], set[str](), dict[str, str]()
@@ -36,7 +37,7 @@ def code_digests(name: str, key: str) -> dict[str, str]:
         if file:
             code = loader.get_data(file) if hasattr(loader, "get_data") else Path(file).read_bytes()
             found[module] = hashlib.sha256(code).hexdigest()[:8]
-            with contextlib.suppress(SyntaxError, ValueError):  # it is not Python
+            with contextlib.suppress(SyntaxError, ValueError):  # the file is not Python source
                 modules += _imports(ast.parse(code), module if Path(file).stem == "__init__" else package)
         modules += [package] * bool(package)
     return found

@@ -8,7 +8,10 @@ from src.system.errors import MissingExtra
 
 
 def optional(module: str) -> ModuleType | None:
-    """Imports the module `src.extras.<module>`; None if it or its folder has been deleted."""
+    """Imports the module `src.extras.<module>`; None if it or its folder has been deleted.
+
+    Raises MissingExtra if it is there but imports an extra that is not.
+    """
     try:
         return import_module(f"src.extras.{module}")
     except MissingExtra as error:

@@ -147,7 +147,10 @@ class Meeting:
 
 
 def _listen(address: str, count: int) -> socket.socket:
-    """Listens at the port, on all of this machine's addresses, or on JAX_COORDINATOR_BIND_ADDRESS; raises as `join`."""
+    """Listens at the port of `address`, on all of this machine's addresses, or at JAX_COORDINATOR_BIND_ADDRESS.
+
+    Raises TransientError if the port is in use, and UserError for other failures.
+    """
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     host, _, port = (bind or address).rpartition(":")
     host = host.strip("[]") if bind else ""
@@ -206,7 +209,7 @@ class Job:
         self._tell_all({"code": code, "message": f"process {self.process} of this job ended: {message or code}"})
 
     def all_failed(self, place: str) -> bool:
-        """Reports that this process failed at `place`; tells if all others report the same within `AGREE_SECONDS`."""
+        """Reports that this process failed at `place`; returns whether all others do so too within `AGREE_SECONDS`."""
         with self._failures:
             if self.process:
                 self._send({"failed": place})
@@ -316,9 +319,9 @@ class Peer:
         return message if isinstance(message, dict) else {"lost": "it sent something other than MinText's messages"}
 
     def read(self, seconds: float | None = None) -> dict[str, Any]:
-        """Waits for the next message and returns it, or `{"lost": reason}` as `poll` does.
+        """Waits for the next message and returns it.
 
-        It also counts as lost if no data arrives for `seconds` (None: no limit).
+        Returns `{"lost": reason}` if no valid one will come, or if no data arrives for `seconds` (None: no limit).
         """
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)

@@ -104,10 +104,11 @@ def tensorstore_result(future: Any) -> Any:
 
 
 def retried(attempt: Callable[[], T]) -> T:
-    """Calls `attempt`, again after pauses while it fails transiently; raises the last attempt's error.
+    """Calls `attempt` and returns its result; repeats it after pauses while it fails transiently.
 
-    It stops repeating after the sum of all pauses, because a slow store's client has retried by then. Prints a line, at
-    most once a minute because threads that read ahead fail together.
+    Raises the last attempt's error: after four repetitions, or once an attempt fails later than the sum of all pauses,
+    because a slow store's client has retried by then. Prints a line for a repetition, but at most once a minute,
+    because threads that read ahead fail together.
     """
     begin = time.monotonic()
     for seconds in RETRY_SECONDS:
@@ -124,7 +125,7 @@ def retried(attempt: Callable[[], T]) -> T:
 
 
 def attempted(what: str, use: Callable[[], T], otherwise: str = "can't be read") -> T:
-    """Calls `use`, which reads from a disk or a store, again if it fails transiently.
+    """Calls `use`, which reads from a disk or a store, and returns its result; repeats it as `retried` does.
 
     Raises TransientError if a transient failure persists, and UserError for any other error, whose types vary between
     stores and libraries, except ImportError. Messages begin with `what`; the UserError's continues with `otherwise`.

@@ -79,7 +79,7 @@ def help_text(word: str) -> str:
 
 
 def overview(text: str, command: str, groups: tuple[str, ...]) -> str:
-    """Answers `--help`: the usage `text`, lines of keys under titles that begin with `groups`, other keys' names."""
+    """Answers `--help`: the usage `text`, keys' lines under titles that begin with `groups`, and other keys' names."""
     in_full, names_only = [], []
     for title, keys in keys_by_group().items():
         if title.startswith(groups):

@@ -41,7 +41,7 @@ SEED             = Range("at least 0 and less than 2**32", lambda x: 0 <= x < 2*
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key of the configuration: its default, valid values, readers, and lines in base.yml."""
+    """One key of the configuration: its default, valid values, lines in base.yml, and the commands that read it."""
 
     default: Any
     comment: str  # the line that explains it

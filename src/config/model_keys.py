@@ -172,7 +172,7 @@ class FeedForwardSettings:
 
 
 def _scaled(base: str, turn: int) -> Any:
-    """Makes a property: the size `base` at the model's scale, doubled at every third doubling; `turn` 2 comes first."""
+    """Makes a property: the size `base`, doubled by every third doubling of the scale, from number 3 - `turn` on."""
 
     def size(model: "Model") -> int:
         doublings = model.global_parameter_scale.bit_length() - 1

@@ -49,13 +49,13 @@ class Schedule(NamedTuple):
 
 
 def _cosine(keys: "OptimizerKeys", step: int, warmup: int, total: int) -> float:
-    """SGDR without restarts (Loshchilov and Hutter 2017, equation 5)."""
+    """Half a cosine from the peak to its final fraction: SGDR without restarts (Loshchilov and Hutter 2017, eq. 5)."""
     final, progress = keys.learning_rate_final_fraction, (step - warmup) / max(total - warmup, 1)
     return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def _exponential(keys: "OptimizerKeys", step: int, warmup: int, total: int) -> float:
-    """Decay by a constant factor per step."""
+    """Decay from the peak to its final fraction, by a constant factor per step."""
     return keys.learning_rate_final_fraction ** ((step - warmup) / max(total - warmup, 1))
 
 

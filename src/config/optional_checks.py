@@ -51,7 +51,7 @@ def profile(config: Config) -> Iterator[str]:
 
 
 def ramp(config: Config) -> Iterator[str]:
-    """Checks that increments lead to the full batch size, and that no key for a single program is set."""
+    """Checks that increments lead to the full batch size, and that no profile of a single compiled step is used."""
     batch = config.batch
     if not batch.enable_rampup_batch_size:
         return

@@ -10,7 +10,10 @@ from src.config.yaml import dump
 
 
 def keys_not_read(config: Mapping[str, Any], command: str, unread: Sequence[Requires]) -> set[str]:
-    """Returns the keys that `command` does not read; `unread` as in `unused_keys`, `config` without invalid keys."""
+    """Returns the keys that `command` does not read, given the values of all valid keys, `config`.
+
+    `unread`: as for `unused_keys`.
+    """
     others = (key.name for key in KEYS.values() if command and key.commands and command not in key.commands)
     return {*others, *(key for need in unmet(unread, config) for key in need.keys)}
 

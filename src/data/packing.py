@@ -61,7 +61,10 @@ def empty_batch(rows: int, length: int, counts_bytes: bool = False) -> RowArrays
 
 
 def fill_row(batch: RowArrays, row: int, parts: Iterable[tuple[Document, int, int]]) -> Truncation:
-    """Writes `parts`, (document, first target, number of targets), into a row of padding; cuts what exceeds the row."""
+    """Writes `parts`, (document, first target, number of targets), into a row of padding; cuts what exceeds the row.
+
+    Returns whether the row has documents without their start or end.
+    """
     filled, start, end = 0, False, False
     for segment_id, (document, first, length) in enumerate(parts, 1):
         length = min(length, batch["tokens"].shape[1] - filled)

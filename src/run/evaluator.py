@@ -1,4 +1,4 @@
-"""Evaluates a model on evaluation data."""
+"""Runs the evaluations of an evaluation set, and computes their metrics from the sums of its batches."""
 
 import dataclasses
 import math

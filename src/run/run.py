@@ -40,7 +40,7 @@ from src.system.imports import optional
 
 
 class Run:
-    """Surrounds the steps of a run. All processes make the same calls, in the order of `train` in `src/train.py`.
+    """Does all that a run does around its steps. All processes make the same calls, in the order of src/train.py.
 
     If an error ends the `with` block between two steps, the state is saved (`Saver.after`).
     """
@@ -77,7 +77,7 @@ class Run:
         self._place = batch_sharding(self.plan.layout, self.plan.fields)
         self.rows = host_rows(self._place["tokens"], (self.traced.rows, config.batch.max_target_length))
         self.evaluators: Sequence[Evaluator] = ()
-        self.generated: Any = None  # `DecodeMetrics`
+        self.generated: Any = None  # `DecodeMetrics`, if `decode_metrics` is set
         self.eval_metrics: dict[str, float] = {}  # from the last evaluation
         self._has_begun = False
         self.stopped_by = 0  # the signal that ended the run early; 0: none

@@ -51,7 +51,10 @@ def run_header(
     first_step: int,
     software: Mapping[str, str],
 ) -> list[tuple[str, str]]:
-    """Describes the run as names and values: folder, devices, main settings and automatic choices, and changed keys."""
+    """Describes the run as names and values: folder, devices, main settings and automatic choices, and changed keys.
+
+    `software` is the result of `environment`. Values that do not apply to the run are left out.
+    """
     plan, tokenizer = traced.plan, inputs.tokenizer
     flops = step_flops(plan, config.batch.max_target_length)
     weights = plan.split(plan.shapes)

@@ -50,7 +50,7 @@ def printable(text: str) -> str:
 
 
 def show(text: str, file: TextIO | None = None) -> None:
-    """Prints text for the user to `file` or stdout, without control characters and with `as_installed` commands."""
+    """Prints text to `file` or stdout, without control characters, and with commands as `as_installed` spells them."""
     print(printable(as_installed(text)), file=file, flush=True)
 
 

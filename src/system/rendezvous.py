@@ -98,7 +98,10 @@ class Meeting:
     def _admit(
         self, peer: "Peer", hello: Mapping[str, Any], peers: dict[int, "Peer"], facts_of: dict[int, Facts]
     ) -> None:
-        """Adds a process of this job to `peers` and `facts_of`, and closes other connections; raises as `join` does."""
+        """Adds the process that sent `hello` to `peers` and `facts_of`; closes `peer` if it is not MinText's greeting.
+
+        Ends the job, raising UserError, if the number or count in the greeting does not fit.
+        """
         kinds = {"process": int, "count": int, "facts": dict}
         strange = hello.get("greeting") != GREETING or any(type(hello.get(name)) is not kinds[name] for name in kinds)
         if strange or not all(isinstance(value, str) for value in hello["facts"].values()):

@@ -46,5 +46,5 @@ ATTENTION_TYPES = {
 
 
 def keys_of_type(declared: AttentionType) -> set[str]:
-    """Returns a type's `needs`, `own`, `heads` and `head_dim` ("" if it has none), without its `scores`."""
+    """Returns the keys in a type's `needs`, `own`, `heads` and `head_dim`, which may be "", but not in `scores`."""
     return {*declared.needs, *declared.own, *declared.heads, declared.head_dim}

@@ -119,7 +119,8 @@ class AttentionSettings:
 class PositionSettings:
     """Model: positions"""
     position_type: str = key("rope", "rope, learned, sinusoidal or none", ("rope", "learned", "sinusoidal", "none"))
-    rope_max_timescale: int = key(10_000, "rope: theta, the longest wavelength over 2 pi", POSITIVE, 2**40)
+    rope_max_timescale: int = key(10_000,
+        "rope: theta; pair i of n rotates by theta^(-i/n) radians per position", POSITIVE, 2**40)
     rope_interleave: bool = key(False, "rope: rotate pairs (2i, 2i + 1), not (i, i + half) (DeepSeek, Llama 4)")
     partial_rotary_factor: float = key(1.0,
         "rope: rotated share of a head, or if rope_type=proportional of its pairs (Gemma 4)", SHARE_ABOVE_0)

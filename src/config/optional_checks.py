@@ -72,7 +72,7 @@ def ramp(config: Config) -> Iterator[str]:
 def finetuning(config: Config) -> Iterator[str]:
     """Checks that conversations are to be read from files."""
     data = config.data
-    # Either path is enough to evaluate; training without the first one fails once the data are opened.
+    # Either path is enough to evaluate; training without dataset_path fails once the data are opened.
     has_path = data.dataset_path or data.eval_dataset_path or data.datasets
     is_text = all(spec.dataset_type == "text" for spec in dataset_spec.train_specs(data))
     if data.use_sft and not (is_text and has_path):

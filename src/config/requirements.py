@@ -132,7 +132,7 @@ REQUIREMENTS = (
     *LAYER_REQUIREMENTS,
     Lists("log_period", quiet=False, weight_dtype="bfloat16"),  # also the step of NarrowWeights' report
     Requires("trainable_position_size", position_type="learned"),
-    # Not in the list above: a layer's spec, and so an exported model, keeps these settings.
+    # Not in LAYER_REQUIREMENTS: a layer's spec, and so an exported model, keeps these settings.
     Lists("rope_type rope_factor", rope_type=_other("dynamic"),
          max_target_length=Above("original_max_position_embeddings")),
     Lists("attention", attention_type=_WITH_SCORES),
@@ -209,7 +209,7 @@ OF_TRAIN = (
          eval_datasets=IS_SET),
     Lists([name for name in _EVALUATION if name != "eval_interval"], eval_interval=FROM_1),
     Lists([name for name in KEYS if name.startswith(("eval_dataset", "eval_split", "eval_fraction"))],
-         eval_interval=FROM_1, dataset_type="synthetic"),  # with synthetic data, a sample needs their tokenizer
+         eval_interval=FROM_1, dataset_type="synthetic"),  # without text to train on, they give the sample a tokenizer
     Lists(SAMPLING, sample_length=FROM_1, decode_metrics=IS_SET),
     Lists("decode_samples decode_prompt_tokens decode_num_prompts", decode_metrics=IS_SET),
 )

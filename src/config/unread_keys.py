@@ -18,14 +18,14 @@ _TO_SCORE = ("texts_path", "tokens_path", "tasks")  # src.evaluate: instead of e
 _TRAINING_DATA = "train_split datasets"  # not dataset_name, without which checks refuse dataset_type=tfds
 _WITH_PATH = ("tfds", "array_record", "parquet", "hf", "tokens")
 
-# By command, the keys that it reads only with one of the given settings, or never if none is given. A key in `Lists` is
-# ignored with a note, a key in `Requires` as `Key.ignored` says. src.train has `requirements.OF_TRAIN` instead.
+# By command, the keys that it reads only with one of the given settings, or never if no settings are given. A key in
+# `Lists` is ignored with a note, a key in `Requires` as `Key.ignored` says. src.train has `requirements.OF_TRAIN`.
 UNREAD: dict[str, tuple[Requires, ...]] = {
     "src.train_dpo": (
         Requires("use_sft sft_train_on_completion_only dataset_column max_document_bytes sample_length"),
         Requires("decode_metrics compiled_trainstep_file pgle pgle_profile packing long_documents"),
         Lists([*SAMPLING, "decode_samples", "decode_prompt_tokens", "decode_num_prompts"]),
-        Lists("eval_steps eval_fraction", eval_interval=FROM_1),  # the others are read for the reference too
+        Lists("eval_steps eval_fraction", eval_interval=FROM_1),  # other eval keys are read for the reference too
     ),
     "src.decode": (
         Lists(_OF_TRAINING),
@@ -48,7 +48,8 @@ UNREAD: dict[str, tuple[Requires, ...]] = {
         Lists("decode_sampling_strategy decode_sampling_temperature decode_sampling_top_k"),
         Lists("decode_sampling_nucleus_p decode_num_prompts"),
         Lists("use_chat_template decode_seed", tasks=IS_SET),
-        *(Lists("run_name base_output_directory", **{key: EMPTY}) for key in _TO_SCORE),  # else: the run's data rules
+        # They name the run whose data rules an evaluation follows; scores and tasks need none.
+        *(Lists("run_name base_output_directory", **{key: EMPTY}) for key in _TO_SCORE),
         *(
             Lists(
                 [*_DATA, "packing", "long_documents", "batch_transform", "eval_steps", "eval_metrics"], **{key: EMPTY}

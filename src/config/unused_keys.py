@@ -122,7 +122,8 @@ def _places(key: str, config: Mapping[str, Any]) -> tuple[set[str], list[Mapping
     """Finds the layers, or for a key of data or decoding the datasets, that have no value of their own for `key`.
 
     Returns the keys whose lists may have such values (`decoder_segments`, or `datasets` and `eval_datasets`), and the
-    settings of each layer or dataset found: {} if the list is empty.
+    settings of each layer or dataset found. {} stands for all layers, for a single dataset, or for parts of the model
+    outside of layers.
     """
     # Keys of decoding depend on datasets too, because texts need a tokenizer, and synthetic data have none.
     if KEYS[key].section not in ("data", "decoding"):

@@ -15,7 +15,7 @@ TOKENIZER_KEYS = ("tokenizer_path", "tokenizer_type", "dataset_type")  # they ch
 def data_fingerprint(inputs: InputSpec, data: TrainData, rows: int, eval_sets: Sequence[EvalSet] = ()) -> Fingerprint:
     """Collects the properties of data, tokenizer, keys and users' code that batches, of `rows` rows, depend on.
 
-    Equal fingerprints do not prove equal batches, because large files are only sampled. Users' code is that of
+    Equal fingerprints do not prove equal batches, because large files are only sampled. Users' code means
     `batch_transform`, `loss` and metrics. Entries that only affect evaluations begin with EVALUATION.
     """
     facts: Fingerprint = {}

@@ -342,7 +342,7 @@ class Run:
     # ---- After the last step
 
     def conclude(self, config: Config | None = None) -> Result:
-        """Prints how the run ended and writes report.html; if it finished, also sample.txt, and commands for its model.
+        """Prints how the run ended and writes report.html; if it finished, also a sample (sample.txt) and commands.
 
         Pass `config` to use another one for the sample and the commands. If this start made no step, the result's
         metrics are the last ones in the report, and only the process that writes the report has them.

@@ -112,8 +112,8 @@ def _keep_freed_memory() -> None:
 def find_cluster(timeout: int) -> ClusterEnv | None:
     """Asks JAX for the cluster that this process is in; None if JAX detects none, so that it is the whole job.
 
-    JAX detects TPU pods, SLURM, Open MPI and, if the package `kubernetes` is installed, Kubernetes. If a version of JAX
-    has no such function, prints a line and returns None. `timeout`: seconds to wait for the cluster to name its
+    JAX detects TPU pods, SLURM, Open MPI and, if the package `kubernetes` is installed, Kubernetes. If this version of
+    JAX cannot detect clusters, prints a line and returns None. `timeout`: seconds to wait for the cluster to name its
     coordinator. Raises UserError if only JAX_COORDINATOR_ADDRESS is known.
     """
     # A private function: the public one, which joins the cluster, fails alike without a cluster and with a broken one.

@@ -22,7 +22,7 @@ from src.step.trace import TracedTrainStep
 from src.system.errors import UserError, counted, show
 from src.system.imports import optional
 
-_DOCUMENTS_LOOKED_AT = 8  # of each source
+_DOCUMENTS_LOOKED_AT = 8  # of each source, to estimate its documents' size
 _FEW_OF_ROW, _MANY_STEPS = 3, 100  # warn if a row reads fewer documents in a run of at least this many steps
 _FEW = 0.03  # the header mentions cut documents if they exceed this share of a source
 

@@ -67,7 +67,7 @@ def failure_of(error: BaseException) -> Failure:
     """Classifies `error`, or the error that it was raised from."""
     if isinstance(error, StoreError):
         return error.failure
-    if not isinstance(error, Exception):  # SystemExit has a code too
+    if not isinstance(error, Exception):  # SystemExit has a `code` too, not an HTTP status
         return Failure.OTHER
     if isinstance(error, TransientError | TimeoutError | ConnectionError | socket.gaierror):
         return Failure.TRANSIENT

@@ -72,7 +72,7 @@ class Attention(nnx.Module):
 
     @staticmethod
     def costs(spec: LayerSpec) -> Costs:
-        """Counts attention's activations and scores."""
+        """Declares attention's activations, the arrays that remat policies save, and its scores."""
         heads = (spec.num_query_heads, spec.num_kv_heads)
         saved_by: dict[str, tuple[str, ...]] = {name: (f"{name}_proj",) for name in ("query", "key", "value", "out")}
         if spec.share_kv_projections:  # one matmul, saved as key and as value
@@ -89,13 +89,13 @@ class Attention(nnx.Module):
 
     @staticmethod
     def cache_arrays(spec: LayerSpec, rows: int, length: int) -> dict[str, CacheArray]:
-        """Declares the cache for `rows` sequences of up to `length` tokens."""
+        """Declares the cached keys and values of `rows` sequences of up to `length` tokens: [rows, K, S, H] each."""
         slots = cache_slots(score_spec(spec, spec.head_dim), length)
         shape = (rows, spec.num_kv_heads, slots, spec.head_dim)
         return dict.fromkeys(("key", "value"), CacheArray(shape, ("batch", "kv_heads", None, "head_dim")))
 
     def __call__(self, x_BTD: Array, context: ForwardContext, cache: Cache | None) -> tuple[Array, Cache | None]:
-        """Maps [B, T, D] to [B, T, D]; also returns the updated cache (None in training)."""
+        """Maps [B, T, D] to [B, T, D]; also returns the updated cache (None without a cache)."""
         spec, constrain = self.spec, context.layout.constrain
         q_BTNH = matmul(x_BTD, self.query[...], "BTD,DNH->BTNH")
         k_BTKH = matmul(x_BTD, self.key[...], "BTD,DKH->BTKH")

@@ -40,7 +40,10 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: Array, context: ForwardContext, cache: Cache | None, layer: Array
     ) -> tuple[Array, Cache | None, Tree]:
-        """Maps [B, T, D] to [B, T, D] as block number `layer` of the model; also returns the new cache and a report."""
+        """Maps [B, T, D] to [B, T, D] as block number `layer` of the model.
+
+        Also returns the new cache (None without a cache) and a report: the feed-forward layer's, and `activations`.
+        """
         context = replace(context, layer=layer)
         x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
         with jax.named_scope("attention"):

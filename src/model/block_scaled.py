@@ -55,8 +55,8 @@ class BlockMatmuls:
     def multiply(self, x: Array, weight: Array, bound: None, axes: tuple[str | None, ...], einsum: str) -> Array:
         """Computes the einsum of `x` and a weight, whose dims have the logical axes `axes`, with quantized operands.
 
-        Dims of x that the weight lacks are batch and sequence. Raises Unsupported if 32 divides neither a device's
-        shard of a summed dim nor the gathered dim.
+        Dims of x that the weight lacks are batch and sequence; `bound` is not used. Raises Unsupported if 32 divides
+        neither a device's shard of a summed dim nor the gathered dim.
         """
         x_dims, w_dims, out_dims = einsum.replace("->", ",").split(",")
         parts, stored = shards(self.layout, einsum, axes)

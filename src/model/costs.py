@@ -14,6 +14,6 @@ class Costs(NamedTuple):
     # Weight -> the named arrays that make it unnecessary to recompute its matmul, if a remat policy saves all of them.
     saved_by: Mapping[str, tuple[str, ...]] = {}
     output_weight: str = ""  # the weight of the layer's last matmul
-    scores: ScoreSpec | None = None  # of the attention kernel
+    scores: ScoreSpec | None = None  # what its attention kernel computes; None: it has no such kernel
     other_flops: float = 0.0  # operations per token in the forward pass, except matmuls with weights and `scores`
     active: float = 1.0  # fraction of the experts that a token goes through

@@ -59,7 +59,7 @@ class Decoder(nnx.Module):
         """Maps token ids [B, T] to hidden states [B, T, D] after the final norm.
 
         Also returns the updated caches (nested as in `empty_caches` of src/extras/generation/generate.py, but each None
-        in training), and the layers' reports in the nesting of the weights.
+        without `caches`), and the layers' reports in the nesting of the weights.
         """
         spec = self.spec
         with jax.named_scope("embedding"):
@@ -90,7 +90,10 @@ class Decoder(nnx.Module):
     def mtp_hidden_states(
         self, hidden_BTD: Array, mtp_tokens: Sequence[Array], context: ForwardContext, execution: Execution
     ) -> tuple[list[Array], Tree]:
-        """Calls `run_mtp_layers` on `__call__`'s hidden states [B, T, D]; `mtp_tokens`: each layer's inputs [B, T]."""
+        """Runs the `mtp` layers, if any, on `__call__`'s hidden states [B, T, D]; returns as `run_mtp_layers` does.
+
+        `mtp_tokens` are each layer's input tokens [B, T].
+        """
         if not self.spec.mtp_num_layers:
             return [], {"mtp": {}}
         from src.model.mtp import run_mtp_layers

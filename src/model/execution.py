@@ -25,10 +25,10 @@ class Execution:
     scan_layers: bool = True
     remat_policy: str = "none"
     remat_custom: dict[str, str] = field(default_factory=dict)  # array -> device or offload
-    schedule: "Schedule | None" = None  # of pipeline stages
+    schedule: "Schedule | None" = None  # of pipeline stages; None: one stage
     has_experts: bool = False  # then even remat_policy=none recomputes the gathered weights of experts
     grad_barriers: bool = False  # on TPUs: compute gradients early (`grad_barrier`), and `cast_matrices` once a step
-    for_gpu: bool = False  # separate arrays for feed-forward factors; stack unrolled layers' gradients once
+    for_gpu: bool = False  # on GPUs: separate arrays for feed-forward factors; stack unrolled layers' gradients once
     update_in_branch: bool = False  # update in a conditional branch, entered once it is known whether to update
 
     @property
@@ -46,7 +46,7 @@ class Execution:
 
     @property
     def recomputes_activated(self) -> bool:
-        """Whether activation functions save only their inputs: on GPUs, XLA would save intermediates of gelu too."""
+        """Whether activation functions save only inputs: without remat, XLA on GPUs saves intermediates of gelu too."""
         return self.for_gpu and self.remat_policy == "none"
 
     def remat(self, block: Callable, repeats: int) -> Callable:

@@ -45,7 +45,7 @@ class FeedForward(nnx.Module):
 
     @staticmethod
     def costs(spec: LayerSpec, mlp_dim: int = 0) -> Costs:
-        """Counts the layer's activations."""
+        """Declares the layer's activations, and the arrays that remat policies save."""
         mlp_dim = mlp_dim or spec.mlp_dim
         width = (len(spec.mlp_activations) + 1) * mlp_dim  # the factors and their product
         return Costs(width, {"mlp": (mlp_dim,)}, {"wi": ("mlpwi",), "wo": ("mlpwo",)}, output_weight="wo")
@@ -80,7 +80,7 @@ class FeedForward(nnx.Module):
         indices = range(len(self.spec.mlp_activations))
         if context.separate_factors or (context.grad_barriers and isinstance(wi, Array)):
             kernels = [wi[..., index, :] for index in indices]
-            if is_half:  # otherwise the weights' gradients are delayed, and the factors held for them
+            if is_half:  # without a barrier, the weights' gradients are delayed, and the factors held for them
                 x_BTD, *kernels = context.grad_barrier(x_BTD, *kernels)
             # Factors are separate arrays, so that on TPUs their gradients need no recomputed matmul, and on GPUs they
             # are not interleaved first (docs/log.md).

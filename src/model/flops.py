@@ -51,21 +51,21 @@ def all_layers(spec: ModelSpec) -> collections.Counter[LayerSpec]:
 
 
 class BlockWeight(NamedTuple):
-    """One weight of a block, and its use for a token."""
+    """One weight of a block, and how matmuls and a token use it."""
 
     path: tuple[str, ...]  # in the block
     size: int  # elements
     used: float  # elements that a token uses; experts count only if the token is sent to them
     summed: int  # size of the dims that a matmul sums over
-    taken: float  # activations that a token's matmul reads: `summed`, for each expert that it is sent to
-    input: tuple[str | None, ...]  # logical axes of the summed dims; none: not used in a matmul
+    taken: float  # input activations that a token's matmul reads: `summed`, times the experts that it is sent to
+    input: tuple[str | None, ...]  # logical axes of the summed dims; empty: not used in a matmul
     ends_block: bool  # its output is only added to the residual stream
-    saved_by: tuple[str, ...]  # arrays that, if saved, avoid recomputing its matmul; none: always recomputed
+    saved_by: tuple[str, ...]  # arrays that, if saved, avoid recomputing its matmul; empty: always recomputed
 
 
 @functools.cache
 def block_weights(layer: LayerSpec, spec: ModelSpec) -> tuple[BlockWeight, ...]:
-    """Lists the weights of a layer."""
+    """Lists the weights of a layer, from their declarations and the layer's costs."""
     return tuple(_block_weights(layer, spec))
 
 
@@ -99,7 +99,7 @@ def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
 
 
 def layer_matmuls(spec: ModelSpec) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yields the paths of layers' weights used in matmuls, with the elements that a token uses in all equal layers."""
+    """Yields the paths of layers' weights used in matmuls, with the elements a token uses, over all equal layers."""
     for layer, count in all_layers(spec).items():
         yield from ((each.path, count * each.used) for each in block_weights(layer, spec) if each.input)
 

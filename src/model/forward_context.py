@@ -1,4 +1,4 @@
-"""ForwardContext: what all blocks of one forward pass share."""
+"""Defines ForwardContext: arrays and settings that all blocks of one forward pass share."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +52,7 @@ class ForwardContext:
         return grad_barrier(*arrays) if self.grad_barriers else arrays
 
     def activations(self, x_BTD: Array) -> Tree:
-        """With `log_internals`, reports the sum of squares over non-padding tokens, [1, 1] like the routers' sums."""
+        """With `log_internals`, reports x's sum of squares over non-padding tokens: [1, 1], like the routers' sums."""
         if not self.log_internals:
             return {}
         from src.model.internals import sum_of_squares

@@ -49,7 +49,7 @@ class GatedDelta(nnx.Module):
 
     @staticmethod
     def costs(spec: LayerSpec) -> Costs:
-        """Counts the layer's activations, and the operations of the rule applied token by token."""
+        """Declares the layer's activations and the arrays that remat policies save; counts the rule token by token."""
         K, _, X, Z = _sizes(spec)
         saved_by = {"qkv": ("value_proj",), "gate": ("query_proj",), "out": ("out_proj",)}
         # Decay, reading, writing and output take 8 operations per element of the states; the convolution, 2 per weight.
@@ -70,7 +70,7 @@ class GatedDelta(nnx.Module):
         }
 
     def __call__(self, x_BTD: Array, context: ForwardContext, cache: Cache | None) -> tuple[Array, Cache | None]:
-        """Maps [B, T, D] to [B, T, D]; also returns the updated cache (None in training).
+        """Maps [B, T, D] to [B, T, D]; also returns the updated cache (None without a cache).
 
         Raises Unsupported if the mesh shards T.
         """

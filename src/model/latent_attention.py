@@ -48,7 +48,7 @@ class LatentAttention(nnx.Module):
 
     @staticmethod
     def costs(spec: LayerSpec) -> Costs:
-        """Counts latent attention's activations and scores."""
+        """Declares latent attention's activations, the arrays that remat policies save, and its scores."""
         heads = (spec.num_query_heads, spec.num_query_heads)
         saved_by = {"query": ("query_proj",), "kv_up": ("key_proj", "value_proj"), "out": ("out_proj",)}
         width = sum(heads) * (_head_dim(spec) + spec.v_head_dim)  # queries and keys; values and attention's output
@@ -56,12 +56,12 @@ class LatentAttention(nnx.Module):
 
     @staticmethod
     def cache_arrays(spec: LayerSpec, rows: int, length: int) -> dict[str, CacheArray]:
-        """Declares the cache for `rows` sequences of up to `length` tokens."""
+        """Declares the cached latents and rotary keys, side by side, of `rows` sequences of up to `length` tokens."""
         shape = (rows, 1, cache_slots(_scores(spec), length), spec.kv_lora_rank + spec.qk_rope_head_dim)
         return {"latent": CacheArray(shape, ("batch", None, None, None))}
 
     def __call__(self, x_BTD: Array, context: ForwardContext, cache: Cache | None) -> tuple[Array, Cache | None]:
-        """Maps [B, T, D] to [B, T, D]; also returns the updated cache (None in training)."""
+        """Maps [B, T, D] to [B, T, D]; also returns the updated cache (None without a cache)."""
         constrain = context.layout.constrain
         query_BTQ, query = x_BTD, self.query[...]
         if self.spec.q_lora_rank:

@@ -26,7 +26,7 @@ def run_layer_group(
     """Runs the group's pattern `repeats` times on [B, T, D], with blocks numbered from `first_layer`.
 
     Weights (unless shared), caches and the blocks' reports have a leading dim of `repeats`; caches are a list with one
-    per pattern position, each None in training. With `staged`, the repeats are split over pipeline stages, if any,
+    per pattern position, None without a cache. With `staged`, the repeats are split over pipeline stages, if any,
     unless there are caches. Returns x, the caches, and the reports by pattern position.
     """
     graphdef, weights = nnx.split(blocks)
@@ -36,7 +36,7 @@ def run_layer_group(
         repeat_weights, caches, layer = repeat
         reports, new_caches = {}, []
         for position, block in enumerate(nnx.merge(graphdef, weights if group.shared else repeat_weights)):
-            if position and execution.has_experts:  # or a TPU would hold the gradients of all blocks' experts whole
+            if position and execution.has_experts:  # else a TPU would hold all blocks' expert gradients unsharded
                 x, block = context.grad_barrier(x, block)
             # Remat each block separately: the backward pass then holds one block's recomputed arrays, not a whole
             # pattern's.
@@ -46,7 +46,7 @@ def run_layer_group(
         return x, (new_caches, reports)
 
     def run_chunk(x: Array, weights: Any, layers: Array, context: ForwardContext) -> tuple[Array, Any]:
-        """Runs consecutive repeats, given their weights (None: shared) and first layers; returns x, caches, reports."""
+        """Runs consecutive repeats, by their weights (None: shared) and first layers; returns x, (caches, reports)."""
         repeats = weights, caches, layers
         if execution.scan_layers:
             return jax.lax.scan(lambda x, repeat: run_pattern(x, repeat, context), x, repeats)

@@ -44,11 +44,11 @@ class Adapted:
         return self if index is Ellipsis else Adapted(self.base[index], self.down, self.up[index])
 
     def grouped(self, x: Array, product: Callable[[Array, Array], Array]) -> Array:
-        """Multiplies `x` by the adapted weight; `product` multiplies by plain grouped weights."""
+        """Multiplies `x` by the adapted weight; `product` multiplies by the base weight, or by `down` or `up`."""
         return product(x, self.base) + product(product(x, self.down), self.up)
 
     def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Array, str], Array]) -> Array:
-        """Computes the einsum of `x` and the adapted weight; `matmul` computes it for plain weights."""
+        """Computes the einsum of `x` and the adapted weight; `matmul` multiplies by the base, `down` and `up`."""
         inputs, out = einsum.split("->")
         x_dims, dims = inputs.split(",")
         inner = self.down.ndim - 1
@@ -67,7 +67,10 @@ def initial(keys: Step, declarations: Tree) -> Tree:
 
 
 def declare(keys: Trainable, declarations: Tree) -> Callable[[Rngs], Tree]:
-    """Prepares a function that makes adapters for these declarations; raises UserError if a pattern fits no weight."""
+    """Prepares a function that makes adapters for these declarations.
+
+    Raises UserError if a pattern of `lora_parameters` matches no weight that is used in matmuls.
+    """
     patterns, paths = tuple(map(str, keys.lora_parameters)), multiplied(declarations)
     require_matches("lora_parameters", patterns, paths, "used in matmuls:")
     axes, fan_ins = by_path(field(declarations, "out_sharding")), by_path(field(declarations, "fan_in"))

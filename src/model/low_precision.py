@@ -40,9 +40,12 @@ FORMATS = {
 
 
 class QTensor(NamedTuple):
-    """An array as `qvalue` times a float32 `scale`, whose dims have size 1 if it does not vary along them."""
+    """An array as `qvalue` times `scale`, or the shardings of both.
 
-    qvalue: Any  # an array, or its sharding
+    The scale is float32, with size 1 along dims in which it does not vary; in MXFP8, E8M0 with a value per block.
+    """
+
+    qvalue: Any
     scale: Any
 
 

@@ -28,7 +28,8 @@ def project_in_halves(
 ) -> Array:
     """Computes `FeedForward._project`, given as `project`: in halves if that saves memory, otherwise whole.
 
-    Halves need a wide layer that the mesh does not shard, with plain weights, and without a norm after it.
+    Halves, each a multiple of 128 hidden units, need a wide layer that the mesh does not shard, with plain weights, and
+    without a norm after it.
     """
     half = len(wo) // 2 if isinstance(wo, Array) else 0
     wide = half and 2 * half >= WIDE * spec.emb_dim and half % 128 == 0 and context.layout.shards("mlp") == 1

@@ -31,7 +31,10 @@ class MtpLayer(nnx.Module):
     def __call__(
         self, hidden_BTD: Array, embedded_BTD: Array, context: ForwardContext, layer: Array
     ) -> tuple[Array, Tree]:
-        """Maps hidden states and the embeddings of the tokens one position later, each [B, T, D], to hidden states."""
+        """Maps hidden states and the embeddings of the tokens one position later, each [B, T, D], to hidden states.
+
+        Also returns the report of its block, which is number `layer` of the model.
+        """
         joined_BTD = jnp.concatenate([self.embedding_norm(embedded_BTD), self.hidden_norm(hidden_BTD)], axis=-1)
         x_BTD = matmul(joined_BTD, self.projection[...], "BTC,CD->BTD")
         x_BTD, _, report = self.block(x_BTD, context, None, layer)

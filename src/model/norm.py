@@ -29,7 +29,7 @@ class Norm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: Array) -> Array:
-        """Normalises [..., *shape], keeping `x`'s dtype."""
+        """Normalises [..., *shape] and applies the learned scale, and LayerNorm's bias; keeps `x`'s dtype."""
         spec = self.spec
         y = x.astype(jnp.float32)
         if spec.normalization == "layer":

@@ -158,7 +158,7 @@ def run_stages(
         (_, rows_MBTD), reports = jax.lax.scan(iterate, start, jnp.arange(schedule.iterations))
         items_RM = schedule.item(np.arange(R)[:, None], np.arange(schedule.micro_batches))
         last_1MBTD = jnp.where(stage == P - 1, rows_MBTD, 0)[None]
-        # Each is [iterations, chunk, ...]; the sums over micro-batches are [R, 1, chunk, ...].
+        # A report is [iterations, chunk, ...]; its sums over micro-batches are [R, 1, chunk, ...].
         return last_1MBTD, jax.tree.map(lambda report: jnp.sum(report[items_RM + stage], axis=1)[:, None], reports)
 
     by_stage, everywhere = PartitionSpec(STAGE), PartitionSpec()

@@ -24,7 +24,7 @@ from src.parallel.chips import compute_capability, kinds_with, peak_flops
 from src.parallel.mesh import MeshLayout
 from src.system.errors import Unsupported, UserError, first_few
 
-EXCLUDED = Keys().quantization_exclude  # not every model has all of these
+EXCLUDED = Keys().quantization_exclude  # default patterns, which need not match: not every model has all of these
 LAYERS = ("layers", "other_layers")
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions."""
+"""Rotary position embeddings (RoPE): rotates queries and keys by their positions."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from src.model import params
 from src.system.errors import UserError, first_few
 
-LOOKED_UP = ("vocab", "position")  # first dims of lookup tables, which are not used in matmuls
+LOOKED_UP = ("vocab", "position")  # logical axes of the first dim of lookup tables, which are not used in matmuls
 
 Path = tuple[Any, ...]
 

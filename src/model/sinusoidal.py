@@ -1,11 +1,11 @@
-"""Fixed positions, added to the embeddings."""
+"""Sinusoidal position encodings, which the decoder adds to the embeddings."""
 
 import jax.numpy as jnp
 from jax import Array
 
 
 def sinusoidal(positions_BT: Array, emb_dim: int) -> Array:
-    """Fixed position encodings, float32 [B, T, D] (Vaswani et al. 2017, section 3.5).
+    """Computes position encodings, float32 [B, T, D] (Vaswani et al. 2017, section 3.5).
 
     Sines are in the first half of D, cosines in the second; wavelengths run from 2 pi to 10,000 times that.
     """

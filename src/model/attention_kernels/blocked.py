@@ -51,7 +51,7 @@ def tile_size(length: int, tile: int) -> int:
 
 
 def tile_pairs(length: int, window: int, layout: MeshLayout) -> np.ndarray:
-    """Lists each device's pairs of tiles: [n, P, (query tile, key tile, index of the first query in the sequence)].
+    """Lists each device's pairs of tiles: [n, P, (query tile, key tile, sequence index of the tile's first query)].
 
     A pair is listed if some query may see some key in it: a key at or before the query and within its window (0: no
     window). Devices with fewer pairs are padded with pairs whose queries come before all keys.
@@ -104,7 +104,7 @@ def _on_device(spec: ScoreSpec, parts: int, tile: int) -> Callable[..., Array]:
         by_query, dtype = q.shape[:-1], jnp.promote_types(q.dtype, jnp.float32)
 
         def add(sums: tuple[Array, ...], pair: Array) -> tuple[tuple[Array, ...], None]:
-            sums, pair = jax.lax.optimization_barrier((sums, pair))  # or XLA makes the masks of all pairs beforehand
+            sums, pair = jax.lax.optimization_barrier((sums, pair))  # else XLA makes the masks of all pairs beforehand
             i, j = pair[0], pair[1]
             largest, total, out = (x[i] for x in sums)
             scores, _ = score(q[i], k[j], q_ids[i], k_ids[j], pair)
@@ -138,7 +138,7 @@ def _on_device(spec: ScoreSpec, parts: int, tile: int) -> Callable[..., Array]:
         d_out, mean, normaliser = (_heads(x, k.shape[2], parts, tile) for x in (d_out_BTNV, mean_BTN1, normaliser_BTN1))
 
         def add(sums: tuple[Array, ...], pair: Array) -> tuple[tuple[Array, ...], None]:
-            sums, pair = jax.lax.optimization_barrier((sums, pair))  # or XLA makes the masks of all pairs beforehand
+            sums, pair = jax.lax.optimization_barrier((sums, pair))  # else XLA makes the masks of all pairs beforehand
             i, j = pair[0], pair[1]
             d_q, d_k, d_v = sums
             scores, slope = score(q[i], k[j], q_ids[i], k_ids[j], pair)

@@ -24,7 +24,8 @@ def choose_kernel(
 ) -> Kernel:
     """Resolves the key `attention` to a kernel for this platform and the layers' score settings.
 
-    Raises Unsupported if the requested kernel does not run here.
+    `autoselected` takes the platform's fused kernel if that can run; otherwise `blocked` for long sequences, and on
+    accelerators for sharded ones; else `dot_product`. Raises Unsupported if the requested kernel cannot run.
     """
     given = (platform, scores, dtype, length, layout)
     if attention != "autoselected" and (problem := kernel_obstacle(attention, *given)):
@@ -42,7 +43,7 @@ def choose_kernel(
 def kernel_obstacle(
     kernel: str, platform: str, scores: Sequence[ScoreSpec], dtype: str, length: int, layout: MeshLayout
 ) -> str:
-    """Explains why a kernel cannot run here; "" if it can."""
+    """Explains why a kernel cannot run on this platform, or with these scores, dtype and length; "" if it can."""
     home = PLATFORMS.get(kernel, platform)
     if platform != home:
         return f"runs on {home}, and this is {platform}"

@@ -1,13 +1,13 @@
 """cuDNN's fused attention, for NVIDIA GPUs.
 
-On Hopper and later GPUs, a packed sequence that one device holds is computed by its segments (cudnn_segments.py), if
-they are not too many. Otherwise, a long sequence of several segments, or a sharded one, is computed in pieces, and no
-mask is as large as T x T. At most one segment spans the border of two neighbouring blocks, so only the first queries of
-the later block see the last keys of the earlier one: with the keys reversed, two lengths describe this mask. Blocks are
-joined pairwise, doubling in size each time; with a window, each block is joined with the few before it. The pieces'
-outputs are averaged, weighted by the exponentials of their log-sum-exps (`normaliser`). In the backward pass each piece
-receives the log-sum-exp and output of the whole sequence, so that its gradients equal full attention's (as in Ring
-Attention, Liu et al. 2023, arXiv:2310.01889).
+On Hopper and later GPUs, a packed sequence that one device holds is computed by its segments, if cudnn_segments.py
+supports its length and heads and has room for all segments. Otherwise, a long sequence of several segments, or a
+sharded one, is computed in pieces, and no mask is as large as T x T. At most one segment spans the border of two
+neighbouring blocks, so only the first queries of the later block see the last keys of the earlier one: with the keys
+reversed, two lengths describe this mask. Blocks are joined pairwise, doubling in size each time; with a window, each
+block is joined with the few before it. The pieces' outputs are averaged, weighted by the exponentials of their
+log-sum-exps (`normaliser`). In the backward pass each piece receives the log-sum-exp and output of the whole sequence,
+so that its gradients equal full attention's (as in Ring Attention, Liu et al. 2023, arXiv:2310.01889).
 
 JAX's own function queries the local device for its abilities, requires values of the queries' size, and accepts no
 log-sum-exp in the backward pass. This module therefore calls its primitives, in the versions that requirements/ pins.
@@ -97,7 +97,7 @@ def by_segments(B: int, T: int, spec: ScoreSpec, packed: bool, layout: MeshLayou
 
 
 def masked_block(B: int, T: int, spec: ScoreSpec, packed: bool, layout: MeshLayout) -> int:
-    """Returns the tokens of a block of the sequences [B, T] for which a mask is built; 0 if they need no mask."""
+    """Tokens in a block of sequences [B, T], for which a mask is built; 0 if no mask is needed, or if `by_segments`."""
     packed = packed or spec.chunk > 0  # `attend` makes each chunk a segment
     if not packed or by_segments(B, T, spec, packed, layout):
         return 0
@@ -291,7 +291,7 @@ class _Pieces:
             if kind == "biased":
                 seen = seen_bts(q_bt, k_bs, number * self.block)
                 masks.append(_Mask(bias_b1ts(seen), None, (seen.any(axis=2), seen.any(axis=1))))
-            else:  # the first segment of each row, if queries and keys share it
+            else:  # only a row's first queries see its first keys, if both are in the same segment
                 shared_b1 = q_bt[:, :1] == k_bs[:, :1]
                 used = tuple(jnp.cumprod((x == x[:, :1]) & shared_b1, axis=1) > 0 for x in (q_bt, k_bs))
                 masks.append(_Mask(None, tuple(jnp.sum(x, axis=1, dtype=jnp.int32) for x in used), used))

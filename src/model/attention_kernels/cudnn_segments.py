@@ -134,7 +134,7 @@ def can_divide(T: int) -> bool:
 
 
 def can_compute(tokens: int, spec: ScoreSpec, heads: int) -> bool:
-    """Whether `Segments` can compute a device's `tokens` and query `heads`."""
+    """Whether `Segments` can compute attention of these `tokens` and query `heads` on a device."""
     # cuDNN uses the keys' offsets, which are 32-bit numbers, for the values too. Larger heads were not tried on a GPU.
     return spec.head_dim == spec.value_dim <= 128 and tokens * heads * spec.head_dim < 2**31
 
@@ -158,7 +158,7 @@ def _longest(T: int) -> list[int]:
 
 
 def _bounds(ids_BT: Array) -> tuple[Array, Array]:
-    """The first token, and the first after the end, of the segment of each of the batch's F tokens: [F] each."""
+    """For each of the batch's F tokens, the first token of its segment, and the first one after it: [F] each."""
     B, T = ids_BT.shape
     begins_F = jnp.concatenate([jnp.ones((B, 1), bool), ids_BT[:, 1:] != ids_BT[:, :-1]], axis=1).reshape(-1)
     index_F = jnp.arange(B * T, dtype=jnp.int32)

@@ -16,7 +16,7 @@ from src.parallel.sequence import replicate_rows, zigzag_order, zigzag_parts
 
 BLOCKS = tuple(FLASH_BLOCK << power for power in range(5))  # the kernel's block sizes, up to 2048
 COMPUTED = 512  # keys of a block whose scores are in vector memory at once
-# For blocks of 2,048 keys: with 512, the compiler of JAX 0.11 exceeds 16 MiB of vector memory, which is all that v4
+# The same for blocks of 2,048 keys: with 512, the compiler of JAX 0.11 exceeds 16 MiB of vector memory: all that v4
 # has, and the default limit on v5p.
 COMPUTED_OF_LARGE = COMPUTED if jax.__version_info__ < (0, 11) else 256
 

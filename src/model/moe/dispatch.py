@@ -281,6 +281,6 @@ def fill_buffer(x_XD: Array, choice_R: Array, row_M: Array, k: int) -> Array:
 
 @_linear(fill_buffer, static=(3,))
 def combine(rows_RD: Array, row_M: Array, choice_R: Array, k: int) -> Array:
-    """Sums each token's rows of a buffer, [R, D] to [X, D]: the transpose of `fill_buffer`, with the same arguments."""
+    """Sums each token's rows of a buffer, [R, D] to [X, D]: `fill_buffer`'s transpose, with its indices swapped."""
     rows_MD = rows_RD.at[row_M].get(mode="fill", fill_value=0)
     return jnp.sum(rows_MD.reshape(-1, k, rows_RD.shape[1]), axis=1)

@@ -61,7 +61,8 @@ def grouped_matmul(
 
     Forward and both gradients are Pallas kernels on TPUs (JAX's megablox) and on GPUs (this project's): XLA would
     compute dense matmuls over all groups for the weight gradient on a TPU, and for all three on a GPU. `interpret` runs
-    the kernels without an accelerator, slowly, for tests.
+    the kernels without an accelerator, slowly, for tests. With int8 weights, the gradient raises UserError as
+    `check_summed` does.
     """
     how = {"rows_G": rows_G, "platform": platform, "transposed": transposed, "interpret": interpret}
     if isinstance(kernel_GXY, Adapted):

@@ -62,13 +62,13 @@ class Experts(nnx.Module):
 
     @staticmethod
     def costs(spec: LayerSpec) -> Costs:
-        """Counts the activations of the experts that a token uses, including shared ones."""
+        """Declares the activations of the experts that a token uses, including shared ones, and the saved arrays."""
         expert = FeedForward.costs(spec, spec.moe_mlp_dim)
         width = (spec.num_experts_per_tok + spec.shared_experts) * expert.activation_size
         return expert._replace(activation_size=width, active=spec.num_experts_per_tok / spec.num_experts)
 
     def __call__(self, x_BTD: Array, context: ForwardContext) -> tuple[Array, Report]:
-        """Maps [B, T, D] to [B, T, D], and reports the router's sums over this batch."""
+        """Maps [B, T, D] to [B, T, D]; also returns the router's `report` on this batch."""
         with jax.named_scope("router"):
             logits_BTE = self._logits(x_BTD)
             scores_BTE = router.SCORE_FUNCTIONS[self.spec.routed_score_func](logits_BTE)

@@ -20,7 +20,7 @@ SCORE_FUNCTIONS = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
 def choose(scores_BTE: Array, correction_E: Array | None, spec: LayerSpec) -> tuple[Array, Array]:
     """Chooses each token's k experts and their weights; both [B, T, k].
 
-    `correction_E` affects the choice, not the weights (DeepSeek-V3, arXiv:2412.19437, 2.1.2).
+    `correction_E`, if any, affects the choice, not the weights (DeepSeek-V3, arXiv:2412.19437, 2.1.2).
     """
     choice_BTE = scores_BTE
     if correction_E is not None:

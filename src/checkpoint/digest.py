@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PIECE = 2**18  # elements
+PIECE = 2**18  # elements that `_digest_in_pieces` holds as uint32 at a time
 _GOLDEN = np.uint32(0x9E3779B1)  # 2**32 / golden ratio, odd: spreads positions over all bits
 
 

@@ -26,7 +26,7 @@ def load_state(path: str, wanted: Mapping[str, Any], vocab_size: int) -> Restore
     `wanted` is `restore_latest`'s `abstract_state`. Raises as `restore_any` does, and UserError if the vocabulary size
     differs.
     """
-    # src/config/checks.py refuses adapters here, because load_parameters_path, which names their base, is not set.
+    # Never adapters: src/config/optional_checks.py refuses lora_rank, which needs load_parameters_path, with this key.
     restored = restore_any(path, lambda meta, saved: wanted, ", ".join(wanted))
     check_vocabulary(vocab_size, restored.meta)
     return restored
@@ -98,7 +98,10 @@ def undotted(name: str) -> tuple[str | int, ...]:
 
 
 def identity(path: str) -> str:
-    """Makes a string that changes with the weights at `path`, from a checkpoint's digests or the ends of files."""
+    """Makes a string that changes with the weights at `path`, from a checkpoint's digests or the ends of files.
+
+    Raises as `hf_folder` and `newest_meta` do.
+    """
     if not (folder := hf_folder(path)):
         return newest_meta(path)[1]
     from src.extras.hf.load import folder_identity

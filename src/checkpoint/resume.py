@@ -22,8 +22,8 @@ class ResumePoint(NamedTuple):
     position: DataPosition = START  # in the training data
     eval_position: Mapping[str, Any] = {}  # `EvalBatches.position` of each rolling evaluation set, by name
     resumed: bool = False  # from the run's own checkpoint
-    eval_loss: float | None = None  # of the evaluation at that step: the highest over its sets
-    evaluation_due: bool = False  # at that step, if the run had not made it
+    eval_loss: float | None = None  # at the state's step, the highest over evaluation sets; None: not evaluated
+    evaluation_due: bool = False  # whether the run had still to evaluate at the state's step
 
 
 def starting_state(
@@ -34,7 +34,7 @@ def starting_state(
     checkpointer: Checkpointer,
     fingerprint: Mapping[str, Any],
 ) -> ResumePoint:
-    """Restores or initialises the state, its position in the data of `fingerprint`, and messages for the user.
+    """Restores or initialises the state; also finds where it continues in the data of `fingerprint`.
 
     Raises as `restore_latest` does, and UserError if a run is resumed with different data or base weights, or begins
     with weights that could not be loaded, or were trained with another vocabulary or tokenizer.

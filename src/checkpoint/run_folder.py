@@ -196,7 +196,7 @@ def _newest_complete(checkpoints: epath.Path) -> int | None:
 
 
 def describe_step(folder: epath.Path, step: int | None) -> str:
-    """Names the checkpoint that a run would resume from, for a message."""
+    """Names the checkpoint that a run would resume from, for a message; `step` is None if there is none."""
     return "there is no checkpoint" if step is None else f"the checkpoint of step {step} in {folder} is intact"
 
 

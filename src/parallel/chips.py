@@ -124,6 +124,6 @@ def kinds_with(dtype: str) -> list[str]:
 
 
 def run_peak(device_kind: str, dtype: str, matmul_precision: str) -> float | None:
-    """`peak_flops` for a run that computes in `dtype` under the key `matmul_precision`."""
+    """Gives the `peak_flops`, maybe None, of a run that computes in `dtype` under the key `matmul_precision`."""
     is_rounded = dtype == "float32" and matmul_precision != "highest"  # only NVIDIA GPUs have a tensorfloat32 rate
     return (is_rounded and peak_flops(device_kind, "tensorfloat32")) or peak_flops(device_kind, dtype)

@@ -42,7 +42,7 @@ def zigzag_parts(n: int) -> int:
 
 
 def to_zigzag(x_BT: Array, layout: MeshLayout) -> Array:
-    """Reorders [B, T, ...] from sequence order to zigzag order, and shards it over devices."""
+    """Reorders [B, T, ...] from sequence order to zigzag order, and shards it; raises as `zigzag_order` does."""
     if layout.shards("length") == 1:
         return x_BT
     ordered_BT = x_BT[:, zigzag_order(x_BT.shape[1], layout)]

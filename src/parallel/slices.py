@@ -10,7 +10,7 @@ import numpy as np
 from src.config.schema import Mesh, size_key
 from src.system.errors import UserError
 
-GPU_MEMORY_FRACTION = 0.9  # of a GPU's total memory; CUDA, NCCL and cuDNN use the rest
+GPU_MEMORY_FRACTION = 0.9  # the part of a GPU's memory that JAX takes; CUDA, NCCL and cuDNN use the rest
 
 
 def count_slices(devices: Sequence[jax.Device]) -> int:

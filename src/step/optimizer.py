@@ -67,7 +67,7 @@ def make_optimizer(
 
 
 def adamw(chosen: Any, inputs: OptimizerInputs) -> list[optax.GradientTransformation]:
-    """Divides Adam's first moment by the root of its second moment (Kingma and Ba 2015)."""
+    """Divides Adam's first moment by the root of its second moment, for `chosen` weights (Kingma and Ba 2015)."""
     hparams = inputs.hparams
     adam = optax.scale_by_adam(hparams["b1"], hparams["b2"], hparams["eps"], mu_dtype=inputs.mu_dtype)
     return [adam if inputs.only_adamw else optax.masked(adam, chosen)]

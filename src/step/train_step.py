@@ -95,7 +95,7 @@ def train_step(
 
 
 def loss_metrics(losses: Metrics, counts: TokenCounts) -> Metrics:
-    """Averages a custom loss's metrics, and makes `mtp_loss` NaN if a prediction layer has no tokens."""
+    """Divides a custom loss's metrics by their counts, and makes `mtp_loss` NaN if a prediction layer has no tokens."""
     losses = dict(losses)
     if "user_metrics" in losses:
         losses["user_metrics"] = {name: total / count for name, (total, count) in losses["user_metrics"].items()}

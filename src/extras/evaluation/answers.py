@@ -87,8 +87,9 @@ class Answers:
     def completions(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """Returns each context's continuation up to the first `until` string, which is left out, or to an end token.
 
-        Each request has its own keywords; contexts lose their beginning to leave room for `max_gen_toks`. Raises
-        UserError if a keyword is unknown or leaves no room for a context.
+        Each request has its own keywords. A continuation has at most `max_gen_toks` tokens, and contexts lose their
+        beginning to leave room for these. Raises UserError as `read_keywords` does, and if no room is left for a
+        context.
         """
         answers = [""] * len(requests)
         kinds: dict[str, list[int]] = {}
@@ -170,7 +171,7 @@ def rolling_windows(tokenizer: Tokenizer, text: str, length: int) -> Iterator[tu
 def read_keywords(keywords: Mapping[str, Any]) -> tuple[Sampling, int, tuple[str, ...]]:
     """Reads a task's generation_kwargs: how to sample, the maximum number of tokens, and the stop strings.
 
-    Raises UserError for an unknown keyword.
+    Raises UserError for a keyword that is unknown, or whose value is not supported, such as num_beams above 1.
     """
     rest = {name: value for name, value in keywords.items() if _IDLE.get(name, ...) != value}
     lengths = [value for name in _LENGTHS if (value := rest.pop(name, None)) is not None]

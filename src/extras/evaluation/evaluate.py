@@ -125,7 +125,11 @@ def _run_of(weights: str) -> Any:
 
 
 def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
-    """Runs the command line `argv`; returns the metrics of an evaluation or of tasks, else None. Raises UserError."""
+    """Runs the command line `argv`, or a resolved config: prints results, and writes the files that its keys name.
+
+    Returns the metrics of an evaluation or of tasks; None for scores of texts, logits, and --help. Raises UserError for
+    a mistake in the command, the data or the weights; TransientError as `configured` and `load_model` do.
+    """
     config = configured(argv, USAGE, uses_weights=True)
     if config is None:
         return None

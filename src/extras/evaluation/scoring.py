@@ -81,8 +81,8 @@ def score_texts(
     """Writes a line to `scores_path` for each text of `texts_path`, in order; returns the number of texts.
 
     A line is a JSON object: `text`, `ids` (with bos), `log_probs` of each id given the ids before it, in nats (null for
-    the first), and `log_prob`, their sum. Raises UserError if a text is malformed or has more than T tokens, or if the
-    file is empty.
+    the first), and `log_prob`, their sum. Raises UserError if the file cannot be read or is empty,
+    or if a text is malformed or has more than max_target_length tokens.
     """
     path, T = Path(evaluation.texts_path).expanduser(), batch.max_target_length
     texts = read_lines(path, "texts_path", _text_of_json)
@@ -149,7 +149,10 @@ def write_logits(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weigh
 
 
 def compute_logits(plan: StepPlan, weights: Weights, tokens_BT: np.ndarray) -> np.ndarray:
-    """Computes logits, float32 [B, T, V]. Each row is one text; B must be divisible by the number of batch shards."""
+    """Computes logits, float32 [B, T, V], of a text per row; raises UserError as `whole_texts` does.
+
+    B must be divisible by the number of batch shards.
+    """
     return _compiled(whole_texts(plan, tokens_BT.shape[1]), _logits)(weights, tokens_BT)
 
 

@@ -66,7 +66,10 @@ class Tasks(TaskManager):
         return self.loaded
 
     def _names(self) -> list[str]:
-        """Expands the names and * patterns that the key lists; an item may also be the path of a .yaml file."""
+        """Expands the names and * patterns that the key lists; an item may also be the path of a .yaml file.
+
+        Raises `_Unknown` for an item that matches no task.
+        """
         all_names: list[str] = []
         for name in filter(None, map(str.strip, self.keys.tasks.split(","))):
             is_file = name.endswith((".yaml", ".yml")) and Path(name).is_file()

@@ -128,7 +128,7 @@ def generate(
     """Generates until all of the given completions are done; with `stream`, prints the first one as it grows.
 
     At least `rows` rows are computed, because batches of equal size share one compiled program. `first_index` is the
-    first completion's index among all that are sampled with one seed.
+    first completion's index among all that are sampled with one seed. Adds tokens and seconds to `generator.speed`.
     """
     tokens_BT, lengths_B = generator.padded([completion.prompt for completion in completions], rows)
     indices_B = np.arange(first_index, first_index + len(lengths_B), dtype=np.int32)
@@ -157,13 +157,16 @@ def generate(
 
 
 def write_now(text: str) -> None:
-    """Prints part of a line, on process 0."""
+    """Prints part of a line on process 0, without control characters."""
     if jax.process_index() == 0:
         print(printable(text), end="", flush=True)
 
 
 def check_sample(decoding: Decoding, max_target_length: int, tokenizer: Tokenizer) -> list[str]:
-    """Returns a line for the user if a run's sample will be cut short; raises UserError if its prompt is too long."""
+    """Returns a line for the user if a run's sample, or its texts for decode_metrics, will be cut short.
+
+    Raises UserError as `encode_prompt` does for the sample's prompt.
+    """
     prompt = encode_prompt(decoding, max_target_length, tokenizer, decoding.prompt)
     return length_note(decoding, max_target_length, max(len(prompt), decoding.decode_prompt_tokens))
 

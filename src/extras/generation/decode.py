@@ -45,9 +45,10 @@ python -m src.decode RUN decode_path=OUT.jsonl decode_prompt_tokens=N dataset_pa
 
 
 def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
-    """Runs the command line `argv`: prints or writes texts, and returns them without their prompts.
+    """Runs the command line `argv`, or a resolved config: prints or writes texts; returns them without their prompts.
 
-    Returns None for --help, and with `decode_path` only the texts of this start. Raises UserError.
+    Returns None for --help, and with `decode_path` only the texts of this start. Raises UserError for a mistake in the
+    command, the prompts or the weights; TransientError as `configured` and `load_model` do.
     """
     config = configured(argv, USAGE, uses_weights=True)
     if config is None:
@@ -101,7 +102,10 @@ _EXPECTED = '{"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, .
 
 
 def prompts_of(decoding: Decoding, inputs: InputSpec) -> Sequence[Prompt]:
-    """Returns the prompts that the keys name: from documents, from a file, or the single one; raises UserError."""
+    """Returns the prompts that the keys name: from documents, from a file, or the single one.
+
+    Raises UserError as `DocumentPrompts` and `read_prompts` do.
+    """
     if decoding.decode_prompt_tokens:
         return DocumentPrompts(decoding, inputs)
     return read_prompts(decoding, inputs) if decoding.prompt_path else [decoding.prompt]
@@ -110,10 +114,11 @@ def prompts_of(decoding: Decoding, inputs: InputSpec) -> Sequence[Prompt]:
 class DocumentPrompts(Sequence[Prompt]):
     """Takes prompts from data: the first `decode_prompt_tokens` ids of each document, in order.
 
-    A conversation's prompt is everything before the last message of the assistant. The documents are evaluation data if
-    the keys name any, else training data. Among several datasets, decode_metrics uses the first, but `decode_path`
-    accepts only one. Raises UserError for several datasets with `decode_path`, for a limited number of prompts from a
-    stream in a job of several processes, and as the data's reader does.
+    A shorter document gives all but its last id, or only bos; a conversation, everything before the last message of the
+    assistant. There are at most `decode_num_prompts` (-1: no limit). The documents are evaluation data if the keys name
+    any, else training data. Among several datasets, decode_metrics uses the first, but `decode_path` accepts only one.
+    Raises UserError for several datasets with `decode_path`, for a limited number of prompts from a stream in a job of
+    several processes, and as the data's reader does.
     """
 
     def __init__(self, decoding: Decoding, inputs: InputSpec) -> None:
@@ -185,6 +190,7 @@ def complete_batch(
 
     Returns the fields of each line of `decode_path`: the prompt's number, the sample's number for this prompt, both
     texts, the generated ids, their log-probabilities in nats (before temperature and limits), and the sum of these.
+    Raises UserError as `Completion` does.
     """
     count = decoding.decode_samples
     numbers = range(first, min(first + rows, count * len(prompts)))
@@ -209,8 +215,8 @@ def write_completions(
     """Writes `complete_batch`'s lines for all prompts to `decode_path`; returns the texts that this start generated.
 
     Continues after the complete batches in the file, so that its texts are the same as without an interruption.
-    `settings` describes the model and tokenizer, and is saved with the decoding keys. Raises UserError if the file has
-    texts from other settings, or can't be written.
+    `settings` describes the model and tokenizer, and is saved with the decoding keys in `decode_path`.settings. Raises
+    UserError if the file has texts from other settings, or can't be written, and as `complete_batch` does.
     """
     path, total, texts = Path(decoding.decode_path).expanduser(), decoding.decode_samples * len(prompts), []
     of_prompts = prompts.fingerprint if isinstance(prompts, DocumentPrompts) else list(map(str, prompts))

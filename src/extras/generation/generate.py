@@ -155,14 +155,14 @@ class Speed:
 
 @dataclass(eq=False)
 class Generator:
-    """Generates tokens after prompts, with one compiled prefill per prompt shape and one compiled decoding step."""
+    """Generates tokens after prompts; compiles a prefill per prompt shape, and a decoding step per number of rows."""
 
     plan: StepPlan
     weights: Weights
     sampling: Sampling
     seed: int  # for sampling
     length: int  # maximum tokens per sequence, prompt included: the caches' length
-    prefill_length: int = -1  # length that prompts are padded to; -1: the next power of two
+    prefill_length: int = -1  # length that prompts are padded to; -1: `padded` chooses it
     log_probs_B: jax.Array | None = None  # of the tokens that `tokens` yielded last, as `log_probs` returns them
     speed: Speed = dataclasses.field(default_factory=Speed)  # so far; `compile` adds its seconds, callers the rest
     _compiled: dict[tuple[int, ...], jax.stages.Compiled] = dataclasses.field(default_factory=dict)

@@ -23,7 +23,7 @@ from src.step.plan import StepPlan
 def unrolled(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
     """Returns a plan and weights with separate arrays for each layer, for speed; deletes the stacked arrays.
 
-    The plan must not have adapters.
+    The plan no longer shards sequences, or layers over pipeline stages. It must not have adapters.
     """
     # A loop over stacked weights would copy each layer's weights out of the stack for every token, which costs more
     # than the token's own work: reading every weight once.
@@ -44,8 +44,8 @@ def unrolled(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
 def quantize_at_rest(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tuple[StepPlan, Weights]:
     """Quantizes the matmul weights of `unrolled`'s plan and weights to int8; deletes the old arrays.
 
-    Matmuls still run in the activations' dtype. `loaded` is the plan before unrolling. Raises UserError if
-    `quantization_exclude` matches no weight.
+    Matmuls still run in the activations' dtype. `loaded` is the plan before unrolling. Raises UserError as
+    `select_at_rest` does.
     """
     from src.model.quantization import select_at_rest, store_in_8_bits
 

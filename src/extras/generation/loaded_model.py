@@ -1,4 +1,4 @@
-"""Loads a model for use without training: for decode.py and evaluate.py."""
+"""Loads or plans a model for use without training, as in src.decode and src.evaluate."""
 
 import jax
 
@@ -17,10 +17,10 @@ from src.system.errors import UserError, say
 
 
 def load_model(config: Config, tokenizer: Tokenizer | None) -> tuple[StepPlan, Weights]:
-    """Loads the config's model with weights from `load_parameters_path`, adapters merged.
+    """Loads the config's model with weights from `load_parameters_path`, adapters merged; prints what it loaded.
 
     Raises UserError if `load_parameters_path` is empty, if its weights or their vocabulary don't fit, or if they were
-    trained with another tokenizer.
+    trained with another tokenizer; also as `check_hardware`, `make_layout`, `inference_plan` and `load_weights` do.
     """
     if not config.checkpoint.load_parameters_path:
         raise UserError(
@@ -49,5 +49,5 @@ def model_fingerprint(config: Config) -> dict[str, str]:
 
 
 def inference_plan(config: Config, layout: MeshLayout) -> StepPlan:
-    """Plans the config's model without adapters or frozen weights; raises UserError as `make_plan` does."""
+    """Plans the config's model without adapters, frozen weights or optimizer rules; raises as `plan_step` does."""
     return plan_step(config.replace(lora_rank=0, trainable_parameters=[], optimizer_rules=[]), layout)

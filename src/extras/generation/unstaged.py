@@ -23,7 +23,7 @@ def unstaged_weights(plan: StepPlan, weights: Weights) -> Weights:
 
 
 def unstaged(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """Moves the stages' mesh axes from the layer dim to another dim."""
+    """Moves the stages' mesh axes from the layer dim to another dim; without a divisible one, drops them."""
     # Every token needs all layers: if the layer dim stayed sharded, every device would gather all layers.
     unsplit = sharding.update(spec=PartitionSpec(None, *sharding.spec[1:]))
     return add_mesh_axes(unsplit, (1, *shape[1:]), axes_of_dim(sharding.spec[0]))

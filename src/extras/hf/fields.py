@@ -85,7 +85,7 @@ def read_layer_types(hf: Json, default: Sequence[str], *known: str) -> list[str]
 def read_windowed_layers(hf: Json, keys: Keys, global_every: int, **windowed: Any) -> Keys:
     """Reads the pattern of layers with and without windows; layers with windows also get the keys `windowed`.
 
-    If config.json does not list layer types, every `global_every`-th layer has no window.
+    If config.json does not list layer types, every `global_every`-th layer has no window. Raises as `read_layer_types`.
     """
     default = [WINDOWED if (i + 1) % global_every else GLOBAL for i in range(keys["base_num_decoder_layers"])]
     of_kind = {WINDOWED: {"attention_type": "local_sliding", **windowed}, GLOBAL: {}}
@@ -96,7 +96,7 @@ def read_kinds(hf: Json, keys: Keys, global_every: int, theta: float, local_thet
     """Reads the pattern of layers with and without windows, each kind with its own rotary positions.
 
     `theta` (without windows) and `local_theta` (with) apply if config.json gives none; `global_every` is as in
-    `read_windowed_layers`.
+    `read_windowed_layers`. Raises UserError for unsupported entries.
     """
     by_kind = entry(hf, "rope_parameters", {})
     family.require_known(by_kind, (WINDOWED, GLOBAL))
@@ -115,7 +115,10 @@ def read_kinds(hf: Json, keys: Keys, global_every: int, theta: float, local_thet
 
 
 def read_rotated_layers(hf: Json, keys: Keys) -> list[Any]:
-    """Reads no_rope_layers: despite its name, true for layers with rotary positions."""
+    """Reads no_rope_layers: despite its name, true for layers with rotary positions, one entry per layer.
+
+    Without it, every `no_rope_layer_interval`-th layer (4th by default) has none. Raises UserError if it is too short.
+    """
     count, every = keys["base_num_decoder_layers"], count_entry(hf, "no_rope_layer_interval", 4)
     rotated = entry(hf, "no_rope_layers", []) or [(i + 1) % every for i in range(count)]
     if len(rotated) < count:
@@ -178,8 +181,9 @@ def read_rope(
 
     As in transformers, rope_scaling replaces all of rope_parameters, including its theta; an outer
     original_max_position_embeddings takes precedence over the inner one, and max_position_embeddings is the default for
-    both. `theta` and `partial`, the rotated part of a head (0: whole heads only), are defaults for missing entries.
-    Raises UserError for scaling types other than `kinds`.
+    both (for the type dynamic, it replaces both). `theta` and `partial`, the rotated part of a head (0: whole heads
+    only), are defaults for missing entries. Raises UserError for types other than `kinds`, and for parameters that are
+    missing or not supported.
     """
     parameters = entry(hf, "rope_scaling", {}) or entry(hf, "rope_parameters", {})
     kind = entry(parameters, "rope_type", entry(parameters, "type", "default"))

@@ -15,7 +15,8 @@ def open_tokenizer(path: str, model_vocab_size: int) -> Tokenizer:
 def folder_tokenizer(path: Path, model_vocab_size: int) -> Tokenizer:
     """Opens a tokenizer.json, or a folder with a tokenizer.json or else a SentencePiece tokenizer.model.
 
-    `model_vocab_size` is as in `HuggingFaceTokenizer`. Raises UserError if no such file exists, or it is not usable.
+    `model_vocab_size` is as in `HuggingFaceTokenizer`. Raises UserError if there is no such file, or as
+    that class and `SentencePieceTokenizer` do.
     """
     from src.extras.hf.huggingface_tokenizer import HuggingFaceTokenizer  # needs the package tokenizers
 

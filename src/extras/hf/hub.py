@@ -26,8 +26,8 @@ _SMALL = ("config.json", ADAPTER_CONFIG, INDEX, *COMPANIONS)
 def pinned(path: str, saved_path: str = "") -> str:
     """Returns `hf://ORG/NAME@COMMIT` for a path on the hub; other paths are returned unchanged.
 
-    A path without a revision is pinned to `saved_path`, the one in a run's folder, so that a resumed run uses the same
-    model. Raises UserError and TransientError as `local_folder` does.
+    A path without a revision is pinned to `saved_path`, the one in a run's folder, if that names the same repository:
+    a resumed run uses the commit that it began with. Raises UserError and TransientError as `local_folder` does.
     """
     if not path.startswith(HUB):
         return path

@@ -37,9 +37,10 @@ class HuggingFaceTokenizer(Tokenizer):
     bos and eos are taken from the first of tokenizer_config.json, special_tokens_map.json, generation_config.json and
     config.json in the same folder that has a non-null entry. Without bos, documents start with eos. A post-processor's
     bos is removed, so that there is never a second one. Special tokens spelled in a text are parsed as special tokens,
-    because chat templates write them; a text's own bos and eos are not doubled. Added tokens at or beyond
-    `model_vocab_size` only fail when a text contains one: Gemma 3 lists an image token for which its text models have
-    no weights. Raises UserError if the file is not a tokenizer, or if no file names eos.
+    because chat templates write them; a text's own bos and eos are not doubled (data rules of version 1 double them).
+    Added tokens at or beyond `model_vocab_size` only fail when a text contains one: Gemma 3 lists an image token for
+    which its text models have no weights. Raises UserError if the file is not a tokenizer, if no file names eos, or if
+    one of the files is malformed.
     """
 
     def __init__(self, file: Path, model_vocab_size: int) -> None:
@@ -152,7 +153,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return {"type": "huggingface", **ids, "digest": self._digest} | ({"added": changes} if changes else {})
 
     def _ids(self, text: str) -> list[int]:
-        # Same ids as `encode`, which would block other threads, and compute spans too.
+        # The package's `encode` gives the same ids, but would block other threads, and compute spans too.
         return self._encoded(lambda: self._backend.encode_batch_fast([text])[0].ids)
 
     @property

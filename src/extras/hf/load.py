@@ -24,7 +24,7 @@ from src.extras.hf.tensor_map import Piece, Range, WeightPath, lay_out
 from src.model.params import Tree, by_path, nested
 from src.system.errors import UserError, first_few
 
-ROWS = 4096  # number of rows that are compared at a time
+ROWS = 4096  # number of rows of two tensors that `_differ` compares at a time
 
 
 TAIL_BYTES = 2**16  # read at the end of each file; training changes these bytes too
@@ -67,7 +67,7 @@ def folder_identity(path: str, identity: Callable[[str], str]) -> str:
     """Returns a CRC-32, in hex, of the names, sizes and last bytes of a folder's weight files.
 
     It identifies the weights: training changes the last bytes too. If the folder has adapters, `identity` gives the hex
-    number of their base model, which is included.
+    number of their base model, which is included. Raises UserError as `base_model` does.
     """
     folder = Path(path).expanduser()
     crc = int(identity(base), 16) if (base := base_model(folder)) else 0

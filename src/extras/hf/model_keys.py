@@ -70,7 +70,7 @@ def find_family(model: Model, max_target_length: int, preferred: str = "") -> tu
     `preferred` is the model_type of the family to try first.
     """
     spec, layers = _spec(model, max_target_length), _layers(model)
-    others: list[tuple[Family, Model, str]] = []  # what each can't load, and reads of its own config.json
+    others: list[tuple[Family, Model, str]] = []  # what each reads of its own config.json, and can't load
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
         hf = family.write_config(layers, max_target_length)
         try:

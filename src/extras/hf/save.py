@@ -29,12 +29,13 @@ def save_folder(
     dtype: np.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes config.json and the safetensors files, one tensor at a time, to use little memory beside `weights`.
+    """Writes config.json, the safetensors files and, if there are several, their index.
 
-    `hf` is config.json without `architectures`, `model_type` and `torch_dtype`. `weights` are all of the model's
-    weights; rows of the embedding beyond `vocab_size` are padding. Tensors have `dtype`, or else their weights' dtypes,
-    which correction biases always keep; a file has at most `shard_bytes`, unless a single tensor is larger. Raises
-    UserError if the family has no tensor for a weight, or if `dtype` is float16 and a value exceeds its range.
+    Tensors are written one at a time, to use little memory beside `weights`. `hf` is config.json without
+    `architectures`, `model_type` and `torch_dtype`. `weights` are all of the model's weights; rows of the embedding
+    beyond `vocab_size` are padding. Tensors have `dtype`, or else their weights' dtypes, which correction biases always
+    keep; a file has at most `shard_bytes`, unless a single tensor is larger. Raises UserError if the family has no
+    tensor for a weight, or if `dtype` is float16 and a value exceeds its range.
     """
     shapes = {weight: array.shape for weight, array in weights.items()}
     by_file: dict[str, list[Piece]] = {}

@@ -42,7 +42,7 @@ class TensorMap(NamedTuple):
 
 
 class Rearrangement:
-    """A parsed pattern with the size of each letter, including letters of other weights of the module."""
+    """The parsed `dims` of a table row, with the size of each letter, including those of the module's other weights."""
 
     def __init__(self, pattern: str, sizes: Mapping[str, int]) -> None:
         file_side, _, weight_side = pattern.partition(" -> ")

@@ -18,7 +18,7 @@ _TYPES = (_PIECE.NORMAL, _PIECE.UNKNOWN, _PIECE.CONTROL, _PIECE.BYTE)
 
 
 def save_tokenizer(folder: Path, tokenizer: ByteTokenizer | SentencePieceTokenizer) -> None:
-    """Writes files that give transformers the same ids for a text as `tokenizer`.
+    """Writes tokenizer.json and tokenizer_config.json, which give transformers the same ids for a text as `tokenizer`.
 
     A text begins with bos and does not end with eos, like a prompt. Special tokens spelled in a text stay plain text.
     Raises UserError if tokenizer.json can't represent the tokenizer.

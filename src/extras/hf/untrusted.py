@@ -29,12 +29,12 @@ from src.system.json_text import well_formed
 if TYPE_CHECKING:
     from src.data.types import Message, Shown  # imports numpy, for which the rendering process has no memory
 
-CPU_SECONDS = 10  # for one conversation, which normally takes a thousandth of a second
+CPU_SECONDS = 10  # limit for one conversation, which normally takes a thousandth of a second
 MEMORY_BYTES = 1 << 30
 MAX_CHARACTERS = 1 << 24
-TRIAL_SECONDS = 20  # for a vocabulary of 250,000, which normally takes one or two seconds
+TRIAL_SECONDS = 20  # limit of CPU time; a vocabulary of 250,000 normally takes one or two seconds
 TRIAL_MEMORY_BYTES = 8 << 30
-_SHOWN = 300  # characters of an error
+_SHOWN = 300  # characters of a template's error that the user sees
 _ROOT = str(FOLDER.parent)
 _TEXTS = (
     "",

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             show("\n".join(_lines(title, batch.arrays, index, tokenizer, cuts)))
     summary = _summary(shown, batches)
     batches.close()
-    # Decoding hides the special tokens of a chat template.
+    # Decoding hides the special tokens of a chat template, so such documents cannot encode to the same ids.
     is_chat = config.data.use_sft and tokenizer and tokenizer.chat_template
     if tokenizer and not (has_stream or is_chat):
         summary.append(("round trip", _round_trip(inputs, data)))

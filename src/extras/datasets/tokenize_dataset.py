@@ -162,7 +162,10 @@ class Items:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Generator[None]:
-    """Creates a folder, locks it against other processes of this command, and removes partial files at the end."""
+    """Creates a folder and locks it; removes partial files at the end.
+
+    Raises UserError if another process of this command has locked it.
+    """
     descriptor = lock(folder, f"another process is writing tokenized_path={folder}: wait for it")
     try:
         yield
@@ -271,7 +274,7 @@ def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Sh
     with new_file(folder / IDS_FILE.format(number)) as file:
         for i in part:
             ids = items[i]
-            if len(ids) > 1:  # shorter ones have no pair
+            if len(ids) > 1:  # a shorter document has no pair of an input and its target
                 pair_starts.append(pair_starts[-1] + len(ids) - 1)
                 largest_id = max(largest_id, int(ids.max()))
                 data = ids.astype(dtype).tobytes()

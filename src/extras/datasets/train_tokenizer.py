@@ -1,7 +1,7 @@
 """Trains a SentencePiece tokenizer on a run's training text, without its held-out part. Output is deterministic.
 
-With tokenizer_type=huggingface, `tokenizer_path` is a folder with the model as tokenizer.model, and as the
-tokenizer.json that other programs read.
+With tokenizer_type=huggingface, `tokenizer_path` is a folder with the model as tokenizer.model, and as tokenizer.json
+and tokenizer_config.json, which other programs read.
 """
 
 import io

@@ -33,7 +33,7 @@ curves to RUN_DIR/comparison.html, in the first one's folder."""
 Table = list[list[str]]  # rows; the first has the runs' names, the first column the rows' names
 _ENVIRONMENT = ("MinText", "jax", "Python", "devices", "mesh", "model", "step", "data")  # of environment.json
 _MAX_ROWS = 10  # approximate limit for a table of steps
-_MAX_COLUMNS = 6  # with more runs, tables have a row per run
+_MAX_COLUMNS = 6  # with more runs, printed tables have a row per run
 # Keys that determine an evaluation's tokens: _EVAL_KEYS always, _EVAL_BATCH if it takes a number of batches, _HELD_OUT
 # if its data is held out from the training data.
 _EVAL_KEYS = ("eval_dataset_path", "eval_dataset_name", "eval_split", "eval_datasets", "eval_steps", "eval_mode")
@@ -52,7 +52,10 @@ class Run(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Writes a page, or prints the usage; raises UserError for a folder without a run, or with a malformed file."""
+    """Writes a run's page, or the page of several runs, whose tables it also prints; or prints the usage.
+
+    Raises UserError for a folder without a run, for a malformed file, or if the page cannot be written.
+    """
     if {"-h", "--help"}.intersection(argv):
         show(USAGE)
         return

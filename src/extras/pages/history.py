@@ -54,7 +54,7 @@ class Curve:
                 self.stride *= 2
 
     def blocks(self) -> list[Block]:
-        """Returns the whole curve, in order."""
+        """Returns all blocks, in order; the last one may have fewer points."""
         return self._blocks + ([_block(self._open)] if self._open else [])
 
     def points(self) -> list[Point]:
@@ -196,7 +196,7 @@ def finite(points: Iterable[Point]) -> list[float]:
 
 
 def show_number(number: float) -> str:
-    """Formats 1.234, 567.8, then 1.23k, 45.6M, 7.89B, 1.23T."""
+    """Formats a number with three or four digits: 1.234, 567.8, then 1.23k, 45.6M, 7.89B, 1.23T."""
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= unit:
             return f"{number / unit:.3g}{name}"

@@ -81,7 +81,7 @@ def whole_page(
 
 
 def card(title: str, body: str) -> str:
-    """Renders a part of a page with a heading."""
+    """Renders a part of a page with a heading; `title` and `body` are HTML."""
     return f'<section class="card"><h2>{title}</h2>\n{body}\n</section>'
 
 

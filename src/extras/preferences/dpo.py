@@ -62,7 +62,7 @@ def answer_log_probs(model: Decoder, batch: Batch, plan: StepPlan) -> tuple[jax.
 
 
 def measure(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
-    """Replaces `eval_step` in evaluation: computes its sums for pairs, and `log_probs` [B, C], in nats."""
+    """Replaces `eval_step`: computes its sums for pairs, which `tokens` counts, and `log_probs` [B, C], in nats."""
     log_probs_BC, _ = answer_log_probs(plan.decoder(weights), batch, plan)
     loss, metrics = preferences(log_probs_BC, batch, plan)
     pairs = jnp.sum(batch["loss_mask"])

@@ -48,7 +48,11 @@ _NOT_HERE = (
 
 
 def main(argv: Sequence[str] | ConfigDict) -> Result | None:
-    """Runs the command line `argv`; None if it only asked for help. Raises UserError, also for a non-finite loss."""
+    """Runs the command line `argv`, and returns the run's result; None if it only asked for help.
+
+    Raises UserError for a mistake, data or weights that do not fit, or a non-finite loss; TransientError if a disk, a
+    store or another process fails.
+    """
     config = configured(argv, USAGE)
     if config is None:
         return None
@@ -67,7 +71,7 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
 
 
 def train(config: Config, exits: contextlib.ExitStack) -> Result:
-    """Trains with a checked config; `exits` closes whatever the run opens. Raises UserError as `main` does."""
+    """Trains with a checked config; `exits` closes whatever the run opens. Raises as `main` does."""
     # ---- Devices, model and step
     run = Run(config, exits, pair_fields(config.batch.max_target_length))
     plan, traced = run.plan, run.traced

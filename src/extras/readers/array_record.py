@@ -203,7 +203,7 @@ def read_record(record: bytes, record_format: str, column: str) -> Content | Non
 
 def _from_example(record: bytes, column: str) -> Content | None:
     from google.protobuf.message import DecodeError
-    from tensorflow_datasets.proto import tf_example_pb2  # which is there without TensorFlow
+    from tensorflow_datasets.proto import tf_example_pb2  # importable without TensorFlow
 
     try:
         features = tf_example_pb2.Example.FromString(record).features.feature

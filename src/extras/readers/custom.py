@@ -52,7 +52,10 @@ def document_of(name: str, column: str, vocab_size: int, nulls: Nulls, i: int, i
 
 
 def _facts(name: str, dataset: Any) -> dict[str, str | int]:
-    """Returns the `fingerprint()` of a user's object, or its class if it lacks that method; raises UserError."""
+    """Returns the `fingerprint()` of a user's object, or its class if it lacks that method.
+
+    Raises UserError if the method raises, or returns anything but a mapping of names to strings and integers.
+    """
     if not callable(getattr(dataset, "fingerprint", None)):
         return {"class": class_name(dataset)}
     facts = call(f"{name}: fingerprint() of what it returned", dataset.fingerprint)

@@ -75,7 +75,10 @@ class StreamSource(Source):
         return self._facts
 
     def open(self, epoch: int, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
-        """Opens an epoch at a saved state (None: its start); returns an iterator of items and a getter of its state."""
+        """Opens an epoch at a saved state (None: its start); returns an iterator of items and a getter of its state.
+
+        Raises UserError if the iterable's own code raises.
+        """
         if hasattr(self._iterable, "load_state_dict"):
             if hasattr(self._iterable, "set_epoch"):  # `datasets` has it: the order of files changes each epoch
                 call(self.name, self._iterable.set_epoch, epoch)
@@ -91,7 +94,10 @@ class StreamSource(Source):
         return iterator, iterator.get_state
 
     def items(self, iterator: Iterator[Any], before: int, count: int = _WINDOW) -> list[Item]:
-        """Reads at most `count` documents; `before` is the number of earlier ones in the epoch."""
+        """Reads at most `count` documents; `before` is the number of earlier ones in the epoch.
+
+        Raises UserError if the iterator's own code raises, or as `read` does.
+        """
         items = call(f"{self.name}, after {before} documents of an epoch", lambda: list(islice(iterator, count)))
         return [self._read(number, item) for number, item in enumerate(items, start=before)]
 

@@ -98,7 +98,7 @@ def _check_feature(spec: DatasetSpec, features: Any) -> None:
     if spec.dataset_column not in names:
         listed = first_few(sorted(names), near=spec.dataset_column)
         raise UserError(f"{setting}: {spec.dataset_name} has no such feature. Its features: {listed}")
-    # As read and as stored: images and compressed lists are stored as strings too.
+    # Compare a feature's type as it is read and as it is stored: images and compressed lists are stored as strings too.
     trees = features.get_tensor_info(), features.get_serialized_info()
     read, stored = (_flat(tree)[spec.dataset_column] for tree in trees)
     if _kind(read) is None or _kind(read) != _kind(stored):

@@ -45,10 +45,10 @@ class ShardEntry(NamedTuple):
     documents: int
     ids: int
     largest_id: int
-    sha256: str
+    sha256: str  # of the file of ids
     ids_bytes: int
     index_bytes: int
-    index_sha256: str = ""  # missing in folders of format 1
+    index_sha256: str = ""  # of the index; missing in folders of format 1
 
     @property
     def pairs(self) -> int:
@@ -174,7 +174,10 @@ class _TokenFolder:
         return UserError(f"{self._path(name)} is damaged: {how}. Copy it again, or write the tokens again")
 
     def _index(self, shard: int) -> np.ndarray:
-        """Returns int64 [documents + 1]: the number of pairs before each of a shard's documents, and in total."""
+        """Returns int64 [documents + 1]: the number of pairs before each of a shard's documents, and in total.
+
+        Raises UserError if the index is damaged.
+        """
         name, entry = INDEX_FILE.format(shard), self._shards[shard]
         count = entry.documents + 1
         # The array is at the end of the file. Skip numpy's header parsing by `ast`, which in Python 3.11 fails
@@ -259,7 +262,10 @@ def _parse(summary: bytes, name: str) -> dict[str, Any]:
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> "TokenRows | TokenDocuments":
-    """Opens a folder of token ids: as rows if documents are packed, else as documents."""
+    """Opens a folder of token ids: as rows if documents are packed, else as documents.
+
+    Raises UserError if the folder is incomplete or damaged, or does not fit the vocabulary or tokenizer.
+    """
     source = TokenRows(spec, inputs.batch.max_target_length) if inputs.batch.packing else TokenDocuments(spec)
     source.check(inputs.vocab_size, inputs.tokenizer.fingerprint() if inputs.tokenizer else None)
     return source

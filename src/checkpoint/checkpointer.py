@@ -174,7 +174,7 @@ class Checkpointer:
         assert self._unwritten
         step, arrays, meta = self._unwritten
         if self._manager is None:
-            self._quiet.close()  # a save that failed closed the manager
+            self._quiet.close()  # still open if a failed save has closed the manager
             self._quiet.enter_context(orbax_manager.quiet_orbax())
             for damaged in self._damaged_steps:
                 set_aside(self._directory, damaged, "damaged")

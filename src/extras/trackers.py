@@ -218,7 +218,7 @@ class _Wandb(_Follower):
             try:
                 self._run.finish()
             except Exception:
-                # W&B's own process is gone. This makes it start another one, and raises the same error again.
+                # W&B's own process is gone. `teardown` makes it start another one, and raises the same error again.
                 with contextlib.suppress(Exception):
                     wandb.teardown()
         # Silent: without an API key it would ask for one on the terminal, in the middle of a run. Both timeouts also

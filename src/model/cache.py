@@ -26,7 +26,7 @@ class CacheArray(NamedTuple):
 
 
 def cache_slots(scores: ScoreSpec, length: int) -> int:
-    """Number of tokens that the cache holds for sequences of up to `length` tokens."""
+    """Number of tokens that the cache holds for sequences of up to `length` tokens: at most the window or chunk."""
     return min(length, scores.window or scores.chunk or length)
 
 

@@ -62,7 +62,7 @@ class Tasks(TaskManager):
         self.keys = keys
         self.loaded = super().load(self._names())
 
-    def load(self, _: Any) -> Any:  # noqa: D102
+    def load(self, _: Any) -> Any:  # noqa: D102  # called by `simple_evaluate`, which would load the tasks again
         return self.loaded
 
     def _names(self) -> list[str]:

@@ -28,7 +28,7 @@ def encode_prompt(decoding: Decoding, max_target_length: int, tokenizer: Tokeniz
     """Returns the prompt's token ids, int32 [n].
 
     The chat template formats a conversation and, with `use_chat_template`, also a string, as a user's message. Raises
-    UserError if the prompt is too long, or if it needs a template and the tokenizer has none.
+    UserError if the prompt is too long, or if it needs a template and the tokenizer has none, or one that rejects it.
     """
     if isinstance(prompt, np.ndarray):
         text, ids = tokenizer.decode(prompt), prompt

@@ -214,7 +214,10 @@ def _exchange_by_gathering(rows_RD: Array, plan: ExchangePlan, room: int, group:
 def with_capacity(
     tokens: Rows, slots: "CapacitySlots", kernels: Any, feed: Callable[[Rows, Any], Array], group: ExpertGroup
 ) -> Array:
-    """Sums the outputs of each token's experts, counting only those in which it has a slot: [X, D] to [X, D]."""
+    """Sums the outputs of each token's experts, counting only those in which it has a slot: [X, D] to [X, D].
+
+    `feed(rows, kernels)` computes the experts' outputs for rows grouped by expert, [E / P, ..., D].
+    """
 
     def to_experts(rows: Array) -> Array:
         rows = rows.reshape(slots.experts, -1, rows.shape[1])

@@ -42,7 +42,7 @@ def saved_entries(plan: StepPlan, state: TrainState) -> dict[str, Any]:
 def saved_meta(
     plan: StepPlan, inputs: InputSpec, data: TrainData, start: DataPosition, fingerprint: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Builds the metadata that all checkpoints of this launch have; `start` is where the launch's data begin."""
+    """Builds the meta of all checkpoints of this launch, whose data begin at `start`; raises as `identity` does."""
     meta = {
         "data": fingerprint,
         "vocab_size": plan.spec.vocab_size,

@@ -71,7 +71,7 @@ class Fact(NamedTuple):
 
     @classmethod
     def of(cls, entry: str, sources: Collection[str]) -> Self:
-        """Parses an entry of a run with these sources."""
+        """Parses an entry's name, from the fingerprint of a run with these sources."""
         entry = entry.removeprefix(f"{EVALUATION} ")
         for source in sorted(filter(None, sources), key=len, reverse=True):
             if entry.startswith(prefix := f"source {source} "):

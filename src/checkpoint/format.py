@@ -16,7 +16,7 @@ EVALUATIONS = "evaluations.json"  # in the same folder as the steps' folders
 
 
 class Restored(NamedTuple):
-    """The contents read from a checkpoint."""
+    """The contents read from a checkpoint, or from a Hugging Face folder."""
 
     state: dict[str, Any]  # arrays, in the requested structure
     meta: dict[str, Any]  # as it was saved; if a run resumes, with the results of the checkpoint's evaluation

@@ -15,7 +15,7 @@ from src.step.state import TrainState, init_state
 
 
 class ResumePoint(NamedTuple):
-    """The state in which a run resumes or begins."""
+    """The state, and the positions in the data, with which a run resumes or begins."""
 
     state: TrainState
     messages: list[str]  # for the user

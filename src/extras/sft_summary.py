@@ -1,4 +1,4 @@
-"""Describes how many conversations of a run are cut, and which of their tokens count in the loss."""
+"""Describes how many of a run's conversations are cut or lack an end token, and which tokens count in the loss."""
 
 import numpy as np
 
@@ -9,7 +9,10 @@ _CONVERSATIONS_LOOKED_AT = 256  # of each source
 
 
 def describe_conversations(inputs: InputSpec, data: TrainData) -> str:
-    """Describes in a sentence how many of the first conversations are cut, and which tokens count in the loss."""
+    """Describes in a sentence how many of the first conversations are cut or lack an end token, and which tokens count.
+
+    They are tokenized for this, so a malformed one raises UserError.
+    """
     looked_at = cut = rewritten = endless = 0
     assert inputs.tokenizer
     stops = list(inputs.tokenizer.stop_ids)

@@ -7,7 +7,7 @@ from src.model.attention_kernels.scores import ScoreSpec
 
 
 class Costs(NamedTuple):
-    """Costs of a mixer (such as attention) or feed-forward layer, other than its weights, which are declared."""
+    """Costs of a mixer (such as attention) or feed-forward layer, besides its weights, which its module declares."""
 
     activation_size: int  # elements per token of the activations that heads or hidden units shard
     sharded: Mapping[str, tuple[int, ...]]  # logical axis -> sizes of the activation dims that it shards

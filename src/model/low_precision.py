@@ -150,7 +150,7 @@ class EightBitMatmul:
     out_parts: Shards  # sharding of the output
 
     def __call__(self, coded: QTensor, x: Array, bound: float, dtype: Any) -> tuple[Array, QTensor]:
-        """Returns the product in x's dtype, and x quantized to `dtype`, by a fixed bound if `bound` is not 0."""
+        """Returns the product in x's dtype, and x as quantized to `dtype`: by `bound`, or if that is 0 as measured."""
         on_device = functools.partial(self.on_device, bound=bound, dtype=dtype)
         if self.how.layout.mesh.size == 1:
             return on_device(coded, x)

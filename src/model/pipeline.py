@@ -58,15 +58,15 @@ class Schedule(NamedTuple):
         return f"{self.stages} stages x {turns}, {self.micro_batches} micro-batches: idle {self.bubble:.0%} of the time"
 
     def turn(self, item: Any) -> Any:
-        """Turn of an item (or of an array of items)."""
+        """Turn of the micro-batch, from 0 to R - 1, that an item is (or each of an array of items)."""
         return item // self.stages % self.repeats
 
     def micro_batch(self, item: Any) -> Any:
-        """Micro-batch of an item."""
+        """Micro-batch of which an item (or each of an array of items) is a turn."""
         return item // (self.stages * self.repeats) * self.stages + item % self.stages
 
     def item(self, turn: Any, micro_batch: Any) -> Any:
-        """Item of a micro-batch's turn."""
+        """Number of the item that is this turn of this micro-batch: the inverse of `turn` and `micro_batch`."""
         group, place = micro_batch // self.stages, micro_batch % self.stages
         return (group * self.repeats + turn) * self.stages + place
 

@@ -74,12 +74,12 @@ class StepPlan:
         return Weights.split(tree, self.roles)
 
     def optimizer(self, hparams: HParams) -> optax.GradientTransformation:
-        """Builds the optimizer with these values."""
+        """Builds the optimizer of the trainable weights, with these hyper-parameters."""
         decays, matrices = (self.split(tree).trainable for tree in (self.decays, self.matrices))
         return make_optimizer(self.step, decays, matrices, self.accumulation.updates, hparams, self.rules)
 
     def decoder(self, model_weights: Weights) -> Decoder:
-        """Builds the model with these weights."""
+        """Builds the model with these weights, quantized and with adapters attached if the plan has them."""
         tree = model_weights.merged()
         if self.quantization.kind:
             from src.model.quantization import attach

@@ -48,7 +48,7 @@ class _Model(LM):
 
 
 class _Unknown(UserError):
-    """A name that matches no task."""
+    """Reports a name that matches no task of those listed so far."""
 
 
 class Tasks(TaskManager):

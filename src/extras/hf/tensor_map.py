@@ -42,7 +42,7 @@ class TensorMap(NamedTuple):
 
 
 class Rearrangement:
-    """The parsed `dims` of a table row, with the size of each letter, including those of the module's other weights."""
+    """The parsed `dims` of a table row, with the sizes of its letters, and of letters of the module's other weights."""
 
     def __init__(self, pattern: str, sizes: Mapping[str, int]) -> None:
         file_side, _, weight_side = pattern.partition(" -> ")

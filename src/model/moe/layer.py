@@ -202,7 +202,7 @@ def _gather(axes: tuple[str | None, ...], kernel: Array, over: tuple[str, ...]) 
 def _run_experts(
     spec: LayerSpec, tokens: Rows, experts_Xk: Array, slots: CapacitySlots | None, kernels: Any, group: ExpertGroup
 ) -> Array:
-    """Weighted sums [X, D] of the expert outputs of a device's tokens."""
+    """Weighted sums [X, D] of the expert outputs of a device's tokens; without `slots`, no choice is dropped here."""
     x_XD, weights_Xk = tokens
     if spec.scale_expert_inputs and weights_Xk is not None:  # treat each of a token's choices as a separate token
         tokens = (x_XD[:, None] * weights_Xk[..., None]).reshape(-1, x_XD.shape[1]), None

@@ -48,7 +48,7 @@ class Checkpointer:
         self._max_to_keep = max_to_keep
         self._kind = {"async_save": async_save, "compress": compress}
         self.checksum = 0  # of the checkpoint last saved or restored
-        self._manager: Any = None  # Orbax's
+        self._manager: Any = None  # Orbax's manager, from the first save on
         self._damaged_steps: list[int] = []
         self._saved_steps: list[int] = []
         self._unwritten: Save | None = None  # the last save, until it is known to be complete

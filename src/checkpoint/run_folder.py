@@ -42,7 +42,7 @@ class RunFolder:
         self.path = epath.Path(base) / run_name
         self.local = Path(tempfile.mkdtemp(prefix="mintext-")) if self._is_remote else Path(self.path)
         self._synced: dict[Path, tuple[int, int]] = {}  # (bytes, modification time in ns) of uploaded files
-        self._lock: int | None = None  # a file descriptor
+        self._lock: int | None = None  # file descriptor of the folder while it is locked
         self._created: list[Path] = []  # created by `lock`: the folder and its parents, innermost first
 
     def check_writable(self) -> None:

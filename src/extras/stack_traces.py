@@ -42,7 +42,7 @@ def written(keys: Diagnostics) -> Generator[None]:
                 ) from None
         faulthandler.enable(out)
         exits.callback(faulthandler.disable)
-        faulthandler.register(signal.SIGUSR1, usr1, chain=keys.stack_trace_to_cloud)  # kill -USR1 PID: now
+        faulthandler.register(signal.SIGUSR1, usr1, chain=keys.stack_trace_to_cloud)  # for kill -USR1 PID
         exits.callback(faulthandler.unregister, signal.SIGUSR1)
         faulthandler.dump_traceback_later(keys.stack_trace_interval_seconds, repeat=True, file=out)
         exits.callback(faulthandler.cancel_dump_traceback_later)

@@ -42,7 +42,7 @@ def _multiply(x_RI: Array, kernel_IO: Array, precision: str | None) -> Array:
 
     def gradients(kept: tuple[Array, Array], d_out_RO: Array) -> tuple[Array, Array]:
         x_RI, kernel_IO = kept
-        # Without barriers XLA would turn these into transposed matmuls again.
+        # Without barriers XLA would turn the matmuls below into transposed ones again.
         if x_RI.shape[1] <= d_out_RO.shape[1]:
             d_kernel_IO = barrier(matmul(barrier(x_RI.T), d_out_RO))
         else:

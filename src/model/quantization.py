@@ -126,7 +126,7 @@ def select(keys: Keys, declarations: params.Tree, layout: MeshLayout) -> Quantiz
     _check_devices(keys.quantization, layout.device)
     bounds = tuple(fixed_bound(getattr(keys, name)) for name in CALIBRATION_METHODS)
     words = f"quantization={keys.quantization}"
-    has_experts = keys.quantization == "int8"  # fp8: Triton on GPUs would compute their matmuls in float16
+    has_experts = keys.quantization == "int8"  # in fp8, Triton on GPUs would compute the experts' matmuls in float16
     return _chosen(keys.quantization, keys.quantization_exclude, declarations, words, has_experts, bounds)
 
 
@@ -163,7 +163,7 @@ def _chosen(
             )
     if not matmuls:
         raise UserError(f"quantization_exclude leaves no weight for {words}: shorten that list")
-    if fan_ins.get(("embedding",)):  # tied
+    if fan_ins.get(("embedding",)):  # a tied embedding is also multiplied, but never quantized
         wide.append(("embedding",))
     shapes = params.by_path(params.values(declarations))
 

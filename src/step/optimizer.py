@@ -53,7 +53,7 @@ def make_optimizer(
         return "adamw" if OPTIMIZERS[rule.opt_type].hidden_only and not matrix.hidden else rule.opt_type
 
     names = jax.tree.map(name_of, rules, matrices)
-    for name in reversed(OPTIMIZERS):  # also the order of their states: adamw is last
+    for name in reversed(OPTIMIZERS):  # this is also the order of their states in checkpoints: adamw is last
         if name in used and OPTIMIZERS[name].scaling:
             chosen = jax.tree.map(name.__eq__, names)
             scaling += named(OPTIMIZERS[name].scaling)(chosen, inputs)

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
                 show(f"{folder} is already finished")
             else:
                 summary = _write(config_text, folder, len(items), summary)
-            for note in (folder / UNFINISHED, *folder.glob("[0-9]*.json")):  # tokens.json includes these
+            for note in (folder / UNFINISHED, *folder.glob("[0-9]*.json")):  # tokens.json has their content
                 note.unlink(missing_ok=True)
     except OSError as error:
         if failure_of(error) is Failure.TRANSIENT:

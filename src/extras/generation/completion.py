@@ -80,8 +80,8 @@ class Completion:
         self._tail = _CONTEXT + 4 * max(map(len, self._stop_texts), default=0)
         self._ids: list[int] = self.prompt.tolist()
         self._stable = ""  # the text so far, up to its last complete character
-        # Numbers of ids after which the text ended in a whole character: first one (or 0) at least _CONTEXT ids before
-        # the end, from which `stable_text` decodes, then all later ones.
+        # Numbers of ids after which the text ended in a whole character. `stable_text` decodes from the first of them,
+        # which is 0 or at least _CONTEXT ids before the end.
         self._whole = [0, len(self._ids)]
         self._max_tokens = min(len(self.prompt) + (decoding.sample_length or max_target_length), max_target_length)
 

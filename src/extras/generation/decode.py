@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     if config.decoding.use_chat_template and tokenizer.chat_template is None:
         raise missing_template()
     decoding, length = config.decoding, config.batch.max_target_length
-    if not decoding.decode_path:  # then decode_prompt_tokens in a run's config is for decode_metrics
+    if not decoding.decode_path:  # then decode_prompt_tokens, in a run's config, is meant for its decode_metrics
         decoding = dataclasses.replace(decoding, decode_prompt_tokens=0)
     elif jax.process_index() == 0:
         check_outputs({"decode_path": (path := decoding.decode_path), "decode_path's settings": f"{path}.settings"})

@@ -33,7 +33,7 @@ class Sampling(NamedTuple):
 
     temperature: float  # divides the logits; 0: greedy
     top_k: int  # number of most likely tokens to sample from; 0: all
-    nucleus_p: float  # sample from the fewest of these whose probabilities sum to at least this; 1: all
+    nucleus_p: float  # sample from the fewest, likeliest tokens with at least this total probability; 1: all
 
 
 def sampling(decoding: Decoding) -> Sampling:

@@ -25,9 +25,9 @@ def unrolled(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
 
     The plan no longer shards sequences, or layers over pipeline stages. It must not have adapters.
     """
+    assert not plan.step.lora_rank
     # A loop over stacked weights would copy each layer's weights out of the stack for every token, which costs more
     # than the token's own work: reading every weight once.
-    assert not plan.step.lora_rank
     spec = dataclasses.replace(plan.spec, stacked=False)
     graphdef, _ = params.abstract(lambda rngs: Decoder(spec, rngs))
     tree = weights.merged()

@@ -107,7 +107,7 @@ def read_kinds(hf: Json, keys: Keys, global_every: int, theta: float, local_thet
     longest = {"max_position_embeddings": hf.get("max_position_embeddings")}
     of_all = read_rope({**longest, "rope_theta": theta, "rope_parameters": everywhere}, keys)
     local = read_rope({**longest, "rope_theta": local_theta, "rope_parameters": windowed}, keys)
-    # A key of full attention's positions must not reach windowed layers that read it but don't give it.
+    # Windowed layers inherit the keys in `of_all`: reset those that their type reads, but their entries don't set.
     kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == local["rope_type"])
     read = {row.key for row in (_SHARE, *ROPE_PARAMETERS[kind])} & of_all.keys()
     local = {**{key: KEYS[key].default for key in sorted(read)}, **local}

@@ -19,7 +19,7 @@ COMPANIONS = (
     *("special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja"),
     "additional_chat_templates/tool_use.jinja",
 )
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # src/extras/hf/peft.py
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # for src/extras/hf/peft.py
 _SMALL = ("config.json", ADAPTER_CONFIG, INDEX, *COMPANIONS)
 
 

@@ -91,7 +91,7 @@ def match_tensors(folder: HfFolder, tree: Tree, notes: list[str] | None = None) 
     on_disk = family.table_names(folder.tensors)
     expected = {piece.file: piece.rearrangement.file_shape for piece in pieces}
     embedding, output = family.file_name("embedding"), family.file_name("output")
-    # Some folders store the tied output projection twice.
+    # Some folders store a tied output projection beside the embedding, which is equal.
     passed_over = {*expected, output} if is_tied else set(expected)
     unknown = [name for name in on_disk if name not in passed_over and not family.skips(name)]
     mtp = [name for name in unknown if family.is_mtp_layer(name, num_layers)]

@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
         return
     if not argv or any(argument.startswith("-") for argument in argv):
         raise UserError("expected one or more runs' folders: python -m src.report runs/NAME")
-    argv = list(dict.fromkeys(str(any_path(path)) for path in argv))  # drop duplicates
+    argv = list(dict.fromkeys(str(any_path(path)) for path in argv))
     folder = epath.Path(argv[0])
     page_file = folder / ("report.html" if len(argv) == 1 else "comparison.html")
     try:

@@ -70,7 +70,7 @@ class ParquetSource(Source):
 
     def fingerprint(self) -> Fingerprint:
         fingerprint = {"type": "parquet", "documents": len(self), "column": self._column}
-        # In earlier versions, all row groups shared one order.
+        # Versions without the last entry shuffled the rows of all groups in the same order.
         return {**self.listings[0].fingerprint, **fingerprint, "order in a row group": "its own"}
 
     def _count_rows(self, file: str, size: int) -> list[int]:

@@ -23,7 +23,7 @@ BUFFER_SLACK = 1.25  # rows of an exchange buffer, relative to the rows that arr
 class ExpertGroup(NamedTuple):
     """Devices that hold all experts between them."""
 
-    axes: tuple[str, ...]  # the mesh axes along which they differ; none: each device has all experts
+    axes: tuple[str, ...]  # the mesh axes along which they differ; empty: each device has all experts
     count: int  # P
     in_step: tuple[str, ...]  # mesh axes: devices along these and `axes` run the same number of windows
     platform: str

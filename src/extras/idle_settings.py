@@ -13,7 +13,10 @@ _OF_ACTIVATIONS = ("batch", "length", "norm_length", "activation_embed")
 
 
 def idle_settings(mesh: Mesh, plan: StepPlan) -> list[str]:
-    """Returns a sentence for each changed key of `mesh`, or of the update of weights, without effect in this plan."""
+    """Returns a sentence for each key of `mesh`, and of the update of weights, that is set without effect here.
+
+    A key with its default value is not listed.
+    """
     shape, reasons = plan.layout.mesh.shape, {}
     if sum(size > 1 for size in shape.values()) < 2:
         reasons["mesh_axes"] = "at most one axis of this mesh has several devices"

@@ -14,7 +14,10 @@ from src.system.errors import from_here
 def next_commands(
     folder: os.PathLike[str], tokenizer: Tokenizer | None, data: Data, prompt: str, eval_interval: int, steps: int
 ) -> list[str]:
-    """Lists the commands that work with this run, one per line; none for a run of several processes."""
+    """Lists the commands that work with this run, one per line; none for a run of several processes.
+
+    src.decode needs a tokenizer; src.evaluate, data that were held out; src.convert, a folder on this machine.
+    """
     if jax.process_count() > 1:  # the mesh of several hosts may not fit on one
         return []
     run, python = from_here(folder), from_here(sys.executable)

@@ -158,6 +158,7 @@ def attend(
     """Runs the attention kernel `context.kernel`: q [B, T, N, H] on k, v [B, n S, K, H] to [B, T, N, H].
 
     Keys and values come from `replicate_rows`: all S = T tokens for each of the n devices that share a sequence.
+    `sinks_N` are the heads' sink logits; None: no sinks.
     """
     if spec.chunk:
         # Chunks of positions are separated just like segments, so make each chunk of a segment a segment.

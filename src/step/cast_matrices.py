@@ -1,4 +1,4 @@
-"""Casts the layers' matrices once per step, before the loop over layers."""
+"""Casts the layers' matrices to the compute dtype once per step, before the loop over layers."""
 
 from src.model.params import Tree, by_path, nested
 from src.step.plan import StepPlan

@@ -52,7 +52,7 @@ def encode_prompt(decoding: Decoding, max_target_length: int, tokenizer: Tokeniz
 
 
 def length_note(decoding: Decoding, max_target_length: int, prompt_tokens: int) -> list[str]:
-    """Returns a line for the user if max_target_length leaves fewer than `sample_length` tokens after the prompt."""
+    """Returns a line for the user if max_target_length leaves less than `sample_length` after the prompt; else []."""
     if not decoding.sample_length or prompt_tokens + decoding.sample_length <= max_target_length:
         return []
     limit = f"prompt and text are limited to max_target_length={max_target_length} tokens"

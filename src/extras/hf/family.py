@@ -255,7 +255,7 @@ class Family:
         return next(row.file for row in self.tensors if row.weight == weight)
 
     def is_mtp_layer(self, name: str, layers: int) -> bool:
-        """Tests whether a tensor belongs to an extra prediction layer; their numbers start at `layers`."""
+        """Tests by name whether a tensor belongs to an extra prediction layer; these are numbered from `layers` on."""
         if self.mtp_prefix and name.startswith(self.mtp_prefix):
             return True
         match = re.match(r"model\.layers\.(\d+)\.", name)

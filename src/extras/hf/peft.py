@@ -56,7 +56,7 @@ def base_model(folder: Path) -> str:
 
 
 def base_notes(base: str) -> list[str]:
-    """Returns a line for the user if `base`, to which adapters belong, is no model that peft can load."""
+    """Returns a line for the user if peft cannot load `base`, the model to which adapters belong; else []."""
     if base.startswith(HUB) or is_hf_folder(base):
         return []
     return [

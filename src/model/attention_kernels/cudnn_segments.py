@@ -41,7 +41,8 @@ def operands(
 ) -> tuple[tuple[Array, ...], dict[str, Any]]:
     """Builds the operands and settings of a call of cuDNN's attention with q, k, v [b, t, n, h].
 
-    `lengths`, in tokens, and `offsets`, in array elements, are pairs: of queries and of keys.
+    `lengths`, in tokens, and `offsets`, in array elements, are pairs: of queries and of keys. An empty array stands for
+    an operand that is None.
     """
     none = jnp.zeros(0, arrays[0].dtype)
     settings = {

@@ -78,7 +78,7 @@ def masked_attention(
 ) -> Array:
     """Attends with T queries to the S keys where `mask_BTS` is true; B may be several dims.
 
-    The head size of values may differ from the head size of keys.
+    The head size of values may differ from the head size of keys. `sinks_N` are the heads' sink logits; None: no sinks.
     """
     *B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[-2]

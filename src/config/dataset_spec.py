@@ -21,7 +21,8 @@ SETTINGS = {
     "split": ("train_split", "eval_split"),
     **{key: (key, key) for key in ("dataset_column", "array_record_format", "dataset_factory")},
 }
-# The key that stands in for an evaluation key without a value, by `dataset_type`: TFDS has one folder for all datasets.
+# The key that stands in for an evaluation key without a value, by the `dataset_type` of both datasets: TFDS has one
+# folder for all of its datasets.
 SHARED = {"tfds": {"eval_dataset_path": "dataset_path"}}
 ENTRY_KEYS = {"datasets": ("name", "weight", *SETTINGS), "eval_datasets": ("name", "eval_steps", *SETTINGS)}
 
@@ -109,7 +110,15 @@ def names_eval_data(data: Data) -> bool:
 
 
 def _specs(data: Data, entries: Sequence[Mapping[str, Any]], is_eval: bool) -> list[DatasetSpec]:
-    names, instead = {setting: keys[is_eval] for setting, keys in SETTINGS.items()}, SHARED.get(data.dataset_type, {})
-    shared = {setting: getattr(data, key) or getattr(data, instead.get(key, key)) for setting, key in names.items()}
-    named = [(entry["name"], {name: entry.get(name, shared[name]) for name in SETTINGS}) for entry in entries]
-    return [DatasetSpec(name, data.max_document_bytes, is_eval, **each) for name, each in named or [("", shared)]]
+    found = []
+    for entry in entries or ({},):  # without entries, top-level keys describe one dataset
+        same_type = entry.get("dataset_type", data.dataset_type) == data.dataset_type
+        instead = SHARED.get(data.dataset_type, {}) if same_type else {}
+        settings = {
+            name: entry.get(
+                name, getattr(data, keys[is_eval]) or getattr(data, instead.get(keys[is_eval], keys[is_eval]))
+            )
+            for name, keys in SETTINGS.items()
+        }
+        found.append(DatasetSpec(entry.get("name", ""), data.max_document_bytes, is_eval, **settings))
+    return found

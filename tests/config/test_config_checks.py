@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from src.config.dataset_spec import eval_specs
 from src.config.keys import Range
 from src.config.schema import KEYS
 from src.run.resolve_config import load
@@ -345,3 +346,15 @@ def test_a_path_that_only_this_machine_can_read_or_write_is_not_taken_for_a_fold
 @pytest.mark.parametrize("path", ["gs://", "gs:///runs", "s3://"])
 def test_a_path_without_a_bucket_is_refused_before_a_store_is_asked(key, path):
     assert f"{key}={path} names no bucket" in error_of(f"{key}={path}")
+
+
+def test_an_evaluation_set_shares_the_training_sets_folder_only_if_both_are_of_tfds():
+    """TFDS keeps all its datasets in one folder, which is not the folder of texts."""
+    tfds = ["dataset_type=tfds", "dataset_path=/tfds", "dataset_name=a"]
+    (spec,) = eval_specs(load([BASE, *tfds, "eval_datasets=[{name: b, dataset_name: c}]"]).data)
+    assert spec.dataset_path == "/tfds"
+    text = "eval_datasets=[{name: b, dataset_type: text}]"
+    assert "needs eval_datasets, b: dataset_path" in error_of(*tfds, text)
+    other = "eval_datasets=[{name: b, dataset_type: tfds, dataset_name: c}]"
+    (spec,) = eval_specs(load([BASE, "dataset_path=/texts", other]).data)
+    assert spec.dataset_path == ""  # TFDS_DATA_DIR, or the home folder's

@@ -207,3 +207,17 @@ def test_a_conversation_ends_where_the_model_is_to_go_on(answers):
     assert chat.render_chat([question], True) == "[user] 2 + 2?[end][assistant]"
     prefill = [question, {"role": "assistant", "content": "It is 2 + 2? No, "}]
     assert chat.render_chat(prefill, False) == "[user] 2 + 2?[end][assistant] It is 2 + 2? No,"
+
+
+def test_a_text_to_continue_that_the_template_changes_is_refused(answers):
+    class Chat(ByteTokenizer):
+        def render_chat(self, messages, add_generation_prompt, now=None):
+            return "".join(message["content"].split("</think>")[-1] for message in messages)
+
+    chat = object.__new__(Answers)
+    chat.tokenizer = Chat()
+    thought = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "<think>easy</think>It is"}]
+    with pytest.raises(
+        UserError, match="the chat template changes the text that the model is to continue: <think>easy"
+    ):
+        chat.render_chat(thought, False)

@@ -22,7 +22,7 @@ from src.extras.generation.generate import Generator, Sampling, in_training
 from src.model.params import Weights
 from src.step.eval_step import eval_batch_size
 from src.step.plan import StepPlan
-from src.system.errors import UserError
+from src.system.errors import UserError, clipped
 
 # Aliases of the maximum number of generated tokens; the first one present counts.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -130,13 +130,15 @@ class Answers:
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         """Formats a conversation with the chat template, up to where the assistant's next turn begins.
 
-        Without a generation prompt, it ends with the text of the last message, which the model is to continue.
+        Without a generation prompt, it ends with the text of the last message, which the model is to continue. Raises
+        UserError if the template does not contain that text as it is.
         """
         text = self.tokenizer.render_chat(messages, add_generation_prompt)
         if add_generation_prompt:
             return text
         last = messages[-1]["content"]
-        at = text.rindex(last.strip())
+        if (at := text.rfind(last.strip())) < 0:
+            raise UserError(f"the chat template changes the text that the model is to continue: {clipped(last)}")
         return text[: at + len(last if text.startswith(last.lstrip(), at) else last.strip())]
 
 

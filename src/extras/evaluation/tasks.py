@@ -3,6 +3,8 @@
 import contextlib
 import hashlib
 import json
+import random
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -131,7 +133,8 @@ def run_tasks(
             log_samples=False,
         )
     except ValueError as error:
-        if "larger than population" not in str(error):
+        innermost = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        if innermost is not random.Random.sample.__code__:  # from which the harness takes its examples
             raise
         raise UserError(f"num_fewshot={num_fewshot} is more than a task has examples for") from error
     lines = [make_table(results), *([make_table(results, "groups")] if results.get("groups") else [])]

@@ -124,9 +124,9 @@ class ChatTemplate:
         self._send(request)
         if line := self._process.stdout.readline():
             return json.loads(line)
-        number = self._end()
-        took_long = f"it did not finish within {CPU_SECONDS} seconds"
-        return {"error": took_long if number == signal.SIGXCPU else f"its process ended (signal {number})"}
+        if (code := self._end()) == -signal.SIGXCPU:
+            return {"error": f"it did not finish within {CPU_SECONDS} seconds"}
+        return {"error": f"its process ended ({f'signal {-code}' if code < 0 else f'exit code {code}'})"}
 
     def _send(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # `_ask` notices that the process ended
@@ -134,11 +134,11 @@ class ChatTemplate:
             self._process.stdin.flush()
 
     def _end(self) -> int:
-        """Kills the process if it still runs; returns the signal that ended it."""
+        """Kills the process if it still runs; returns its exit code, or minus the signal that ended it."""
         process, self._process = self._process, None
         process.kill()
         process.communicate()
-        return -process.returncode
+        return process.returncode
 
 
 def serve(cpu_seconds: int, memory_bytes: int) -> None:

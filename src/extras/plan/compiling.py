@@ -62,7 +62,7 @@ class Running(NamedTuple):
             return record
         log = self.file.with_suffix(".log").read_text(errors="replace").strip().splitlines()
         code = self.process.returncode
-        why = log[-1] if log and code > 0 else f"it was ended by signal {-code}"
+        why = f"it was ended by signal {-code}" if code < 0 else (log or [f"it ended with exit code {code}"])[-1]
         return {"failed": f"its process did not finish: {why}"}
 
     def end(self) -> None:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
 
 
 def train(config: Config, exits: contextlib.ExitStack) -> Result:
-    """Trains with a checked config. `exits` closes the run's resources, however it ends."""
+    """Trains with a checked config, raising as `main` does. `exits` closes the run's resources, however it ends."""
     # ---- Devices, model and step
     run = Run(config, exits)
     traced = run.traced

@@ -132,7 +132,10 @@ class Checkpointer:
                 self._deletions[step] = self._deleter.submit((self._directory / str(step)).rmtree)
 
     def finish(self) -> list[str]:
-        """Waits for the last save and for deletions of old checkpoints; returns messages and raises as `save` does."""
+        """Waits for the last save, then deletes all but the newest `max_to_keep` checkpoints and waits for that.
+
+        Returns a message for each deletion that failed; raises as `save` does.
+        """
         self.wait()
         self.prune()
         return self._failed_deletions(wait=True)
@@ -229,7 +232,7 @@ class Checkpointer:
                 remove(path)
 
     def _attempt(self, action: Callable[[], None], retry: bool) -> None:
-        """Calls `action` to write the unwritten save; with `retry`, one process repeats it while it fails transiently.
+        """Calls `action` to write the unwritten save; with `retry`, a job of one process repeats it as `retried` does.
 
         On an error other than UserError, drops the save and raises the error of `write_error`.
         """

@@ -106,7 +106,8 @@ def find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
 def first_good(folder: epath.Path, steps: list[int], read: Callable[[epath.Path], T]) -> tuple[int, T, dict[int, str]]:
     """Reads the first undamaged one of `steps`; returns the step, the result, and the problems of earlier steps.
 
-    Raises UserError if all are damaged, or if only some processes see one; also all errors of `read` but DamagedError.
+    Raises UserError if all are damaged, or if only some processes see one; also as `on_all_processes` and `read` do,
+    except for DamagedError.
     """
     problems = {}
     for step in steps:

@@ -88,7 +88,10 @@ class RunFolder:
         self._created = created
 
     def write_text(self, name: str, text: str) -> None:
-        """Writes the file `name` in the folder atomically: readers see either the old or the new content."""
+        """Writes the file `name` in the folder atomically: readers see either the old or the new content.
+
+        Only process 0 writes, and makes the folder if it is missing; others do nothing.
+        """
         if jax.process_index() != 0:
             return
         self.path.mkdir(parents=True, exist_ok=True)
@@ -240,7 +243,10 @@ def steps_in(folder: epath.Path) -> list[int]:
 
 
 def absolute(path: epath.PathLike) -> epath.Path:
-    """Makes a path absolute, as Orbax requires; paths on an object store are absolute already."""
+    """Makes a path absolute, as Orbax requires; paths on an object store are absolute already.
+
+    Raises UserError for an unknown protocol.
+    """
     full = any_path(path).expanduser()
     return full if is_remote(full) else full.resolve()
 

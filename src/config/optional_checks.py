@@ -80,7 +80,10 @@ def finetuning(config: Config) -> Iterator[str]:
 
 
 def scoring(config: Config) -> Iterator[str]:
-    """Checks that what src.evaluate scores has an output file of its own, and that a task's .yaml file is trusted."""
+    """Checks src.evaluate's keys: scored files have outputs of their own, and tasks' .yaml files are trusted.
+
+    Neither texts nor tokens may be scored together with `results_path` or `tasks`.
+    """
     harness = config.harness
     for source, target in (("texts_path", "scores_path"), ("tokens_path", "logits_path")):
         read, written = (os.path.realpath(os.path.expanduser(config[key])) for key in (source, target))
@@ -97,7 +100,10 @@ def scoring(config: Config) -> Iterator[str]:
 
 
 def decoding(config: Config) -> Iterator[str]:
-    """Checks how texts are sampled, where prompts come from, and that they leave room to generate."""
+    """Checks that a sampling strategy has its setting, and that prompts have one source and texts one destination.
+
+    Also that `max_prefill_predict_length` leaves room to generate.
+    """
     decoding = config.decoding
     strategy = decoding.decode_sampling_strategy
     limits = {"decode_sampling_top_k": ("topk", "composite"), "decode_sampling_nucleus_p": ("nucleus", "composite")}

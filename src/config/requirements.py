@@ -233,7 +233,7 @@ def to_settings(keys: Mapping[str, Any], where: str) -> list[Setting]:
 
 
 def unmet(needs: Iterable[Requires], facts: Mapping[str, Any]) -> list[Requires]:
-    """Lists the requirements that the values `facts` do not satisfy, except those on keys that `facts` lacks."""
+    """Lists requirements that the values `facts` do not satisfy, except any with a key in `one_of` not in `facts`."""
     return [need for need in needs if need.one_of.keys() <= facts.keys() and not need.satisfied(facts)]
 
 

@@ -24,7 +24,8 @@ class EvalBatches:
     With -1 it takes one epoch: each document once, padding at the end of the last rows, and the same number of batches
     on every host. If the source does not know that number, each host counts its rows at the first evaluation, and so
     reads and tokenizes its documents an extra time. Raises UserError if the source has no text, if it is endless and
-    `steps` is -1, or if it `rolls` and can only be read from its start (`is_stream`).
+    `steps` is -1, or if it `rolls` and can only be read from its start (`is_stream`); also as `source_packer` does, and
+    as reading and tokenizing its first documents do.
     """
 
     def __init__(
@@ -51,7 +52,10 @@ class EvalBatches:
         self._start(position)
 
     def __iter__(self) -> Iterator[RowArrays]:
-        """Yields the batches, which threads prepare ahead of time."""
+        """Begins an evaluation: yields its batches, which threads prepare ahead of time.
+
+        Moves `position` and `epochs` to the evaluation's end. Raises as reading and tokenizing documents do.
+        """
         if not self._rolls:
             self._start(None)
         count, before = self.steps(), self._rows_taken
@@ -63,7 +67,8 @@ class EvalBatches:
     def steps(self) -> int:
         """Counts the batches of an evaluation.
 
-        If the hosts have to count rows, the first call, also by `iter`, waits until all other hosts make it.
+        If the hosts have to count rows, the first call, also by `iter`, reads and tokenizes this host's documents, with
+        their errors, and waits until all other hosts make it.
         """
         if self._steps is None:  # the longest packing stream of any host decides
             assert not isinstance(self._source, RowSource)

@@ -16,7 +16,8 @@ def data_fingerprint(inputs: InputSpec, data: TrainData, rows: int, eval_sets: S
     """Collects the properties of data, tokenizer, keys and users' code that batches, of `rows` rows, depend on.
 
     Equal fingerprints do not prove equal batches, because large files are only sampled. Users' code means
-    `batch_transform`, `loss` and metrics. Entries that only affect evaluations begin with EVALUATION.
+    `batch_transform`, `loss` and metrics. Entries that only affect evaluations begin with EVALUATION. Raises as
+    `code_digests` does.
     """
     facts: Fingerprint = {}
     read = [("source", *each) for each in zip(data.names, data.sources, strict=True)]

@@ -75,7 +75,7 @@ class HostBatchLoader:
     """Makes this host's rows of batches, which its packing `streams` fill; each source has a packer and a weight.
 
     The streams are split among `data_threads` threads. Rows take different times to make, so a thread waits for the
-    others only when it is several batches ahead of them.
+    others only when it is several batches ahead of them. Raises as `UserTransform` does.
     """
 
     def __init__(
@@ -125,7 +125,10 @@ class HostBatchLoader:
                 thread.shutdown(cancel_futures=True)
 
     def _begin(self, threads: list[ThreadPoolExecutor], first: int, size: int) -> tuple[HostBatch, list[Future[None]]]:
-        """Starts the batch of `size` rows from `first` on: thread n of N fills the host's streams n, n + N, ..."""
+        """Starts the batch of `size` rows from `first` on: thread n of N fills the host's streams n, n + N, ...
+
+        Returns the batch, and for each thread a future that ends when its rows are filled.
+        """
         rows, assigned = self._schedule.on_host(first, size, self._streams)
         count, length = len(self._streams), self._inputs.batch.max_target_length
         arrays = empty_batch(len(rows), length, self._inputs.count_bytes is not None)
@@ -156,7 +159,7 @@ class HostBatchLoader:
 
 
 def count_targets(inputs: InputSpec, source: Source | RowSource, enough: int) -> int:
-    """Counts the targets of a source, stopping at `enough`, which usually takes only a few reads."""
+    """Counts the targets of a source, stopping at `enough`, usually after a few reads, which raise as `encode` does."""
     if isinstance(source, RowSource) or is_stream(source):
         return enough  # without reading: a row is never empty
     targets = 0

@@ -100,7 +100,7 @@ class _Subset:
 
 
 class Subset(_Subset, Source):
-    """Selects documents of another source by ascending numbers, which are consecutive if that source has groups."""
+    """Selects documents of another source by ascending numbers, which must be consecutive if it has groups."""
 
     def __len__(self) -> int:
         return len(self._items)

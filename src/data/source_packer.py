@@ -38,7 +38,7 @@ def source_packer(
     """Chooses the packer for a source: for a stream, for numbered rows, or for documents in packing streams.
 
     `streams` are the numbers of this host's packing streams, of `global_batch` in total. With `one_epoch` each document
-    comes once, followed by padding; otherwise rows never end.
+    comes once, followed by padding; otherwise rows never end. Raises as `StreamPacker` does, if the source is a stream.
     """
     packer: SourcePacker
     if is_stream(source):

@@ -83,7 +83,7 @@ class RowSource(Protocol):
     row_count: int | None
 
     def row(self, i: int) -> list[Document]:
-        """Reads the documents of row `i`, with T targets in total; the last row may have fewer."""
+        """Reads the documents of row `i`, T targets in total, or fewer in the last row; raises as a `Source` does."""
 
     def fingerprint(self) -> Fingerprint:
         """Identifies the rows; equal for sources with the same rows, wherever they are stored."""
@@ -123,7 +123,10 @@ class EvalSet(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """Translates text to ids and back. A document is [bos, ..., eos]; a bos or eos in its text is not doubled."""
+    """Translates text to ids and back. A document is [bos, ..., eos]; a bos or eos in its text is not doubled.
+
+    Encoding raises UserError if the tokenizer fails on a text, or gives it an id that the model does not have.
+    """
 
     vocab_size: int  # a model's vocabulary has at least this many ids
     bos: int

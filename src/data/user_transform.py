@@ -60,8 +60,9 @@ def apply_transform(
     """Applies the function `batch_transform` to this host's rows of `BATCH_ARRAYS`.
 
     The function may change the arrays in place. It returns the same names, shapes and dtypes, and the `fields` that it
-    adds. Raises UserError if the function raises, returns other arrays, or returns values that the model can't take:
-    ids outside the vocabulary, negative positions or segment ids, or weights in `loss_mask` beyond MAX_WEIGHT or NaN.
+    adds. Raises UserError if the function returns other arrays, or returns values that the model can't take: ids
+    outside the vocabulary, negative positions or segment ids, or weights in `loss_mask` beyond MAX_WEIGHT or NaN; also
+    as `call` does if the function raises.
     """
     rows = len(batch["tokens"])
     expected = {name: f"{array.dtype} {list(array.shape)}" for name, array in batch.items()}

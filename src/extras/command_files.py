@@ -90,7 +90,11 @@ def write_output(key: str, path: str, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _writing(key: str, path: str) -> Generator[Any]:
-    """Yields the file to write, with symbolic links resolved; raises UserError for any failure in the block."""
+    """Yields the file to write, with symbolic links resolved.
+
+    Raises UserError if something exists there that is not a regular file, or is neither empty nor of the kind `key`
+    (`is_own`), and for any failure in the block.
+    """
     try:
         if "://" in path:
             target = any_path(path)

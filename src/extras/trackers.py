@@ -41,8 +41,8 @@ MAX_METRICS, MAX_TEXTS = 1000, 100  # MLflow's limits per request, for metrics, 
 RATE = "train/learning_rate"  # in every step, and sent to MLflow as a step's last metric
 
 Steps = Mapping[int, Mapping[str, float]]  # scalars by step, in order
-# A tracker's file in the run's folder: the tracked run's `id`, the last `step` it received, the digest `trained_by`,
-# and the step `since` which the digest applies.
+# A tracker's file in the run's folder: the tracked run's `id`, the last `step` it received, `trained_by`, a digest of
+# the settings that determine updates (`_trained_by`), and `since`, the step after which they apply.
 Saved = Mapping[str, Any]
 
 

@@ -94,7 +94,7 @@ class BlockMatmul:
     weight: str  # the dims that belong to a weight, not to batch or sequence
 
     def __call__(self, left: Array, right: Array) -> Array:
-        """Computes the device's shard of the output, in the right operand's dtype."""
+        """Computes the device's shard of the output, in the right operand's dtype; raises as `_coded` does."""
         summed = "".join(dim for dim in self.right if dim not in self.out)
         rows, columns = ("".join(dim for dim in dims if dim not in summed) for dims in (self.right, self.left))
         by_row = self._coded(right, self.right, rows + summed, self.parts)

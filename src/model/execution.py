@@ -63,7 +63,7 @@ class Execution:
     def remat_turn(self, run_turn: Callable) -> Callable:
         """Wraps a pipeline stage's turn to save what its blocks save, and its input, but no weights.
 
-        Returns the turn itself with remat_policy=none, which saves everything.
+        Returns the turn itself with remat_policy=none: its blocks then save everything but experts' gathered weights.
         """
         if self.remat_policy == "none":
             return run_turn

@@ -10,7 +10,7 @@ def norms(tree: Tree, axes: Tree) -> dict[str, jax.Array]:
     """Norms of weights, gradients or updates by dotted name: [R] for R stacked layers, or [1]."""
     found, axes_of = {}, by_path(axes)
     for path, x in by_path(tree).items():
-        stacked = len({*axes_of[path][:1]}.intersection(STACKED[:2]))  # 1 if its first dim is one of layers
+        stacked = len({*axes_of[path][:1]}.intersection(STACKED[:2]))  # 1 if the first dim of x stacks layers, else 0
         squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=range(stacked, x.ndim))
         found[dotted(path)] = jnp.sqrt(squares).reshape(-1)
     return found

@@ -23,8 +23,9 @@ def look_up_sharded(table_VD: Array, ids_BT: Array, layout: MeshLayout, axis: st
     near, far = (None if blocks == 1 else groups.tolist() for groups in (devices, devices.T))
 
     def on_device(part_VD: Array, ids_BT: Array) -> Array:
-        if gathered:  # the gradient of a gather is a reduce-scatter
-            # libtpu 0.0.42 and 0.0.48 fail with a RET_CHECK if a loop over micro-batches casts and adds its result.
+        if gathered:
+            # The barrier also acts on the gradient, a reduce-scatter: without it, libtpu 0.0.42 and 0.0.48 fail with a
+            # RET_CHECK if a loop over micro-batches casts and adds the reduce-scatter's result.
             part_VD = jax.lax.optimization_barrier(part_VD)
             part_VD = jax.lax.all_gather(part_VD, gathered, axis=1, axis_index_groups=near, tiled=True)
         ids_BT = ids_BT - (jax.lax.axis_index(sharing) * len(part_VD) if sharing else 0)

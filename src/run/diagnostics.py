@@ -27,7 +27,10 @@ _GRACE_SECONDS = 10  # until hang_action=exit ends the process, so that all proc
 
 
 def stack_traces(keys: Diagnostics) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that writes all threads' stacks at an interval, on SIGUSR1 and on a crash, if `keys` say so."""
+    """Returns a context that writes all threads' stacks at an interval, on SIGUSR1 and on a crash, if `keys` say so.
+
+    Entering it raises as `stack_traces.written` does.
+    """
     if not keys.collect_stack_trace:
         return contextlib.nullcontext()
     from src.extras.stack_traces import written
@@ -123,7 +126,7 @@ class Watchdog:
         self._closed.set()
 
     def step(self, dispatched: int, rows_taken: int, stream_positions: np.ndarray) -> None:
-        """Records that step `dispatched` - 1 has ended, while step `dispatched` runs.
+        """Records that step `dispatched` - 1 has ended, while step `dispatched` runs; says so if it seemed to hang.
 
         For reports: after the batch of step `dispatched`, the run has taken `rows_taken` rows, and this host's packing
         streams continue at `stream_positions`: [streams, S, 2], a document and a token in each source.

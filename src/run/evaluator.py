@@ -23,7 +23,7 @@ class Evaluator:
     """Evaluates a model on one set, `data`, with `eval_step`.
 
     Rolling evaluation starts at `position`, from `EvalBatches.position`; None: with the first batch. `prepare` converts
-    this host's rows to the ones that `eval_step` takes.
+    this host's rows to the ones that `eval_step` takes. Raises as `eval_batch_size` and `EvalBatches` do.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class Evaluator:
     def run(self, state: TrainState) -> dict[str, float]:
         """Computes the metrics of `means`, named for this set by `eval_key`.
 
-        With `ema_decay`, also `eval_ema_loss`: the loss of the EMA of the weights on the same batches.
+        With `ema_decay`, also `eval_ema_loss`: the loss of the EMA of the weights on the same batches. Raises UserError
+        as `means` does, and as reading and tokenizing documents do.
         """
         if state.ema:
             sums, sums_of_average = self.sums(state.weights, _averaged(state))

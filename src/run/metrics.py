@@ -223,7 +223,7 @@ class StepPrinter:
         self._bar.stop()
 
     def train(self, entry: Entry) -> None:
-        """Advances the bar; prints the line of a step that `log_period` selects. Call it for each step, in order."""
+        """Advances the bar, and prints the step's line if due (see the class). Call it for each step, in order."""
         step = int(entry["step"])
         if step == self._first_step:
             self._first_time = self._clock()

@@ -52,8 +52,9 @@ def load(
 ) -> Config:
     """Loads a configuration as `src.config.load.load` does, with models of the hub pinned to commits.
 
-    Adds `notes` on environment variables with which MaxText sets keys. Raises UserError; if a failure may pass, OSError
-    of a disk, or TransientError of the hub.
+    Adds to `notes` a line for each environment variable with which MaxText sets a key; a UserError ends with them too.
+    Raises UserError for a mistake in the command line or a file; for a failure that may pass, OSError of a disk, or
+    TransientError of the hub.
     """
     unread = hints().environment_notes(os.environ) if any(name.startswith("M_") for name in os.environ) else []
     if notes is not None:

@@ -48,7 +48,10 @@ class Run:
     def __init__(
         self, config: Config, exits: contextlib.ExitStack, fields: Mapping[str, jax.ShapeDtypeStruct] = {}
     ) -> None:
-        """`exits` closes what the run opens. `fields`: further arrays of a batch, which `prepare` adds to its rows."""
+        """`exits` closes what the run opens. `fields`: further arrays of a batch, which `prepare` adds to its rows.
+
+        Raises as `Tracking`, `check_hardware`, `compiler_options`, `trace_train_step` and `check_same_program` do.
+        """
         self.config, self._exits = config, exits
         self.prepare: Callable[[RowArrays], RowArrays] = lambda rows: rows
         self.folder = RunFolder(
@@ -90,7 +93,7 @@ class Run:
         `facts` are added to the data's fingerprint, which must match the checkpoint's. Raises UserError as
         `compare_configs` and `starting_state` do, if processes read different data or code, if the folder can't be
         written or another process trains in it, or if the restored step is beyond `steps`, or equal to it in a run that
-        is not resumed (load_full_state_path).
+        is not resumed (load_full_state_path); TransientError if a store does not answer.
         """
         config, folder = self.config, self.folder
         self.inputs, self.data, self.eval_sets = inputs, data, eval_sets
@@ -165,7 +168,10 @@ class Run:
             say(idle.idle_settings(self.config.mesh, self.plan) if idle else [])
 
     def evaluate_by(self, eval_step: jax.stages.Wrapped) -> None:
-        """Creates an evaluator for each evaluation set; they call `eval_step`."""
+        """Creates an evaluator, which calls `eval_step`, for each evaluation set; raises as `Evaluator` does.
+
+        Call it after `open`, and before the `with` block.
+        """
         positions = self.start.eval_position
         self.evaluators = [
             Evaluator(
@@ -261,7 +267,7 @@ class Run:
                 self._watchdog.resume()
 
     def next_batch(self) -> HostBatch:
-        """Waits for this host's rows of the next batch; marks the start of the step."""
+        """Waits for this host's rows of the next batch, raising as reading them does; marks the start of the step."""
         with self.recorder.waits_for_data(), self._preemption.waits_for_data():
             batch = next(self._batches)
         if self.schedule.changes_at(self.done):
@@ -310,12 +316,15 @@ class Run:
         return self._evaluation_due and not self.stopped_by
 
     def save(self) -> None:
-        """Saves the state; raises UserError as `Saver.save` does."""
+        """Records the last step, and saves the state; raises as `Saver.save` does."""
         self._pause()
         self._saver.save()
 
     def evaluate(self) -> None:
-        """Evaluates the state. If all losses reach `target_eval_loss`, saves the state and finishes the run."""
+        """Evaluates the state and records the results; if all losses reach `target_eval_loss`, saves it and finishes.
+
+        Raises as `Evaluator.run`, `DecodeMetrics.run` and `Saver.save` do.
+        """
         self._pause()
         metrics: dict[str, float] = {}
         for each in self.evaluators:

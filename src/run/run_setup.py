@@ -39,7 +39,7 @@ def configured(
 
     Raises UserError if the command line or, with `joins`, a flag in the environment is wrong, or if another process of
     the job has another configuration, code or packages. Raises TransientError if another process of the job does not
-    connect, or another program holds the devices.
+    connect, or another program holds the devices. Also raises as `resolve_config.load` does.
     """
     if (help_text := help_for(argv, usage)) is not None:
         show(help_text)

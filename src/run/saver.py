@@ -60,7 +60,8 @@ class Saver:
     def save(self) -> None:
         """Saves the state once; not while updates are skipped as not finite, or if checkpoints are disabled.
 
-        Raises UserError instead if the data has changed, because the last steps may have learned from the changed data.
+        Forces all metrics to disk first. Raises UserError instead if the data has changed, because the last steps may
+        have learned from the changed data; also as `Checkpointer.save` does.
         """
         if self._saved == self._done or self._recorder.skipped or not self._enabled:
             return
@@ -85,7 +86,7 @@ class Saver:
         self.finish()
 
     def finish(self) -> None:
-        """Waits until all checkpoints are on disk."""
+        """Waits until all checkpoints are on disk and old ones are deleted; raises as `Checkpointer.finish` does."""
         say(self._checkpointer.finish())
 
     def evaluated(self, loss: float | None, position: Mapping[str, Any] | None) -> None:

@@ -53,7 +53,8 @@ def run_header(
 ) -> list[tuple[str, str]]:
     """Describes the run as names and values: folder, devices, main settings and automatic choices, and changed keys.
 
-    `software` is the result of `environment`. Values that do not apply to the run are left out.
+    `software` is the result of `environment`. Values that do not apply to the run are left out. Reads and tokenizes a
+    few documents, raising as `describe_conversations` and `few_documents` do.
     """
     plan, tokenizer = traced.plan, inputs.tokenizer
     flops = step_flops(plan, config.batch.max_target_length)
@@ -174,7 +175,10 @@ def amount(source: Source | RowSource) -> str:
 
 
 def few_documents(inputs: InputSpec, data: TrainData, rows: int, steps: int) -> list[str]:
-    """Returns a line for each source with fewer documents than `rows`, and one if a row reads few of its documents."""
+    """Returns a line for each source with fewer documents than `rows`, and one if a row reads few of its documents.
+
+    Reads and tokenizes a source's first documents, raising as `DocumentStream.documents` does.
+    """
     lines, tokens, spreads = [], steps * inputs.batch.max_target_length, inputs.rules > 1 and not inputs.data.use_sft
     for name, source, weight in zip(data.names, data.sources, data.weights, strict=True):
         if isinstance(source, RowSource) or rows_per_epoch(inputs, source) is not None:  # each row is one item

@@ -45,8 +45,8 @@ def compile_eval_step(plan: StepPlan, function: Callable[..., dict[str, Any]] | 
 def eval_step(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
     """Sums over a batch: `loss_sum` in nats, `tokens`, and for each of `user_metrics` a sum and its divisor.
 
-    If the batch has the field `text_bytes`, also the other sums of `text_sums`. Raises UserError if `eval_metrics`
-    fails or does not return sums with divisors.
+    If the batch has the field `text_bytes`, also the other sums of `text_sums`. Raises UserError if `eval_metrics` does
+    not return sums with divisors, and as `call` does if it fails.
     """
     model = plan.decoder(weights)
     inputs = in_zigzag(batch, plan.layout)

@@ -126,7 +126,7 @@ def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[Array,
 def in_zigzag(batch: Batch, layout: MeshLayout) -> Batch:
     """Reorders a batch's arrays [B, T, ...] from sequence order to zigzag order, and shards T.
 
-    Fields that `batch_transform` added in another shape are unchanged.
+    Fields that `batch_transform` added in another shape are unchanged. Raises as `to_zigzag` does.
     """
     return {name: to_zigzag(x, layout) if x.shape[:2] == batch["targets"].shape else x for name, x in batch.items()}
 

@@ -100,7 +100,7 @@ def make_plan(
     Raises UserError if the function `eval_metrics` or `batch_transform` cannot be used, a size is not divisible by its
     mesh axes or pipeline stages, the devices lack the attention kernel or 8-bit matmuls, `mup_base_emb_dim` has no
     learning rate for a weight, or a pattern of `trainable_parameters`, `lora_parameters`, `optimizer_rules` or
-    `quantization_exclude` matches no weight.
+    `quantization_exclude` matches no weight; TransientError as `load_function` does.
     """
     if spec.has_experts or layout.shards("expert") > 1:
         from src.model.moe.layer import check_mesh

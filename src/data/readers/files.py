@@ -110,8 +110,9 @@ class Listing:
             blocks = []
             for number in range(_SAMPLED_BLOCKS):
                 at = number * (total - _BLOCK_BYTES) // (_SAMPLED_BLOCKS - 1)
-                file = bisect.bisect_right(ends, at)  # a block ends at the latest with its file
+                file = bisect.bisect_right(ends, at)
                 begin = at - (ends[file] - sizes[file])
+                # A block is cut at the end of its file.
                 blocks.append((self.paths[file], begin, min(begin + _BLOCK_BYTES, sizes[file])))
         return hashlib.sha256(b"".join(in_threads(read, *zip(*blocks, strict=True)))).hexdigest()[:16]
 
@@ -174,7 +175,7 @@ def chunks(file: str, end: int) -> Iterator[bytes]:
 
 
 def line_name(file: str, start: int) -> str:
-    """Names the line that begins at byte `start`, for a message; reads the file up to it to count lines."""
+    """Names the line that begins at byte `start`, for a message; reads the file up to it, raising as `chunks` does."""
     lines_before = sum(chunk.count(b"\n") for chunk in chunks(file, start))
     return f"{file}, line {lines_before + 1}"
 

@@ -101,7 +101,10 @@ class TextSource(Source):
         return len(self.index)
 
     def __getitem__(self, i: int) -> str | np.ndarray:
-        """Reads piece `i`; it may be empty, as a document in JSON is shorter than its line."""
+        """Reads piece `i`; it may be empty, because a document in JSON is shorter than its line.
+
+        Raises as `read_text` and `parse_line` do.
+        """
         document, piece = self.index.find(i)
         file, start, stop = self.files.locate(document)
         if not is_jsonl(file):
@@ -181,7 +184,10 @@ def _flaw(data: bytes) -> str:
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> TextSource:
-    """Opens text files or JSONL, or the Python standard library's source if no path is named."""
+    """Opens text files or JSONL, or the Python standard library's source if no path is named.
+
+    Prints a message if `dataset_column` has no effect on them. Raises as `TextSource` does.
+    """
     keys = spec.key("dataset_path"), spec.dataset_column
     source = TextSource(spec.dataset_path, spec.max_document_bytes, *keys, inputs.rules)
     if spec.dataset_column != "text" and not any(map(is_jsonl, source.files.listing.sizes)):

@@ -47,6 +47,7 @@ def make_report(
 
     If the compiler refused the program because it exceeds a TPU's memory, `compiled` is None and `refusal` the
     compiler's message, else "". `seconds` are the durations of its parts, such as tracing, lowering and compiling.
+    Raises UserError as `device_capacity` and `host_capacity` do.
     """
     plan, work = traced.plan, work_of(traced)
     report: Report = {
@@ -111,7 +112,9 @@ def device_memory(
     """Returns one device's memory, in bytes: the needed amount and its parts, the capacity, and whether the step fits.
 
     `compiled` and `refusal` are as for `make_report`; `needed` is a lower bound if the compiler refused the program.
-    Without a chip's figures, as on CPUs, `capacity` and `left` are None, and every step fits.
+    Without a chip's figures, as on CPUs, `capacity` and `left` are None, and every compiled step fits. `host` has the
+    bytes in host memory: the optimizer's state, and arrays kept for the backward pass. Raises UserError as
+    `device_capacity` does.
     """
     parts, capacity = memory(traced), device_capacity(topology)
     plan, (rows, length), saved_on_host = traced.plan, traced.batch["tokens"].shape, 0

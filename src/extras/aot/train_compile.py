@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     Returns the report, also if the step does not fit its devices, or None for --help. A step that does not fit is not
     saved, and its report has `changes` that reduce its memory. Raises UserError if a key or environment variable is
     wrong, a compiler is missing or fails for another reason than a device's memory, a profile belongs to another step,
-    a matmul that `quantization` selects has more than 8 bits, or a file cannot be written.
+    a matmul that `quantization` selects has more than 8 bits, or a file cannot be written; also as `configured` does.
     """
     config = configured(argv, USAGE, joins=False)
     if config is None:

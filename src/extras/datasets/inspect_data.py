@@ -50,7 +50,10 @@ class Segment(NamedTuple):
 
 
 def main(argv: Sequence[str] | ConfigDict) -> None:
-    """Runs the command line `argv`; raises UserError for a mistake in the command or its data."""
+    """Runs the command line `argv`: prints the batches, the checks' results and the speed, or answers --help.
+
+    Raises UserError for a mistake in the command or its data; TransientError as `configured` and `open_sources` do.
+    """
     config = configured(argv, USAGE)
     if config is None:
         return

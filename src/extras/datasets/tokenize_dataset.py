@@ -68,7 +68,11 @@ _LINE_SECONDS = 10  # between progress lines
 
 
 def main(argv: Sequence[str] | ConfigDict) -> None:
-    """Runs the command line `argv`: writes the tokens of a config's data, or answers --help. Raises UserError."""
+    """Runs the command line `argv`: writes the tokens of a config's data, or answers --help.
+
+    Raises UserError if the keys name several datasets, conversations or data that are ids already, or the folder can't
+    be written, is in use or has other data; also as `of_command` and `Items` do.
+    """
     config = resolve_config.of_command(argv, USAGE)
     if config is None:
         return
@@ -121,7 +125,10 @@ def _check(data: Data, tokenized_path: str) -> None:
 
 
 class Items:
-    """Tokenizes the items of a run's data. The config is passed as YAML because some of it can't be pickled."""
+    """Tokenizes the items of a run's data. The config is passed as YAML because some of it can't be pickled.
+
+    Raises as `make_tokenizer` and `open_source` do, and reading an item as the source and `encode` do.
+    """
 
     def __init__(self, config_text: str) -> None:
         config = Config.of(configuration.from_yaml(config_text))

@@ -35,7 +35,11 @@ _MAX_CHARACTERS = 30_000_000
 
 
 def main(argv: Sequence[str] | ConfigDict) -> None:
-    """Runs the command line `argv`: writes a tokenizer to `tokenizer_path`, or answers --help. Raises UserError."""
+    """Runs the command line `argv`: writes a tokenizer to `tokenizer_path`, or answers --help.
+
+    Raises UserError if the keys ask for another kind of data or tokenizer, `tokenizer_path` exists with other content
+    or can't be written, or the texts are too few for `vocab_size`; also as `of_command` and `open_sources` do.
+    """
     config = resolve_config.of_command(argv, USAGE)
     if config is None:
         return

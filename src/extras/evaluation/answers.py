@@ -32,7 +32,10 @@ _IDLE = {"num_beams": 1, "repetition_penalty": 1.0, "min_p": 0.0, "return_full_t
 
 
 class Answers:
-    """Answers requests with a model; T, the maximum sequence length, is max_target_length."""
+    """Answers requests with a model; T, the maximum sequence length, is max_target_length.
+
+    Raises UserError as `eval_batch_size` does.
+    """
 
     def __init__(
         self,

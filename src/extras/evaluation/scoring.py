@@ -35,7 +35,7 @@ _SHORTEST_ROW = 128  # tokens; kernels need sequence lengths that are multiples 
 class Scorer:
     """Computes log-probabilities of given ids, in rows padded to T, T / 2, ... tokens; each length compiles once.
 
-    T is max_target_length.
+    T is max_target_length. Raises UserError as `eval_batch_size` does.
     """
 
     def __init__(self, evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weights: Weights) -> None:

@@ -172,7 +172,10 @@ def check_sample(decoding: Decoding, max_target_length: int, tokenizer: Tokenize
 
 
 def sample(decoding: Decoding, max_target_length: int, plan: StepPlan, weights: Weights, tokenizer: Tokenizer) -> str:
-    """Returns the prompt and the text that a model in training generates after it, up to `sample_length` tokens."""
+    """Returns the prompt and the text that a model in training generates after it, up to `sample_length` tokens.
+
+    Raises UserError as `encode_prompt` does.
+    """
     completion = Completion(decoding, max_target_length, tokenizer, decoding.prompt)
     generate(make_generator(decoding, max_target_length, *in_training(plan, weights)), [completion], 1, 0)
     return completion.prompt_text + completion.text

@@ -104,7 +104,7 @@ _EXPECTED = '{"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, .
 def prompts_of(decoding: Decoding, inputs: InputSpec) -> Sequence[Prompt]:
     """Returns the prompts that the keys name: from documents, from a file, or the single one.
 
-    Raises UserError as `DocumentPrompts` and `read_prompts` do.
+    Raises as `DocumentPrompts` and `read_prompts` do.
     """
     if decoding.decode_prompt_tokens:
         return DocumentPrompts(decoding, inputs)
@@ -117,8 +117,8 @@ class DocumentPrompts(Sequence[Prompt]):
     A shorter document gives all but its last id, or only bos; a conversation, everything before the last message of the
     assistant. There are at most `decode_num_prompts` (-1: no limit). The documents are evaluation data if the keys name
     any, else training data. Among several datasets, decode_metrics uses the first, but `decode_path` accepts only one.
-    Raises UserError for several datasets with `decode_path`, for a limited number of prompts from a stream in a job of
-    several processes, and as the data's reader does.
+    Raises UserError for several datasets with `decode_path`, or for a limited number of prompts from a stream in a job
+    of several processes; also as `open_source` does, and an item as the source and `encode` do.
     """
 
     def __init__(self, decoding: Decoding, inputs: InputSpec) -> None:
@@ -260,7 +260,8 @@ def _written(path: Path, settings: Mapping[str, Any], rows: int, total: int) -> 
 class DecodeMetrics:
     """Measures texts that a model in training generates, by the user's function `decode_metrics` (module:function).
 
-    The function takes the lines of `complete_batch` for all prompts, and returns {name: number}.
+    The function takes the lines of `complete_batch` for all prompts, and returns {name: number}. Raises as
+    `load_function` and `prompts_of` do.
     """
 
     def __init__(self, decoding: Decoding, inputs: InputSpec, rows: int) -> None:
@@ -272,7 +273,7 @@ class DecodeMetrics:
     def run(self, plan: StepPlan, weights: Weights) -> dict[str, float]:
         """Generates the texts with these weights; returns the function's numbers as `decode_NAME`.
 
-        Raises UserError if the function raises, or returns something else.
+        Raises as `call` does if the function raises, and UserError if it returns something else.
         """
         plan, weights = in_training(plan, weights)
         lengths = self._decoding, self._inputs.batch.max_target_length

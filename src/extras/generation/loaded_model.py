@@ -41,7 +41,7 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> tuple[StepPlan, W
 def model_fingerprint(config: Config) -> dict[str, str]:
     """Identifies the model, its weights and its precision: with the tokenized text, they determine log-probabilities.
 
-    It is saved with computed results, so that they are not continued with another model.
+    It is saved with computed results, so that they are not continued with another model. Raises as `identity` does.
     """
     precision = "dtype", "weight_dtype", "matmul_precision", "quantization"
     keys = {key: dump(config[key]) for key in (*keys_of("model"), "load_ema", *precision)}

@@ -77,7 +77,7 @@ LONGEST = "max_position_embeddings"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the command line `argv` on the CPU; raises UserError for an unknown command, or as the commands do."""
+    """Runs the command line `argv` on the CPU; raises UserError if wrong, or as `local_folder` and the commands do."""
     # Weights are read and written, and `check` computes few logits: no accelerator is needed.
     jax.config.update("jax_platforms", "cpu")
     if argv and argv[0] not in ("--help", "-h"):
@@ -141,7 +141,7 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "", ema: bool = False) -> No
 
     `source` is the output of `from_hf`, or a run's folder or one of its checkpoints; `ema` takes the moving averages of
     its weights. Raises UserError if `dtype` is unknown, if the checkpoint is missing, if no family can represent its
-    model, if `out_dir` is not new or empty, or as `save_folder` does.
+    model, if `out_dir` is not new or empty, or as `load_weights` and `save_folder` do.
     """
     if dtype and dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is not one of {', '.join(DTYPES)}")
@@ -288,7 +288,10 @@ def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:
 
 
 def _original_config(model_folder: Path | None) -> dict[str, Any]:
-    """Returns the text model's part of the config.json that the model file was made from, or {}."""
+    """Returns the text model's part of a folder's hf_config.json or config.json, with the top level's `ENTRIES`.
+
+    {} if there is none. Raises UserError as `read_object` does.
+    """
     for file in [model_folder / name for name in (ORIGINAL, "config.json")] if model_folder else ():
         if file.is_file():
             entries = read_object(file)
@@ -337,7 +340,7 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
     """Compares a checkpoint's logits with transformers' for the folder, in float32, on the same random ids.
 
     Also prints the line of `compare_ids`. Raises UserError if transformers or torch is missing, or if the checkpoint
-    has another model.
+    has another model; also as `load_weights` and `folder_tokenizer` do.
     """
     try:
         import torch

@@ -125,10 +125,11 @@ def save_adapters(
     adapters: Mapping[WeightPath, tuple[np.ndarray, np.ndarray]],
     lora: Mapping[str, Any],
 ) -> None:
-    """Writes adapters, each weight's (down, up), as a folder that `peft` loads.
+    """Writes adapters, each weight's (down, up), into the existing `folder`, in the format of `peft`.
 
-    `lora` has the rank, alpha and base from a checkpoint's meta. Raises UserError if a tensor in the files contains
-    several weights, each with a separate adapter here, or if a weight has an adapter per expert.
+    `lora` has the rank, alpha and base from a checkpoint's meta. Raises UserError if a tensor of the Hugging Face model
+    holds several weights, which have separate adapters here, if a weight has an adapter per expert, or as `lay_out`
+    does.
     """
     pieces = lay_out(family.tensors, shapes, vocab_size, family.architecture)
     held = Counter(piece.file for piece in pieces)

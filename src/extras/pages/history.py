@@ -31,8 +31,8 @@ class Block(NamedTuple):
 class Curve:
     """The points of one curve, added in order, in bounded memory.
 
-    Fewer than 2 * _BLOCKS points are stored unchanged. Longer curves are blocks of 2, 4, 8, ... neighbors; a block's
-    median is the mean of its halves' medians.
+    Fewer than 2 * _BLOCKS points are stored unchanged. Longer curves are blocks of 2, 4, 8, ... neighbors. A block's
+    median is exact if it was built from its points; if two blocks were joined, it is the mean of their medians.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Curve:
         self._open: list[Point] = []  # points of the incomplete block
 
     def extend(self, points: Sequence[Point]) -> None:
-        """Appends the next points."""
+        """Adds points, which must follow all earlier ones; joins blocks in pairs when there are 2 * _BLOCKS of them."""
         self.last = next((value for _, value in reversed(points) if value is not None), self.last)
         self._open += points
         while len(self._open) >= self.stride:

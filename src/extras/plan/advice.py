@@ -41,7 +41,8 @@ def advise(
 
     Each is a dict: `keys` and `cost` of the Change, `estimated` and `compiled` bytes per device, and whether it `fits`.
     `compiled` takes a changed config and its changed keys, and returns the part `memory` of the step's report, None if
-    the compiler failed. `needed`, by the step as it is, and `capacity` are bytes per device.
+    the compiler failed. `needed`, by the step as it is, and `capacity` are bytes per device. Prints a line before each
+    compilation. Raises as `changes` and `compiled` do.
     """
     begun, listed = time.monotonic(), list[Report]()
     for change in changes(config, topology, needed, capacity):
@@ -63,7 +64,8 @@ def changes(config: Config, topology: Topology, needed: int, capacity: int) -> I
 
     The estimate for a changed step is its arguments plus its temporaries, both as src/extras/plan/estimate.py counts
     them, the temporaries scaled by the ratio of compiled to estimated ones of the original step. A change to something
-    that is not live at peak memory therefore has no effect and is dropped.
+    that is not live at peak memory therefore has no effect and is dropped. Raises UserError as `absent_step` does for
+    the original step; a changed step for which it does is left out.
     """
     step = absent_step(config, topology)
     parts = estimate_memory(step)

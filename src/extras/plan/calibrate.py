@@ -178,6 +178,7 @@ def read_run(path: str, own: dict[str, str]) -> Row:
     """Reads a run's config and the median of its step times after the first FIRST; raises UserError like `calibrate`.
 
     `own` has the values of `compile_topology` and `compile_topology_num_slices`; "": the value in the run's config.
+    Also raises as `resolve_config.load` does.
     """
     folder = run_folder(path)
     if folder is None:

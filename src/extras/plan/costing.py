@@ -91,7 +91,10 @@ class Costing:
 
 
 class OnMesh:
-    """Costs points of one mesh and variant, each once; raises UserError if model, kernel or batch do not suit them."""
+    """Costs points of one mesh and variant, each once.
+
+    The constructor and the methods raise UserError if the model, kernel or batch do not suit them.
+    """
 
     def __init__(self, space: Space, mesh: Keys, variant: Keys) -> None:
         self._space, self._mesh, self._variant = space, mesh, variant

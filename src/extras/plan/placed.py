@@ -169,7 +169,10 @@ def spec_of(config: Config) -> ModelSpec:
 
 
 def declared(config: Config, layout: AbsentLayout, kernel: str) -> Declared:
-    """Declares a config's weights and optimizer on one device like the layout's; cached by what that depends on."""
+    """Declares a config's weights and optimizer on one device like the layout's; raises as `make_plan` does.
+
+    The result is cached, by the settings and the kind of device that it depends on.
+    """
     step = replace(
         config.step, num_vocab_tiling=1, remat_policy="full", remat_custom={}, gradient_accumulation_steps=1,
         scan_layers="true", attention=kernel, shard_optimizer_over_data=False, optimizer_memory_host_offload=False,

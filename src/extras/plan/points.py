@@ -101,7 +101,10 @@ class Space:
         self.fixed = {key for key in typed if key in config and not (key in SIZES and config[key] == -1)}
 
     def points(self) -> Iterator[Point]:
-        """Yields all combinations of the choices in the methods below, also ones that the model or a check refuses."""
+        """Yields all combinations of the choices in the methods below, also ones that the model or a check refuses.
+
+        Raises UserError as `meshes` does.
+        """
         for mesh in self.meshes():
             for variant in self.variants(mesh):
                 for policy, batch in itertools.product(self.policies(), self.batches(mesh, variant)):

@@ -55,7 +55,7 @@ class RecordSource(Source):
     The first record is read immediately, so that unsuitable data fails at startup. Each file is opened on
     first use, by `open_file(file, path)`, in which `path` may be a local copy; a limited number are open at a time.
     `parts` are the ranges of records, in order; `record_format` is as in `read_record`; `fingerprint` identifies the
-    dataset. Raises UserError if the first record can't be read.
+    dataset. Raises UserError if the first record can't be read, TransientError if a store fails.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ArrayRecordSource(RecordSource):
     """Reads the records of ArrayRecord files by file name; in a folder, only files with array_record in their names.
 
     Raises UserError if ArrayRecord files are absent, one of a numbered set is missing or damaged, all are empty, or the
-    first record is not as `array_record_format` and `dataset_column` say.
+    first record is not as `array_record_format` and `dataset_column` say; also as `check_store` and `list_files` do.
     """
 
     def __init__(self, spec: DatasetSpec, rules: int = PRESENT_RULES) -> None:

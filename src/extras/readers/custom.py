@@ -27,8 +27,8 @@ _END = object()
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> Source:
     """Calls the function `dataset_factory`, and reads the object that it returns.
 
-    That is read as a stream if it can save and restore a state, else by number (`CustomSource`). Raises UserError if
-    there is no such function, or it raises, and as `CustomSource` does.
+    That is read as a stream if it can save and restore a state, else by number (`CustomSource`). Raises as
+    `load_function` and `CustomSource` do, and as `call` does if the function raises.
     """
     name, factory = spec.setting("dataset_factory"), load_function(spec.dataset_factory, spec.key("dataset_factory"))
     digests = code_digests(spec.dataset_factory, spec.key("dataset_factory"))
@@ -70,7 +70,7 @@ class CustomSource(Source):
     The function is called with the config and the split, and returns an object with `__len__` and `__getitem__`, or an
     iterable, which is read completely at the start. docs/data.md lists the requirements for both and for their items.
     Raises UserError if the function returned something else, no documents, endless ones, or an iterable of more than
-    `_MAX_DOCUMENTS` or `_MAX_BYTES`.
+    `_MAX_DOCUMENTS` or `_MAX_BYTES`; also as `call` does if the object's code raises.
     """
 
     def __init__(self, name: str, dataset: Any, read: Callable[..., str | np.ndarray], code: Fingerprint) -> None:

@@ -23,7 +23,8 @@ def open_source(spec: DatasetSpec, inputs: InputSpec) -> StreamSource:
     With N hosts, each has every N-th file, or every N-th row if N does not divide the number of files.
     `dataset_path` is a folder or a dataset on the hub, NAME, ORG/NAME or either with @REVISION, and `dataset_name` one
     of its configurations. Raises UserError if there is no such dataset, revision, configuration or split, or if its
-    files are outside of it; a missing column raises UserError when a document is read.
+    files are outside of it, TransientError if the hub does not answer; a missing column raises UserError when a
+    document is read.
     """
     import datasets
     from datasets.distributed import split_dataset_by_node

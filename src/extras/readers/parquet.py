@@ -27,7 +27,7 @@ class ParquetSource(Source):
     are cached: 512 MiB of them, or a single larger one. Threads that need the same group share one read.
     `dataset_column` has strings, in which null is an empty text, or lists of integers; `a.b` is the field `b` of the
     structs in column `a`. Raises UserError if all files are empty, or if a file is damaged, lacks the column or has
-    another type for it.
+    another type for it; also raises as `list_files` does.
     """
 
     def __init__(self, spec: DatasetSpec, rules: int = PRESENT_RULES) -> None:

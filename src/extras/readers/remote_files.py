@@ -11,7 +11,10 @@ from src.system.disk import new_file
 
 
 def open_remote(file: str, length: int) -> Any:
-    """Opens a remote file of `length` bytes as a file object. Each read is a request, and nothing is read ahead."""
+    """Opens a remote file of `length` bytes as a file object.
+
+    Each read is a request, which raises as `read` of src/data/readers/files.py does; nothing is read ahead.
+    """
     from fsspec.spec import AbstractBufferedFile
 
     class RemoteFile(AbstractBufferedFile):

@@ -42,6 +42,7 @@ class StreamSource(Source):
         self.moves_files = hasattr(iterable, "set_epoch") and jax.process_count() > 1
 
     def __len__(self) -> NoReturn:
+        """Raises UserError: a stream's documents are not counted."""
         raise UserError(
             f"{self.name} is a stream, read in sequence: its documents cannot be counted, and none can be held out. "
             "Name data to evaluate on (eval_dataset_path, eval_datasets), with eval_mode=reset and eval_steps=N; "
@@ -53,7 +54,10 @@ class StreamSource(Source):
         self.__len__()
 
     def check_hosts_differ(self) -> None:
-        """Raises UserError on every process if two begin with the same documents; every process calls it."""
+        """Raises UserError on every process if two begin with the same documents; every process calls it.
+
+        Also raises as `open` and `items` do.
+        """
         first = list(map(str, self.items(self.open(0, None)[0], 0, 8)))
         everyones = list(map(str, gather_json(first)))
         if len(set(everyones)) < len(everyones):
@@ -77,7 +81,7 @@ class StreamSource(Source):
     def open(self, epoch: int, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
         """Opens an epoch at a saved state (None: its start); returns an iterator of items and a getter of its state.
 
-        Raises UserError if the iterable's own code raises.
+        If the iterable's own code raises, raises UserError, or TransientError if the failure may pass.
         """
         if hasattr(self._iterable, "load_state_dict"):
             if hasattr(self._iterable, "set_epoch"):  # `datasets` has it: the order of files changes each epoch
@@ -94,15 +98,18 @@ class StreamSource(Source):
         return iterator, iterator.get_state
 
     def items(self, iterator: Iterator[Any], before: int, count: int = _WINDOW) -> list[Item]:
-        """Reads at most `count` documents; `before` is the number of earlier ones in the epoch.
+        """Reads at most `count` documents, [] at the epoch's end; `before` is the number of earlier ones in the epoch.
 
-        Raises UserError if the iterator's own code raises, or as `read` does.
+        Raises as `open` does if the iterator's own code raises, and as the constructor's `read` does.
         """
         items = call(f"{self.name}, after {before} documents of an epoch", lambda: list(islice(iterator, count)))
         return [self._read(number, item) for number, item in enumerate(items, start=before)]
 
     def state(self, get_state: Callable[[], Any]) -> Any:
-        """Reads the state as a JSON value. Raises UserError for a state from which a run could not resume exactly."""
+        """Reads the state as a JSON value. Raises UserError for a state from which a run could not resume exactly.
+
+        Also raises as `open` does if `get_state` raises or returns anything that JSON lacks.
+        """
 
         def as_json() -> str:
             state = get_state()
@@ -128,7 +135,10 @@ class Window(NamedTuple):
 
 
 class StreamReader:
-    """Numbers the documents of a host's stream, from the state `saved` on; None: from the start."""
+    """Numbers the documents of a host's stream, from the state `saved` on; None: from the start.
+
+    Raises as `StreamSource.open` does.
+    """
 
     def __init__(self, source: StreamSource, seed: int, saved: Mapping[str, Any] | None) -> None:
         self._source, self._seed = source, seed
@@ -138,7 +148,11 @@ class StreamReader:
         self._windows: collections.deque[Window] = collections.deque()  # windows that `saved` may return
 
     def __call__(self, number: int) -> Item:
-        """Reads document `number`; calls must not go back before the current window."""
+        """Reads document `number`; calls must not go back before the current window.
+
+        Prints a message when another epoch begins. Raises UserError if an epoch has no documents, or not as many as the
+        one before (unless the stream `moves_files`), and as the methods of `StreamSource` do.
+        """
         assert number >= self._first, "a stream is read forwards only"
         while number >= self._first + len(self._items):
             self._read_window()
@@ -174,7 +188,10 @@ class StreamReader:
 
 
 class StreamPacker(SourcePacker):
-    """Fills all rows of a host from its stream, in order, in a single thread."""
+    """Fills all rows of a host from its stream, in order, in a single thread.
+
+    Raises as `StreamSource.check_rows` and `StreamReader` do.
+    """
 
     def __init__(
         self, inputs: InputSpec, source: StreamSource, rows: int, global_batch: int, saved: Mapping[str, Any] | None

@@ -38,7 +38,7 @@ class TfdsSource(RecordSource):
     `dataset_name` is NAME, NAME/CONFIG, or either with :VERSION; the default is the newest version. `dataset_path` is
     the data folder that contains NAME; the default is TFDS's own. ArrayRecord files are preferred to TFRecord files.
     Raises UserError if there is no such dataset or split, no file in either format, a missing or damaged file, or if
-    `dataset_column` is neither text nor ids.
+    `dataset_column` is neither text nor ids; also as `check_store` and `RecordSource` do.
     """
 
     def __init__(self, spec: DatasetSpec) -> None:

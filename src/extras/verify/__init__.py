@@ -1,1 +1,4 @@
-"""Checks a configuration and the code that it runs, in small, on virtual devices: `python -m src.verify CONFIG`."""
+"""Checks a configuration and the code that it runs, shrunk to a small size and on virtual CPU devices.
+
+The command is `python -m src.verify CONFIG`.
+"""

@@ -76,8 +76,8 @@ class Prepared(NamedTuple):
     """A small config, and the meshes on which it is checked."""
 
     small: Shrunk
-    where: list[dict[str, int]]  # meshes on which check a runs a step
-    compiled: list[dict[str, int]]  # meshes for which check j compiles the step
+    where: list[dict[str, int]]  # meshes on which check `a` runs a step
+    compiled: list[dict[str, int]]  # meshes for which check `j` compiles the step
 
 
 def main(argv: Sequence[str]) -> Report | None:

@@ -25,7 +25,8 @@ STEPS, SAVED = 6, 3  # steps of a run, and the step of its first checkpoint
 BOUND = 5e-6
 
 
-# If the config has a ramp, so do the runs: smaller batches in the first steps, but only up to step SAVED.
+# If the config has a ramp, so do the runs: the first steps have half of the rows. The ramp ends before step SAVED, so
+# a resumed run has only full batches, and must find its place in the data after the smaller ones.
 RAMP: dict[str, Any] = {"enable_rampup_batch_size": True, "per_device_batch_size": 2.0}
 RAMP |= {"per_device_batch_size_start": 1.0, "per_device_batch_size_increment": 1.0}
 

@@ -56,7 +56,10 @@ def exponential(keys: Step, warmup: int, total: int, steps: np.ndarray) -> Rates
 
 
 def wsd(keys: Step, warmup: int, total: int, steps: np.ndarray) -> Rates:
-    """The peak, then linear decay in the last `wsd_decay_steps_fraction` (Hägele et al. 2024, arXiv 2405.18392)."""
+    """The peak, then linear decay to the final fraction over the last `wsd_decay_steps_fraction` of the steps.
+
+    From Hägele et al. 2024, arXiv 2405.18392.
+    """
     final, decay = keys.learning_rate_final_fraction, max(np.rint(keys.wsd_decay_steps_fraction * total), 1)
     since = np.maximum(steps - (total - decay), 0)
     return 1 - (1 - final) * since / decay

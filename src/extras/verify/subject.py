@@ -83,7 +83,7 @@ class Subject:
 
     @functools.cached_property
     def reference_plan(self) -> StepPlan:
-        """The plan of the unchanged config on one device."""
+        """The plan of the unchanged config on one device; raises as `plan` does."""
         return self.plan()
 
     @functools.cached_property
@@ -125,7 +125,7 @@ class Subject:
 
     @functools.cached_property
     def loss(self) -> LossFunction:
-        """The loss function that the config names, or `next_token_loss`."""
+        """The loss function that the config names, or `next_token_loss`; raises as `loss_function` does."""
         if not self.config.step.loss:
             return next_token_loss
         from src.step.user_loss import loss_function
@@ -175,7 +175,7 @@ class Subject:
     def last(
         self, plan: StepPlan, state: TrainState, rates: Sequence[float], batches: Sequence[dict[str, Any]] = ()
     ) -> tuple[TrainState, Any]:
-        """Returns the state and metrics after the last of these `steps`, in host memory."""
+        """Returns the state and metrics after the last of these `steps`, in host memory; raises as they do."""
         *_, found = self.steps(plan, state, rates, batches)
         return jax.device_get(found)
 
@@ -191,7 +191,7 @@ class Subject:
 
     @functools.cached_property
     def reference(self) -> Result:
-        """The result of a step of plain gradient descent on one device."""
+        """The result of a step of plain gradient descent on one device; raises as `plan` and `result` do."""
         return self.result(self.plan(**PLAIN_DESCENT))
 
     def forward(self, plan: StepPlan, function: Callable[..., Any]) -> Any:
@@ -215,8 +215,8 @@ class Context:
 
     subject: Subject
     whole: Config  # the config before it was made small
-    meshes: Sequence[Sizes] = ()  # check a runs a step on each
-    compiled: Sequence[Sizes] = ()  # check j compiles a step for each
+    meshes: Sequence[Sizes] = ()  # check `a` runs a step on each
+    compiled: Sequence[Sizes] = ()  # check `j` compiles a step for each
     golden: Path | None = None
 
 

@@ -177,7 +177,7 @@ class _Mask(NamedTuple):
     """
 
     bias_b1ts: Array | None = None
-    lengths: tuple[Array, ...] | None = None  # [b] each: how many first queries see how many first keys
+    lengths: tuple[Array, ...] | None = None  # (n, m), [b] each: in each row, the first n queries see the first m keys
     used: tuple[Array, ...] | None = None  # [b, t] and [b, s]: queries seeing a key, and keys seen; None: all
 
     def of_queries(self, x_bt: Array, otherwise: float = 0.0) -> Array:

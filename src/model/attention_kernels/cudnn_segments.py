@@ -62,7 +62,10 @@ def operands(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SegmentClass:
-    """The segments of one range of lengths, in F tokens of a batch; S is the number of segments it has room for."""
+    """A batch's segments whose lengths are in one range.
+
+    F is the number of the batch's tokens, S the number of segments that the class has room for.
+    """
 
     longest: int = field(metadata={"static": True})  # L, their greatest length
     count_1: Array  # number of its segments

@@ -54,8 +54,9 @@ def row_tile(rows: int, groups: int) -> int:
 def tile_sizes(rows: int, X: int, Y: int, itemsize: int) -> tuple[int, ...]:
     """Chooses tiles of X and Y, multiples of 128 that fit in a TPU core's memory, with the least time per tile of rows.
 
-    The time counts multiplying (including padding past the arrays' ends), adding to the sum, fetching both inputs, and
-    grid steps. Its unit is one multiplication; int8 does two in that time.
+    `rows` is the rows per tile. The time counts multiplying (including padding past the arrays' ends), adding to the
+    sum, fetching both inputs, and grid steps. Its unit is one multiplication in the operands' dtype: int8 multiplies
+    twice as fast, so everything else counts double.
     """
     speed, out_bytes = (2, 2) if itemsize == 1 else (1, itemsize)
 

@@ -1,6 +1,7 @@
-"""Grouped matmuls of int8 codes on TPUs, summed in int32: Pallas kernels, as JAX's megablox takes no integers.
+"""Grouped matmuls of int8 codes on TPUs, summed in int32: Pallas kernels, because JAX's megablox takes no integers.
 
-Letters: R rows, G groups, X summed dim, Y output dim. A tile of rows is visited once for each group with rows in it.
+Letters: R rows, G groups, X summed dim, Y output dim. A tile of rows is visited once for each group with rows in it;
+`rows_times_rows` also makes a visit for each empty group, to zero its output.
 """
 
 from collections.abc import Callable

@@ -21,8 +21,11 @@ from src.system.errors import UserError
 def checkpoint_entries(
     plan: StepPlan, state: TrainState, position: np.ndarray, rows: Rows, schedule: BatchSchedule
 ) -> dict[str, Any]:
-    """Collects a checkpoint's arrays: the state, and the data position of all hosts' streams after its last step."""
-    sharding = plan.layout.sharding(("batch", None, None))  # `position` is this host's: int32 [streams, S, 2]
+    """Collects a checkpoint's arrays: the state, and the data position of all hosts' streams after its last step.
+
+    `position` has the positions of this host's streams, int32 [streams, S, 2], and `rows` the streams' numbers.
+    """
+    sharding = plan.layout.sharding(("batch", None, None))
     positions = to_global(position, sharding, rows, schedule.rows)
     if schedule.ramp:  # devices hold the streams in another order than checkpoints, which have them by number
         positions = _taking(sharding)(positions, np.argsort(schedule.streams()))

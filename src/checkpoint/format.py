@@ -35,7 +35,7 @@ def read_evaluations(checkpoints: epath.Path) -> dict[str, Any]:
     """Reads the results of evaluations made at checkpoints, by checksum; {} without a readable file."""
     try:
         return dict(parse_json((checkpoints / EVALUATIONS).read_bytes()))
-    except (OSError, ValueError, TypeError):  # the evaluations are repeated
+    except (OSError, ValueError, TypeError):  # without results, a run repeats its evaluations
         return {}
 
 

@@ -63,8 +63,8 @@ def quiet_orbax() -> Generator[None]:
     try:
         yield
     finally:
-        gc.collect()  # writes without a loop report when they are deleted
-        if not sys.exception():  # an exception keeps writes alive that report at exit
+        gc.collect()  # writes that no event loop runs report errors when they are deleted: delete them while silenced
+        if not sys.exception():  # an exception keeps such writes alive until exit: stay silenced
             for logger in loggers:
                 logger.removeFilter(is_for_users)
             if sys.unraisablehook is hook:

@@ -48,7 +48,7 @@ class RunFolder:
     def check_writable(self) -> None:
         """Raises UserError if the folder is not writable, or a run would replace files that no run wrote.
 
-        Raises TransientError if a store does not answer.
+        Process 0 tries by writing a file and deleting it. Raises TransientError if a store does not answer.
         """
         for name in () if self._is_remote else FILES + FOLDERS:
             kind, place = ("folder" if name in FOLDERS else "file"), Path(self.path / name)

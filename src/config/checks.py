@@ -98,8 +98,8 @@ def _rules(config: Config) -> Iterator[str]:
 
 def _moments(config: Config) -> Iterator[str]:
     step = config.step
-    adapters_alone = step.lora_rank and not step.trainable_parameters  # adapters have float32 second moments
-    second = "float32" if adapters_alone else step.weight_dtype
+    adapters_alone = step.lora_rank and not step.trainable_parameters
+    second = "float32" if adapters_alone else step.weight_dtype  # adapters have float32 second moments
     moments = {"adam_b1": step.mu_dtype or ("float32" if step.lora_rank else second), "adam_b2": second}
     types = {step.opt_type, *(rule.get("opt_type") for rule in step.optimizer_rules)}
     for name, dtype in moments.items() if types.intersection(reading(OPTIMIZERS, "adam_b1")) else ():

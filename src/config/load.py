@@ -188,7 +188,7 @@ def _default(key: str) -> Any:
 def _chain(path: Path, problems: list[str], keys: dict[str, Any] | None = None) -> list[Setting]:
     """Reads a config file and the chain of its `base_config` files; returns their settings, the lowest file's first.
 
-    base.yml is left out. `keys`, of a ConfigDict, are used in place of the file `path`.
+    base.yml is left out. `keys`, of a ConfigDict, are used in place of the file `path`. Adds problems to `problems`.
     """
     settings: list[Setting] = []
     visited: list[Path] = []

@@ -90,6 +90,7 @@ def _keys_of_run(folder: Path) -> dict[str, Any]:
     """Reads the keys of a run's model and tokenizer, and its `model_name`; raises UserError if it can't be read."""
     keys = read_file(folder / run_configs.CONFIG)
     if keys.get("position_type") == "learned" and keys.get("trainable_position_size") == "-1":
-        keys["trainable_position_size"] = keys["max_target_length"]  # -1: the run's length, not another command's
+        # -1 meant the run's length, and would now mean the command's.
+        keys["trainable_position_size"] = keys["max_target_length"]
     wanted = {*keys_of("model"), "model_name", "tokenizer_type", "tokenizer_path"}
     return {key: value for key, value in keys.items() if key in wanted}

@@ -14,7 +14,7 @@ from src.system.errors import UserError
 class DocumentStream:
     """Reads a source's items endlessly, in a new random order each epoch.
 
-    The order depends on the `name` of the source in a mixture, which is empty for a single source.
+    The order also depends on `name`, the source's name in a mixture ("" for a single source).
     """
 
     def __init__(self, inputs: InputSpec, source: Source, name: str = "") -> None:

@@ -70,13 +70,14 @@ class EvalBatches:
         If the hosts have to count rows, the first call, also by `iter`, reads and tokenizes this host's documents, with
         their errors, and waits until all other hosts make it.
         """
-        if self._steps is None:  # the longest packing stream of any host decides
+        if self._steps is None:
             assert not isinstance(self._source, RowSource)
             stream, layout, max_rows = DocumentStream(self._inputs, self._source), layout_of(self._inputs), 0
             for row in self._rows:
                 ordinals = range(row, len(self._source), self._global_batch)
                 sizes = ([len(document.ids) for document in stream.documents(ordinal)] for ordinal in ordinals)
                 max_rows = max(max_rows, rows_needed(sizes, self._inputs.batch.max_target_length, layout))
+            # The longest packing stream of any host decides.
             self._steps = int(max_over_hosts(np.array(max_rows, np.int32)))
         return self._steps
 

@@ -21,7 +21,7 @@ def data_fingerprint(inputs: InputSpec, data: TrainData, rows: int, eval_sets: S
     """
     facts: Fingerprint = {}
     read = [("source", *each) for each in zip(data.names, data.sources, strict=True)]
-    if names_eval_data(inputs.data):  # otherwise they are held out of the training data
+    if names_eval_data(inputs.data):  # otherwise evaluation data are held out of the training data
         read += [(f"{EVALUATION} source", each.name, each.source) for each in eval_sets]
     for kind, name, source in read:
         prefix = f"{kind} {name} " if name else f"{kind} "

@@ -26,7 +26,7 @@ READERS = {  # dataset_type -> the module whose `open_source(spec, inputs)` open
 
 
 def open_sources(inputs: InputSpec, evaluation: Evaluation) -> tuple[TrainData, list[EvalSet]]:
-    """Opens a run's training data and evaluation sets, which are none without `eval_interval`.
+    """Opens a run's training data and, with `eval_interval`, its evaluation sets.
 
     If the config names no evaluation data, a part of the training data is held out.
     Raises UserError if data can't be read, or no part of them can be held out; TransientError if a store fails.
@@ -100,7 +100,7 @@ class _Subset:
 
 
 class Subset(_Subset, Source):
-    """Selects documents of another source by ascending numbers, which must be consecutive if it has groups."""
+    """Selects documents of a source by ascending numbers, which must be consecutive if the source has groups."""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -122,7 +122,7 @@ class Subset(_Subset, Source):
 
 
 class RowSubset(_Subset, RowSource):
-    """Selects consecutive rows of another source of rows, which is not endless."""
+    """Selects consecutive rows of a source of rows that is not endless."""
 
     def __init__(self, source: Any, items: np.ndarray | range, part: str) -> None:
         super().__init__(source, items, part)

@@ -34,7 +34,7 @@ class Document(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Holds the messages of a conversation, such as one line of a .jsonl file, which begins at byte `start`."""
+    """Holds the messages of a conversation, such as the line of a .jsonl file that begins at byte `start`."""
 
     messages: tuple[Message, ...]
     is_pair: bool = False  # given as a prompt and a completion, which become two messages

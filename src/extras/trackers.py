@@ -113,7 +113,7 @@ class _Follower(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._folder, self._file = folder, f"{name}.json"
         self._interval = 10.0 if is_remote(folder.path) else 1.0  # seconds; a small file is written each time
-        self._resume_step, self._saved = resume_step, dict[str, Any]()  # empty: not read yet
+        self._resume_step, self._saved = resume_step, dict[str, Any]()  # `_saved` is empty until it is read
         self._last = 0  # the last step in metrics.jsonl
         self.has_told = False  # whether the tracker's failure was reported
         self.ended, self.exit_code = threading.Event(), 0  # the end of the run, and its exit code

@@ -25,7 +25,7 @@ def sum_of_squares(x_BTD: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
 def activation_rms(reports: Tree, tokens: jax.Array, width: int) -> jax.Array:
     """Root mean square [L] of each layer's output, from the sums of squares that blocks reported."""
     layers = []
-    for blocks in reports["segments"].values():  # a group runs its pattern repeatedly
+    for blocks in reports["segments"].values():
         sums = [jnp.sum(block["activations"], axis=(-2, -1)) for block in blocks.values()]
-        layers.append(jnp.stack(sums, axis=1).reshape(-1))
+        layers.append(jnp.stack(sums, axis=1).reshape(-1))  # in layer order: a group runs its pattern repeatedly
     return jnp.sqrt(jnp.concatenate(layers) / (jnp.maximum(tokens, 1) * width))

@@ -19,7 +19,7 @@ def look_up_sharded(table_VD: Array, ids_BT: Array, layout: MeshLayout, axis: st
     sharing, gathered = layout.axes(axis), layout.axes("embed")
     # XLA partitions a plain lookup by rows in the same way. But within a map over other axes, XLA of JAX 0.11 aborts on
     # it, and if rows are not sharded, every device would look up the rows of all devices' tokens.
-    devices = np.arange(layout.size(gathered)).reshape(blocks, -1)  # consecutive, as D is sharded
+    devices = np.arange(layout.size(gathered)).reshape(blocks, -1)  # consecutive, in the order of D's shards
     near, far = (None if blocks == 1 else groups.tolist() for groups in (devices, devices.T))
 
     def on_device(part_VD: Array, ids_BT: Array) -> Array:

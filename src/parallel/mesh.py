@@ -125,8 +125,8 @@ class MeshLayout:
         """Maps `function` over device shards along the mesh axes `over`; None: all that no outer `shard_map` covers."""
         if over is None:
             over = {*self.mesh.axis_names}.difference(get_abstract_mesh().manual_axes)
-        # Other axes work as usual: inside, `constrain` and another `shard_map` handle them.
         specs = {"in_specs": in_specs, "out_specs": out_specs}
+        # Axes not in `over` work as usual: inside, `constrain` and another `shard_map` handle them.
         return jax.shard_map(function, mesh=self._traced_mesh, axis_names={*over}, check_vma=False, **specs)
 
 

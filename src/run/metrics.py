@@ -231,7 +231,7 @@ class StepPrinter:
         periodic = step % self._log_period == 0 or step == self._first_step
         if step == self._steps or (periodic and not self._quiet):
             seconds_left = None
-            if step > self._first_step:  # the pace since the first step, which compiled, with evaluations and saves
+            if step > self._first_step:  # by the pace since the first step's end: that one compiled
                 first, now, end = map(self._rows_before, (self._first_step, step, self._steps))
                 seconds_left = (self._clock() - self._first_time) / (now - first) * (end - now)
             self._console.print(train_line(entry, self._steps, seconds_left))

@@ -142,7 +142,7 @@ class Recorder:
             "data_wait_seconds": data_wait,
             "tokens_per_second": tokens / seconds,
             "tflops_per_device": rate * flops.causal / 1e12,
-            **mfu,  # docs/performance.md explains both
+            **mfu,  # docs/performance.md explains mfu and mfu_palm
             **{name: value.tolist() for name, value in user_metrics.items()},
         }
         if self._log and self._printer:

@@ -283,7 +283,7 @@ class Run:
     def record(self, state: TrainState, metrics: Metrics, batch: HostBatch) -> None:
         """Takes a step's results, which may still be computing, for the next save, evaluation and metrics.
 
-        Raises as `Recorder.add` does for the previous step.
+        With `use_sft`, adds `conversations_cut` to `metrics`. Raises as `Recorder.add` does for the previous step.
         """
         size = self.schedule.size(self.done)
         if self.config.data.use_sft:

@@ -33,7 +33,7 @@ class Nulls:
         self._setting, self._counts = setting, itertools.count(1)
 
     def __call__(self, document: Content | None) -> Content:
-        """Passes a document through, or replaces a null by an empty text; safe to call from threads."""
+        """Passes a document through, or counts a null and replaces it by an empty text; safe to call from threads."""
         if document is not None:
             return document
         if str(count := next(self._counts)).strip("0") == "1":

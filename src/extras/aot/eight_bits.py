@@ -23,8 +23,8 @@ def check(program: jax.stages.Compiled, plan: StepPlan) -> None:
     """Raises UserError unless the matmuls that a plan quantizes run in 8 bits, both forward and backward.
 
     If the weight of one of them is frozen, backward ones may be absent. Nothing is checked on CPUs, which never use 8
-    bits. Nor is a program without its text, as one from the compilation cache is on some backends: then a line tells
-    the user.
+    bits, or for a program without its text, which some backends lose in the compilation cache: then a line tells the
+    user.
     """
     kind = plan.quantization.kind
     if not kind or plan.layout.platform == "cpu":

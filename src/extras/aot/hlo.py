@@ -367,10 +367,11 @@ class _MeshMap:
         sizes = np.ptp(self.coords, axis=0) + 1
         shape = tuple(int(size) for size in sizes)
         rings = wraps(shape if shape[2] > 1 else shape[:2])
+        # Of the first group: the others are as large.
         shares = [
             dim_share(len(set(along)), max(along) - min(along), size, ring)
             for along, size, ring in zip(where[0].T.tolist(), shape, (*rings, False), strict=False)
-        ]  # of the first group: the others are as large
+        ]
         used = float((where != where[:, :1]).any()) if kind == "collective-permute" else sum(shares)
         # A group within one TPU7x chip uses no link of the torus: the link between the chip's two devices is as fast as
         # its six others together (docs.cloud.google.com/tpu/docs/tpu7x).

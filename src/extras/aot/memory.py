@@ -106,7 +106,7 @@ def scores_bytes(traced: TracedTrainStep) -> int:
 def attention_workspace(
     spec: ModelSpec, execution: Execution, kernel: str, layout: MeshLayout, rows: int, length: int, packed: bool
 ) -> int:
-    """Returns the bytes of cuDNN's workspace on a device, which a compiler without a GPU does not count.
+    """Returns the bytes of cuDNN's workspace on a device; a compiler without a GPU does not count them.
 
     0 for kernels other than cudnn_flash. `rows` is the number of sequences in a micro-batch, over all devices.
     """
@@ -174,7 +174,7 @@ def _shards(traced: TracedTrainStep, shape: tuple[int, ...], between_blocks: boo
         return layout.shards("embed")
     replicas = layout.size(traced.plan.accumulation.manual_axes)  # the traced arrays belong to one replica
     batch_shards = layout.shards("batch") // replicas
-    if shape[0] not in _rows(traced):  # of experts: the shards of a stage's devices, concatenated
+    if shape[0] not in _rows(traced):  # an array of experts: the shards of a stage's devices, concatenated
         return layout.mesh.size // layout.shards("layers") // replicas
     costs = [part for layer in dict.fromkeys(spec.layers) for part in layer_costs(layer).values()]
     sharded = [(axis, sizes) for part in costs for axis, sizes in part.sharded.items()]

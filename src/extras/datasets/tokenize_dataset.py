@@ -127,7 +127,7 @@ def _check(data: Data, tokenized_path: str) -> None:
 class Items:
     """Tokenizes the items of a run's data. The config is passed as YAML because some of it can't be pickled.
 
-    Raises as `make_tokenizer` and `open_source` do, and reading an item as the source and `encode` do.
+    Raises as `make_tokenizer` and `open_source` do, and when an item is read, as the source and `encode` do.
     """
 
     def __init__(self, config_text: str) -> None:

@@ -46,7 +46,7 @@ class Answers:
         weights: Weights,
         tokenizer: Tokenizer,
     ) -> None:
-        self.tokenizer, self.truncated = tokenizer, 0  # number of requests that lost their beginning
+        self.tokenizer, self.truncated = tokenizer, 0  # `truncated`: the number of requests that lost their beginning
         self._T, self._B = batch.max_target_length, eval_batch_size(evaluation, batch, plan)
         self._score, self._decoding = Scorer(evaluation, batch, plan, weights), decoding
         self._plan, self._weights = in_training(plan, weights)

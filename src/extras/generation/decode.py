@@ -118,7 +118,7 @@ class DocumentPrompts(Sequence[Prompt]):
     assistant. There are at most `decode_num_prompts` (-1: no limit). The documents are evaluation data if the keys name
     any, else training data. Among several datasets, decode_metrics uses the first, but `decode_path` accepts only one.
     Raises UserError for several datasets with `decode_path`, or for a limited number of prompts from a stream in a job
-    of several processes; also as `open_source` does, and an item as the source and `encode` do.
+    of several processes; also as `open_source` does, and when a prompt is read, as the source and `encode` do.
     """
 
     def __init__(self, decoding: Decoding, inputs: InputSpec) -> None:

@@ -76,7 +76,7 @@ def in_activation_dtype(plan: StepPlan, weights: Weights) -> Weights:
 
 
 def _unstacked(blocks: dict[int, params.Tree], group: LayerGroup) -> dict[int, params.Tree]:
-    """Splits a group's weights, [repeats, ...] by pattern position, into [1, ...] by layer."""
+    """Splits a group's weights, [repeats, ...] by pattern position, into [1, ...] by layer; deletes the former."""
     layers: dict[int, dict[tuple[Any, ...], jax.Array]] = {}
     for position, block in blocks.items():
         for path, leaf in params.by_path(block).items():

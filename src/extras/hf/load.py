@@ -66,8 +66,8 @@ def restore_folder(path: str, folder: str, tree: Tree) -> Restored:
 def folder_identity(path: str, identity: Callable[[str], str]) -> str:
     """Returns a CRC-32, in hex, of the names, sizes and last bytes of a folder's weight files.
 
-    It identifies the weights: training changes the last bytes too. If the folder has adapters, `identity` gives the hex
-    number of their base model, which is included. Raises UserError as `base_model` does.
+    It identifies the weights: training changes the last bytes too. If the folder has adapters, it also covers their
+    base model, of which `identity` gives the hex number. Raises UserError as `base_model` does.
     """
     folder = Path(path).expanduser()
     crc = int(identity(base), 16) if (base := base_model(folder)) else 0

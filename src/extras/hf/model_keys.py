@@ -133,7 +133,7 @@ def _layers(model: Model) -> list[Model]:
 
 
 def _spec(model: Model, max_target_length: int) -> ModelSpec:
-    """Builds the model's spec with default dtypes: models are compared without those, as config.json's are ignored."""
+    """Builds the model's spec with default dtypes, because config.json's dtypes are ignored in comparing models."""
     return model_spec(model, Numerics(), max_target_length)
 
 

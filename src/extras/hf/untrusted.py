@@ -79,7 +79,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tool_source: str | None, tokens: Mapping[str, str], where: str) -> None:
-        if tool_source is not None:  # Jinja2 removes the newline after a tag, and one at a template's end
+        if tool_source is not None:
+            # Jinja2 removes the newline after a tag, and one at a template's end.
             both = (each.removesuffix("\n") for each in (tool_source, source))
             source = "{% if tools is not none %}\n" + "{%+ else %}\n".join(both) + "{%+ endif %}"
         self._setup, self._where = {"source": source, "tokens": dict(tokens)}, where

@@ -91,7 +91,8 @@ class History:
     def __init__(self) -> None:
         self.train: dict[str, Curve] = defaultdict(Curve)  # by key
         self.evals: dict[str, Curve] = defaultdict(Curve)
-        self._columns, self._stride, self._internals = list[Column](), 1, 0  # every `_stride`-th of `_internals` lines
+        # `_columns` has every `_stride`-th of the `_internals` lines of `log_internals` so far.
+        self._columns, self._stride, self._internals = list[Column](), 1, 0
         self.last_train: Entry = {}  # the last line; empty at first
         self.last_eval: Entry = {}
         self.tokens = self.seconds = 0.0  # totals over all steps

@@ -63,7 +63,7 @@ def page(folder: epath.Path, history: History) -> str:
 def whole_page(
     histories: Mapping[str, History], title: str, status: str, top: str, sections: Iterable[str], unit: str
 ) -> str:
-    """Renders a page of HTML parts, with the charts of one run, several, or none, whose losses have this `unit`."""
+    """Renders a page of HTML parts, with the charts of any number of runs, whose losses have this `unit`."""
     written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     invalid = [counted(run.invalid_lines, "line") for run in histories.values() if run.invalid_lines]
     left_out = [f" Left out: {lines} of metrics.jsonl without the metrics of a step." for lines in invalid]

@@ -82,8 +82,8 @@ def main(argv: Sequence[str]) -> object:
 def read(argv: Sequence[str]) -> tuple[Space, output.Request, dict[str, str]]:
     """Reads a command line: returns the space to search, the request, and the values of the command's own words.
 
-    Sets JAX to run on this machine's CPU. Raises UserError for a wrong argument, except for `top`, `report` and `page`,
-    which `main` checks; also as `resolve_config.load` does.
+    Prints the config's notes, and sets JAX to run on this machine's CPU. Raises UserError for a wrong argument, except
+    for `top`, `report` and `page`, which `main` checks; also as `resolve_config.load` does.
     """
     own, words = separate(argv, OWN)
     notes: list[str] = []

@@ -183,8 +183,8 @@ def main(argv: Sequence[str]) -> None:
 def compiled_report(config: Config) -> report.Report:
     """Compiles a config's step for its topology; returns the report of train_compile, without `changes`.
 
-    Its `seconds` have one entry, for tracing, lowering and compiling. Raises UserError if the step cannot be traced, or
-    as `compile_lowered` and `eight_bits.check` do.
+    Its `seconds` have one entry, for tracing, lowering and compiling. Turns off JAX's compilation cache. Raises
+    UserError if the step cannot be traced, or as `compile_lowered`, `eight_bits.check` and `make_report` do.
     """
     topology = rated(checked_topology(config))
     jax.config.update("jax_enable_compilation_cache", False)

@@ -219,9 +219,8 @@ def one_device(layout: AbsentLayout) -> AbsentLayout:
         (1,) * len(names),
         names,
         axis_types=(AxisType.Auto,) * len(names),
-        abstract_device=AbstractDevice(
-            device.device_kind, None, "several"
-        ),  # several: a name that is not cpu, since src/model/matmul.py multiplies otherwise on a single CPU device
+        # As the platform, any name but cpu: on a single CPU device, src/model/matmul.py multiplies in another way.
+        abstract_device=AbstractDevice(device.device_kind, None, "several"),
     )
     return replace(layout, mesh=mesh, within=(1,) * len(names))
 

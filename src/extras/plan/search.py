@@ -183,8 +183,8 @@ class Search:
     def _saves_in_vain(self, candidate: Candidate, tried: list[Candidate]) -> bool:
         """Whether the same step was tried with another placement, and is not known to be too large for the devices.
 
-        Placements only save memory, which is then in vain. A step that failed to compile, as for arrays that exceed
-        host memory, is assumed to fail with any placement.
+        Placements only save memory, so the candidate is then not worth compiling. A step that failed to compile, such
+        as for arrays that exceed host memory, is assumed to fail with any placement.
         """
         too_large = [each.candidate for each in self.results if not each.fits and not each.record["failed"]]
         return any(each.point[:-1] == candidate.point[:-1] and each not in too_large for each in tried)

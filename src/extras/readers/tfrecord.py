@@ -41,9 +41,10 @@ class TfRecordReader:
 
 
 def indices(names: Sequence[str], sizes: Sequence[int]) -> list[np.ndarray]:
-    """Returns each file's index, int64 [records + 1]: reads the whole file once, and then the saved index.
+    """Returns each file's index, int64 [records + 1]: where its records begin, and the size of the file, in bytes.
 
-    `sizes` are in bytes. Raises UserError for a truncated or damaged file.
+    Reads a whole file once, and saves its index in the user's cache folder if that is writable. `sizes` are in bytes.
+    Raises UserError for a truncated or damaged file, and as `files.read` does.
     """
     index_files = files.in_threads(_index_file, names, sizes)
     if missing := sum(not path.exists() for path in index_files):

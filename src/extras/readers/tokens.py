@@ -135,7 +135,7 @@ class _TokenFolder:
 
     def fingerprint(self) -> Fingerprint:
         tokens = sum(shard.ids for shard in self._shards)
-        # tokens.json includes digests of each shard's files.
+        # `_digest` is of tokens.json, which includes digests of each shard's files.
         fingerprint = {"type": "tokens", "documents": len(self._documents), "tokens": tokens, "digest": self._digest}
         return fingerprint | {"contents": self.listings[0].fingerprint["contents"]}
 

@@ -148,10 +148,10 @@ def _compile_quickly() -> None:
 
 
 def prepared(config: Config, mesh: str, letters: str) -> Prepared:
-    """Shrinks a config, and chooses the meshes of checks a and j by `mesh`, the value of `mesh=`.
+    """Shrinks a config, and chooses the meshes of checks `a` and `j` by `mesh`, the value of `mesh=`.
 
-    If `letters` has a or j, that check's meshes can shard the small sizes if they can shard the config's own. Raises
-    UserError like `shrink` and `meshes.chosen`.
+    If `letters` has `a` or `j`, that check's meshes can shard the small sizes if they can shard the config's own.
+    Raises UserError like `shrink` and `meshes.chosen`.
     """
     has_chunks = any(layer.attention_type == "gated_delta" for layer, _ in layer_models(config.model))
     length = LONGER if has_chunks else LENGTH
@@ -169,7 +169,7 @@ def _found(context: Context, letter: str, module: str) -> Iterator[Row]:
     """
     checked = _checked(nnx.Variable.__init__, context.whole.mesh.logical_axis_rules)
     try:
-        # Compiling takes most of the time, and optimizations change only rounding. Check j reads the optimized program.
+        # Compiling takes most of the time, and optimizations change only rounding. `j` reads the optimized program.
         with optimized(letter == "j"), mock.patch.object(nnx.Variable, "__init__", checked):
             for row in named(f"src.extras.verify.{module}:rows")(context):
                 yield row._replace(check=letter)

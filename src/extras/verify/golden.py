@@ -19,7 +19,8 @@ from src.system.errors import UserError, first_few
 STEPS, PROJECTIONS = 3, 4
 # Largest relative differences of losses and gradient norms that a row describes by these words; larger ones fail.
 LAST_BITS, ROUNDING = 1e-6, 1e-5
-MOVED = 100  # times these for the movement of a weight: optimizers amplify the rounding of small gradients
+# A weight's movement may differ by this factor more, because optimizers amplify the rounding of small gradients.
+MOVED = 100
 
 
 def check_file(path: Path, config: Config) -> None:

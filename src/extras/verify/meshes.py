@@ -86,7 +86,7 @@ def chosen(text: str, config: Config, configured: Mesh) -> list[dict[str, int]]:
 
 
 def compiled(config: Config, configured: Mesh) -> list[dict[str, int]]:
-    """Chooses meshes for check j: as configured, or fsdp 2 x tensor 2 if these have no axes besides data and fsdp.
+    """Chooses meshes for check `j`: as configured, or fsdp 2 x tensor 2 if these have no axes besides data and fsdp.
 
     On the latter, weights are sharded over one axis along which they are gathered, and one along which they are not.
     """

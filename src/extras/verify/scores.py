@@ -76,7 +76,8 @@ def of_answers(
         certain += [bool(np.all(is_clear(of_second))), bool(is_clear(of_second[0]))]
     sections = config.evaluation, config.batch, config.decoding
     answering = answers.Answers(*sections, plan, subject.placed(plan), Letters())
-    found, new = answering.log_likelihoods(pairs), len(long_text) - subject.length  # ids only in the second window
+    # `new`: the number of ids that only the second window has.
+    found, new = answering.log_likelihoods(pairs), len(long_text) - subject.length
     rolling = sum(
         np.sum(of_ids(log_probs[at], sequences[at][1:])[of]) for at, of in ((-2, slice(None)), (-1, slice(-new, None)))
     )

@@ -1,4 +1,4 @@
-"""Short runs of src.train in a temporary folder, for checks f and k."""
+"""Short runs of src.train in a temporary folder, for checks `f` and `k`."""
 
 import contextlib
 import io

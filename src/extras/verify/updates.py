@@ -55,7 +55,7 @@ class Expected(NamedTuple):
 def rows(context: Context) -> Iterator[Row]:
     """Compares the update of each trained weight in the second step with the published one of its optimizer.
 
-    The first step has the rate 0, and neither has decay, which check e tests. Muon and Adafactor compute with whole
+    The first step has the rate 0, and neither has decay, which check `e` tests. Muon and Adafactor compute with whole
     matrices, so they are also compared on a mesh that shards these. If the config clips gradients, the threshold is the
     geometric mean of the two steps' gradient norms, so that the longer gradient is clipped.
     """
@@ -127,7 +127,7 @@ def expected_updates(
         if optimizer not in UPDATES:
             unknown.add(optimizer)
             continue
-        if not scale or not np.any(compared):  # check e tests that a weight stays if its rate is 0
+        if not scale or not np.any(compared):  # check `e` tests that a weight stays if its rate is 0
             left_out[name] = optimizer, "its gradient is rounding" if scale else "its rate is 0"
             continue
         past = Past(first, second, weight, is_matrix=bool(kind.inputs))

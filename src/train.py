@@ -23,7 +23,7 @@ from src.system.imports import optional
 def main(argv: Sequence[str] | ConfigDict) -> Result | None:
     """Trains with the keys of a command line or a ConfigDict; returns None for --help.
 
-    Raises UserError, also for a non-finite loss, and TransientError for a failure that may pass.
+    Raises UserError for a user's mistake or a non-finite loss, TransientError for a failure that may pass.
     """
     config = configured(argv)
     if config is None:

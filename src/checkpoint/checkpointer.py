@@ -40,7 +40,7 @@ class Checkpointer:
     Nothing is created, renamed or deleted before the first `save` or `finish`. All processes of a job make the same
     calls. `directory` is the run's checkpoints/ folder, local or any other path that etils reads; `max_to_keep` -1
     keeps all; with `async_save` files are written while the caller continues; `compress` makes files about a quarter
-    smaller, but copies arrays in host memory.
+    smaller, but copies arrays in host memory. Raises UserError for a path of an unknown protocol.
     """
 
     def __init__(self, directory: epath.PathLike, *, max_to_keep: int, async_save: bool, compress: bool = True) -> None:
@@ -151,7 +151,10 @@ class Checkpointer:
         ]
 
     def quarantine_nonfinite(self, first_step: int) -> list[str]:
-        """Renames this run's checkpoints from `first_step` on, so that no run resumes from them; returns new names."""
+        """Renames this run's checkpoints from `first_step` on, so that no run resumes from them; returns new names.
+
+        First waits for the last save, ignoring its errors.
+        """
         with contextlib.suppress(UserError, TransientError):  # a failed save leaves nothing to rename
             self.wait()
         names = [set_aside(self._directory, step, "nonfinite") for step in self._saved_steps if step >= first_step]

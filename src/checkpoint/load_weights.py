@@ -128,7 +128,10 @@ def hf_folder(path: str) -> str:
 
 
 def check_base(adapters: Mapping[str, Any], path: str, ema: bool) -> None:
-    """Raises UserError if adapters, as their checkpoint's meta describes them, were trained on other weights."""
+    """Raises UserError if adapters, as their checkpoint's meta describes them, were trained on other weights.
+
+    That includes the same run's weights with another value of load_ema, `ema`.
+    """
     if ema != adapters.get("base_ema", False):
         raise UserError(f"these adapters were trained with load_ema={str(not ema).lower()}: set it to that again")
     if identity(path) != adapters["base_identity"]:

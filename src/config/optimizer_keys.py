@@ -60,7 +60,10 @@ def _exponential(keys: "OptimizerKeys", step: int, warmup: int, total: int) -> f
 
 
 def _wsd(keys: "OptimizerKeys", step: int, warmup: int, total: int) -> float:
-    """The peak, then a linear decay in the last `wsd_decay_steps_fraction` (Hägele et al. 2024, arXiv 2405.18392)."""
+    """The peak, then a linear decay to the final fraction over the last `wsd_decay_steps_fraction` of the steps.
+
+    From Hägele et al. 2024, arXiv 2405.18392.
+    """
     final, decay = keys.learning_rate_final_fraction, round(keys.wsd_decay_steps_fraction * total)
     return min(1.0, final + (1.0 - final) * (total - step) / max(decay, 1))
 

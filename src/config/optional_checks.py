@@ -1,4 +1,7 @@
-"""Checks keys that an ordinary run leaves at their defaults; checks.py lists the keys that cause each check."""
+"""Checks keys that an ordinary run leaves at their defaults; checks.py lists the keys that cause each check.
+
+A check yields its problems, as sentences.
+"""
 
 import os
 import re
@@ -122,7 +125,7 @@ def decoding(config: Config) -> Iterator[str]:
 
 
 def loading(config: Config) -> Iterator[str]:
-    """Checks where initial weights come from, and the keys of adapters."""
+    """Checks that keys of initial weights do not exclude each other, and that rules and adapters are complete."""
     checkpoint, step = config.checkpoint, config.step
     if checkpoint.load_parameters_path and checkpoint.load_full_state_path:
         yield "load_parameters_path and load_full_state_path exclude each other: only the weights, or the whole state"

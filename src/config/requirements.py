@@ -58,7 +58,7 @@ def _holds(values: Any, value: Any, facts: Mapping[str, Any]) -> bool:
 
 
 class Lists(Requires):
-    """As `Requires`, but a setting without effect is no error: the command's notes list it."""
+    """As `Requires`, but a setting without effect is not an error: the command's notes list it."""
 
 
 def _of_optimizers(key: str) -> Requires:

@@ -99,8 +99,8 @@ def _as_shown(message: Message) -> Message:
 class ConversationSource(Source):
     """Reads .jsonl files of conversations, or of prompts with completions. Opening checks all lines.
 
-    `path` and `key` are as in `DocumentFiles`. Raises UserError for missing files, a file that is not .jsonl, or a
-    malformed line.
+    `path` and `key` are as in `DocumentFiles`. Raises UserError for a file that is not .jsonl, or a malformed line, and
+    as `DocumentFiles` does.
     """
 
     reader, expected = "use_sft=true", _EXPECTED

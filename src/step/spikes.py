@@ -20,10 +20,11 @@ def skip_spikes(
 ) -> tuple[jax.Array, Tree, dict[str, jax.Array]]:
     """Decides whether to make an update; returns that, the window including this step, and metrics.
 
-    The update is skipped if loss or gradient norm exceeds the window's mean by more than `factor` times its standard
-    deviation (of a sample, over N - 1), once half of the window is filled: the rule of OLMo-core and MaxText. A spike
-    itself enters the window, so that a loss that stays high soon stops counting as one. Without `finite` the update is
-    skipped too, and its values do not enter.
+    The metrics are `spike`, whether this step is one, and `updates_skipped`, the number so far. The update is skipped
+    if loss or gradient norm exceeds the window's mean by more than `factor` times its standard deviation (of a sample,
+    over N - 1), once half of the window is filled: the rule of OLMo-core and MaxText. A spike itself enters the window,
+    so that a loss that stays high soon stops counting as one. Without `finite` the update is skipped too, and its
+    values do not enter.
     """
     interval = window["loss"].size
     filled = jnp.minimum(window["count"], interval)

@@ -24,9 +24,9 @@ def list_files(path: str, key: str, rules: int = PRESENT_RULES) -> Listing:
 
     From data rules 2 on, links to folders are followed; a folder path and `**` read a folder with several names once.
 
-    Raises UserError if the path does not exist, no installed package can read it, or a folder or a glob lacks a file of
-    a numbered set (x-00000-of-00010 and so on); TransientError if a store fails. `key` is the path's config key, for
-    messages.
+    Raises UserError if the path is empty or does not exist, no installed package can read it, or a folder or a glob
+    lacks a file of a numbered set (x-00000-of-00010 and so on); TransientError if a store fails. `key` is the path's
+    config key, for messages.
     """
     if not path:
         raise UserError(f"{key} is empty: expected a file, a folder or a glob")

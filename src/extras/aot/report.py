@@ -47,7 +47,7 @@ def make_report(
 
     If the compiler refused the program because it exceeds a TPU's memory, `compiled` is None and `refusal` the
     compiler's message, else "". `seconds` are the durations of its parts, such as tracing, lowering and compiling.
-    Raises UserError as `device_capacity` and `host_capacity` do.
+    Raises UserError as `device_capacity` does.
     """
     plan, work = traced.plan, work_of(traced)
     report: Report = {

@@ -35,7 +35,7 @@ _SHORTEST_ROW = 128  # tokens; kernels need sequence lengths that are multiples 
 class Scorer:
     """Computes log-probabilities of given ids, in rows padded to T, T / 2, ... tokens; each length compiles once.
 
-    T is max_target_length. Raises UserError as `eval_batch_size` does.
+    T is max_target_length. Raises UserError as `eval_batch_size` does, and calls as `whole_texts` does.
     """
 
     def __init__(self, evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weights: Weights) -> None:
@@ -81,8 +81,8 @@ def score_texts(
     """Writes a line to `scores_path` for each text of `texts_path`, in order; returns the number of texts.
 
     A line is a JSON object: `text`, `ids` (with bos), `log_probs` of each id given the ids before it, in nats (null for
-    the first), and `log_prob`, their sum. Raises UserError if the file cannot be read or is empty,
-    or if a text is malformed or has more than max_target_length tokens.
+    the first), and `log_prob`, their sum. Raises UserError if the file cannot be read or is empty, if a text is
+    malformed or has more than max_target_length tokens, and as `Scorer` does.
     """
     path, T = Path(evaluation.texts_path).expanduser(), batch.max_target_length
     texts = read_lines(path, "texts_path", _text_of_json)

@@ -54,7 +54,8 @@ class Run(NamedTuple):
 def main(argv: Sequence[str]) -> None:
     """Writes a run's page, or the page of several runs, whose tables it also prints; or prints the usage.
 
-    Raises UserError for a folder without a run, for a malformed file, or if the page cannot be written.
+    Raises UserError if no folder is named, for a folder without a run, for a malformed file, or if the page cannot be
+    written.
     """
     if {"-h", "--help"}.intersection(argv):
         show(USAGE)

@@ -165,7 +165,8 @@ def cost(space: Space, say: Callable[[str], None] = lambda line: None) -> Costin
     fastest point is too slow or its smallest one too large. For each policy, fewer micro-batches come first, and
     changes that only save memory last: after a point that should fit easily, or is too slow, the others would only be
     slower. If no point should fit, the smallest ones are the candidates. Passes lines about its progress to `say`.
-    Raises UserError if no mesh suits the devices, the typed keys, the model and the batch.
+    Raises UserError if no mesh suits the devices, the typed keys, the model and the batch; also as `device_capacity`
+    and `host_capacity` do.
     """
     capacity, on_host = device_capacity(space.topology), host_capacity(space.topology)
     assert capacity

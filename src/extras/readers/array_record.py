@@ -232,5 +232,5 @@ def _text(data: bytes) -> str:
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> ArrayRecordSource:
-    """Opens the ArrayRecord files of `dataset_path`; raises UserError as `ArrayRecordSource` does."""
+    """Opens the ArrayRecord files of `dataset_path`; raises as `ArrayRecordSource` does."""
     return ArrayRecordSource(spec, inputs.rules)

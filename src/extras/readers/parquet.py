@@ -153,5 +153,5 @@ def _is_ids(kind: pa.DataType) -> bool:
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> ParquetSource:
-    """Opens the Parquet files of `dataset_path`; raises UserError as `ParquetSource` does."""
+    """Opens the Parquet files of `dataset_path`; raises as `ParquetSource` does."""
     return ParquetSource(spec, inputs.rules)

@@ -166,5 +166,5 @@ def _check_files(
 
 
 def open_source(spec: DatasetSpec, inputs: InputSpec) -> TfdsSource:
-    """Opens the prepared dataset `dataset_name`; raises UserError as `TfdsSource` does."""
+    """Opens the prepared dataset `dataset_name`; raises as `TfdsSource` does."""
     return TfdsSource(spec)

@@ -91,7 +91,10 @@ def grouped_matmul(
 
 
 def batched_matmul(x_GRX: Array, kernel_GXY: Array | Adapted | GroupedCodes, transposed: bool = False) -> Array:
-    """Multiplies each group's rows by its weight: [G, R, X] and [G, X, Y], or [G, Y, X] `transposed`, to [G, R, Y]."""
+    """Multiplies each group's rows by its weight: [G, R, X] and [G, X, Y], or [G, Y, X] `transposed`, to [G, R, Y].
+
+    With int8 weights, raises UserError as `check_summed` does.
+    """
     if isinstance(kernel_GXY, Adapted):
         return kernel_GXY.grouped(x_GRX, functools.partial(batched_matmul, transposed=transposed))
     if isinstance(kernel_GXY, GroupedCodes):

@@ -128,7 +128,7 @@ def _error(options: Mapping[str, str], device: jax.Device) -> str:
         message = str(error).removeprefix("INVALID_ARGUMENT: ").splitlines()[0]
         # Other errors are not about options: for example, a single-device program does not compile for absent slices.
         if message.startswith(("No such compile option", "While setting option", "Failed to parse")):
-            return message.rstrip(": ")  # some messages end with a colon, where a reason should follow
+            return message.rstrip(": ")  # some messages end with a colon but give no reason
     return ""
 
 

@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         plan, inputs = dataclasses.replace(plan, fields={"text_bytes": row}), inputs._replace(count_bytes=text.document)
     step, metrics, counted = compile_eval_step(plan), {}, {}
     specs = {spec.name: spec for spec in (eval_specs if names_eval_data(config.data) else train_specs)(config.data)}
-    # Each set is evaluated once, so there is no earlier evaluation for eval_mode=rolling to continue from.
+    # Each set is evaluated only once, so eval_mode=rolling has nothing to continue.
     once = dataclasses.replace(config.evaluation, eval_mode="reset")
     for data in open_eval_sets(inputs, config.evaluation):
         say([f"evaluating on {_described(specs[data.name], data)}"])

@@ -180,7 +180,7 @@ def _rows(columns: Sequence[Mapping[str, str]]) -> Table:
 def _settings(run: Run) -> dict[str, str]:
     """Returns keys and environment entries; a key missing in an older version's config.yml has today's default."""
     keys = {name: key.default for name, key in KEYS.items()} | dict(run.config)
-    # Blank, so that they are not listed under "What differs": they only say where a run is stored.
+    # Blank, so that they are not listed under "What differs": they only name the place of a run.
     keys |= {"run_name": "", "base_output_directory": ""}
     environment = {name: str(run.environment[name]) for name in _ENVIRONMENT if name in run.environment}
     return {name: clipped(dump(value), 200) for name, value in keys.items()} | environment

@@ -74,6 +74,21 @@ def knows(path, character):
     return len(SentencePieceTokenizer(str(path)).encode(character)) == len(["bos", character, "eos"])
 
 
+def test_a_folder_that_a_killed_command_left_unfinished_is_completed(command, tmp_path, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    make, _ = command
+    words, folder = make(tokenizer_type="huggingface", tokenizer_path=tmp_path / "mine"), tmp_path / "mine"
+    with monkeypatch.context() as patch:
+        patch.setattr("src.extras.datasets.train_tokenizer.save_tokenizer", killed)
+        with pytest.raises(KeyboardInterrupt):
+            main(words)
+    assert [path.name for path in folder.iterdir()] == ["tokenizer.model"]
+    main(words)
+    assert AutoTokenizer.from_pretrained(folder).vocab_size == 400
+
+
 @pytest.mark.parametrize(("eval_interval", "seen"), [(-1, True), (10, False)])
 def test_documents_held_out_for_evaluation_are_not_trained_on(command, corpus, eval_interval, seen):
     make, path = command

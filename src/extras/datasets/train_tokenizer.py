@@ -19,6 +19,7 @@ from src.data.types import InputSpec
 from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.extras.hf.tokenizer_json import save_tokenizer
 from src.run import resolve_config
+from src.system.disk import new_file
 from src.system.errors import UserError, show
 
 USAGE = Usage(
@@ -60,15 +61,17 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     show(f"training on {read}")
     model = train(texts, config.model.vocab_size)
     if file.is_file() and file.read_bytes() == model:
-        show(f"{path} already exists, identical to what this command writes")
-        return
-    if path.exists():
+        if file == path or (path / "tokenizer_config.json").is_file():  # which is written last
+            show(f"{path} already exists, identical to what this command writes")
+            return
+    elif path.exists():
         raise UserError(
             f"tokenizer_path={path} exists with other content, which runs may need: name a new file, or delete this one"
         )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(model)
+        with new_file(file) as opened:
+            opened.write(model)
         if file != path:
             save_tokenizer(path, SentencePieceTokenizer(str(file)))
     except OSError as error:

@@ -3,7 +3,7 @@
 from src.extras.aot.topology import Topology
 
 # Bytes per second in each direction, by the start of a device's kind: PCIe 4.0 or 5.0 x16, half of what NVIDIA's data
-# sheets of A100, L40S and H100 state for both directions together. Blackwell has the H100's.
+# sheets of A100, L40S and H100 state for both directions together. Blackwell is assumed to have the H100's.
 BANDWIDTH = {"NVIDIA A100": 32e9, "NVIDIA L40S": 32e9, "NVIDIA H": 64e9, "NVIDIA B": 64e9}
 # For all other devices: TPU v4's, the only one in "How to Scale Your Model" (jax-ml.github.io/scaling-book/tpus).
 UNKNOWN_BANDWIDTH = 16e9

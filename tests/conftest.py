@@ -30,20 +30,10 @@ os.environ["PJRT_NPROC"] = "32"
 
 # Workers take whole files. These come first, so that no long file starts last and runs when the others are done.
 LONGEST = (
-    *("run", "resume", "parity", "train_compile", "decode", "memory", "expert_axis", "multiprocess", "kernels"),
-    *(
-        "experts",
-        "context_axis",
-        "memory_levers",
-        "train_step",
-        "axes",
-        "program",
-        "compiler_flags",
-        "config_entries",
-        "pgle",
-    ),
+    *("resume", "parity", "train_compile", "decode", "memory", "expert_axis", "multiprocess", "kernels", "experts"),
+    *("context_axis", "memory_levers", "train_step", "axes", "program", "compiler_flags", "config_entries", "pgle"),
     *("layer_collectives", "checkpoint", "multislice", "moe", "remat", "quantized_products", "train", "readme"),
-    *("tokenize_dataset", "run_as_config", "convert", "pipeline", "odd_exports", "scale", "launch"),
+    *("run", "tokenize_dataset", "run_as_config", "convert", "pipeline", "odd_exports", "scale", "launch"),
     *("forking", "checks_bce", "checks_dg", "checks_fhij", "checks_klm", "edits", "command", "ramp", "old_runs"),
 )
 

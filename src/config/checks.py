@@ -4,6 +4,7 @@ Checks that depend on the devices or the data are elsewhere, and run once those 
 """
 
 import importlib
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -165,7 +166,7 @@ def _processes(config: Config) -> Iterator[str]:
         yield "coordinator_address, num_processes and process_id go together: give all three or none"
     elif address and process >= count:
         yield f"process_id={process} must be less than num_processes={count}"
-    elif address and not (host and port.isdecimal() and 1 <= int(port) <= 65535):
+    elif address and not (host and re.fullmatch(r"\d{1,5}", port) and 1 <= int(port) <= 65535):
         yield f"coordinator_address={address} must be HOST:PORT, with a port from 1 to 65535, such as 10.0.0.1:1234"
 
 

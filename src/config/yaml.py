@@ -154,7 +154,10 @@ def parse_keys(text: str, where: str) -> dict[str, Any]:
 
 
 def literal(value: Any) -> Any:
-    """Converts each plain scalar in `value`: to a bool if in `BOOLS`, to an int or float if possible, else to a str."""
+    """Converts each plain scalar in `value`: to a bool if in `BOOLS`, to an int or float if possible, else to a str.
+
+    An integer beyond the range of a float becomes an infinite float, which no key accepts.
+    """
     if isinstance(value, dict):
         return {key: literal(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -164,7 +167,8 @@ def literal(value: Any) -> Any:
     if value in BOOLS:
         return BOOLS[value]
     for number in (int, float):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OverflowError):
+            math.isfinite(number(value))  # an integer of more than 308 digits raises OverflowError
             return number(value)
     return str(value)
 

@@ -157,7 +157,7 @@ def test_a_path_that_no_file_can_have_is_answered_with_its_key(path):
     assert load([BASE, f"dataset_path={'é' * 127}/x", "load_parameters_path=/" + "a/" * 2000])
 
 
-@pytest.mark.parametrize("value", ["&a [*a]", "[" * 600, "9" * 6000, "-" * 99_999, "a\0b", "\udcff"])
+@pytest.mark.parametrize("value", ["&a [*a]", "[" * 600, "9" * 400, "9" * 6000, "-" * 99_999, "a\0b", "\udcff"])
 def test_arguments_that_are_no_value(value):
     for key in ("steps", "datasets", "stpes"):
         with pytest.raises(UserError) as error:
@@ -165,3 +165,8 @@ def test_arguments_that_are_no_value(value):
         assert key in str(error.value)
         assert len(str(error.value)) < 3000
         str(error.value).encode()
+
+
+def test_a_port_with_more_digits_than_python_reads_is_refused():
+    with pytest.raises(UserError, match="must be HOST:PORT"):
+        load([BASE, f"coordinator_address=host:{'9' * 6000}", "num_processes=2", "process_id=0"])

@@ -104,9 +104,10 @@ def whole_numbers(weights: Sequence[float]) -> list[int]:
 
 
 def names_eval_data(data: Data) -> bool:
-    """Returns whether evaluation data are named or synthetic; if not, only held-out training data can serve."""
+    """Returns whether evaluation data are named, or synthetic like the training data; if not, some are held out."""
     named = data.eval_datasets or data.eval_dataset_path or (data.dataset_type == "tfds" and data.eval_dataset_name)
-    return bool(named) or all(spec.dataset_type == "synthetic" for spec in train_specs(data))
+    types = {data.dataset_type, *(spec.dataset_type for spec in train_specs(data))}
+    return bool(named) or types == {"synthetic"}
 
 
 def _specs(data: Data, entries: Sequence[Mapping[str, Any]], is_eval: bool) -> list[DatasetSpec]:

@@ -48,9 +48,10 @@ def _read_entry(known: Mapping[str, Any], entry: Any) -> dict[str, Any]:
             typed[name] = _read_setting(known, name, value)
         except ValueError as error:
             problems.append(str(error))
-    if first == "match" and not entry.get("match"):
+    given = {**entry, **typed}  # with `null` converted to an empty text
+    if first == "match" and not given.get("match"):
         problems.append(f"it needs match, a pattern of weights' names, got {dump(entry)}")
-    if first == "name" and not re.fullmatch(r"[\w.-]+", str(entry.get("name", ""))):
+    if first == "name" and not re.fullmatch(r"[\w.-]+", str(given.get("name", ""))):
         problems.append("it needs a name, of letters, digits, dots, dashes and underscores")
     if problems:
         raise ValueError("; ".join(problems))

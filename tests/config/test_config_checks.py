@@ -358,3 +358,21 @@ def test_an_evaluation_set_shares_the_training_sets_folder_only_if_both_are_of_t
     other = "eval_datasets=[{name: b, dataset_type: tfds, dataset_name: c}]"
     (spec,) = eval_specs(load([BASE, "dataset_path=/texts", other]).data)
     assert spec.dataset_path == ""  # TFDS_DATA_DIR, or the home folder's
+
+
+@pytest.mark.parametrize("nothing", ["null", "None", "", '""'])
+def test_an_entry_whose_name_or_pattern_is_null_lacks_it(nothing):
+    """A dataset without a name would be taken for the one that top-level keys describe."""
+    for key in ("datasets", "eval_datasets"):
+        assert "it needs a name" in error_of(f"{key}=[{{name: {nothing}, dataset_type: synthetic}}]")
+    for key in ("optimizer_rules", "load_weights_rules"):
+        assert "it needs match" in error_of(f"{key}=[{{match: {nothing}}}]")
+    load([BASE, 'datasets=[{name: "null", dataset_type: synthetic}]'])  # a text
+
+
+def test_a_synthetic_mixture_is_not_evaluated_on_data_that_nobody_named():
+    """The top-level keys describe Python's own source, if they say nothing."""
+    synthetic = "datasets=[{name: a, dataset_type: synthetic}]"
+    assert "set eval_datasets" in error_of(synthetic, "eval_interval=5")
+    data = load([BASE, synthetic, "dataset_type=synthetic", "eval_interval=5"]).data
+    assert [spec.dataset_type for spec in eval_specs(data)] == ["synthetic"]

@@ -1,7 +1,9 @@
+import errno
 import functools
 import gzip
 import hashlib
 import json
+import os
 import sysconfig
 from collections import Counter
 from pathlib import Path
@@ -401,3 +403,34 @@ def test_synthetic_ids_are_uniform_and_a_function_of_seed_and_number():
 def test_synthetic_training_and_evaluation_data_differ(config):
     train, (held_out,) = open_sources(config(dataset_type="synthetic", eval_dataset_path="x"), None)
     assert not any((train.sources[0].row(n)[0].ids == held_out.source.row(n)[0].ids).all() for n in range(10))
+
+
+def test_a_file_that_loses_its_end_while_it_is_read_is_an_error_that_names_it(tmp_path):
+    """Cuts between its pieces were looked for behind its end."""
+    path = write_files(tmp_path, {"a.txt": "word " * 2000})
+    source = TextSource(path, max_document_bytes=256)
+    write_files(tmp_path, {"a.txt": "word " * 200})
+    assert source[0].startswith("word ")
+    for piece in range(5, len(source)):
+        with pytest.raises(UserError, match=r"a\.txt is shorter than when the run opened it"):
+            source[piece]
+
+
+def test_a_folder_that_can_not_be_listed_is_named_or_an_error(tmp_path, monkeypatch, capsys):
+    """`os.walk` passes over it without a word, and the run would learn from a part of its data."""
+    path = write_files(tmp_path, {"a.txt": "A", "lost+found/b.txt": "B", "c/d.txt": "C"})
+    failure = PermissionError(errno.EACCES, "Permission denied", f"{path}/lost+found")
+
+    def failing(folder, scandir=os.scandir):
+        if str(folder).endswith("lost+found"):
+            raise failure
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    for pattern in ("", "/**/*.txt"):
+        assert texts(TextSource(path + pattern)) == ["A", "C"]
+        assert f"{path}/lost+found is passed over: Permission denied" in capsys.readouterr().out
+    failure = OSError(errno.EUCLEAN, "Structure needs cleaning", f"{path}/lost+found")
+    for pattern in ("", "/**/*.txt"):
+        with pytest.raises(UserError, match="can't be read: Structure needs cleaning"):
+            TextSource(path + pattern)

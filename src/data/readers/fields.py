@@ -15,20 +15,25 @@ EXPECTED = "expected a text, or a list of ids"
 
 def from_line(line: bytes, column: str, file: str, start: int) -> Content | None:
     """Reads the document in the line at byte `start` of `file`; None if null. Raises UserError without a document."""
+    hint = ""
     try:
-        return from_json(line, column)
+        fields = _parse_object(line)
+        hint = f" (dataset_column={column} names the field)"
+        return from_fields(fields, column, as_document)
     except ValueError as error:
-        is_of_field = str(error).startswith(("it has no field", "its field"))  # rather than invalid JSON
-        hint = f" (dataset_column={column} names the field)" if is_of_field else ""
         raise UserError(f"{line_name(file, start)}: {error}{hint}") from None
 
 
 def from_json(data: bytes, column: str) -> Content | None:
     """Reads the document in the field `column` of a JSON object, None if null; raises ValueError without one."""
+    return from_fields(_parse_object(data), column, as_document)
+
+
+def _parse_object(data: bytes) -> dict[str, Any]:
     fields = parse_json(data)
     if not isinstance(fields, dict):
         raise ValueError(f"expected a JSON object, found {data[:80]!r}")
-    return from_fields(fields, column, as_document)
+    return fields
 
 
 def from_fields(fields: Mapping[str, Any], column: str, read: Callable[[Any], Content]) -> Content | None:

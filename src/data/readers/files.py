@@ -131,10 +131,18 @@ def is_remote(path: str) -> bool:
 def walk(folder: str, without: Collection[str] = (), rules: int = PRESENT_RULES) -> list[str]:
     """Lists a local folder's files at any depth, by their names relative to it.
 
-    Skips hidden files and folders, and folders named in `without`. From data rules 2 on, follows links to folders.
+    Skips hidden files and folders, and folders named in `without`; also, with a line for the user, folders that this
+    user may not read. From data rules 2 on, follows links to folders. Raises OSError if the disk fails.
     """
+
+    def on_error(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            say([f"{error.filename} is passed over: {error.strerror}"])
+        elif not isinstance(error, FileNotFoundError):  # a folder that was deleted meanwhile has no files
+            raise error
+
     names, seen = [], set()
-    for parent, folders, files in os.walk(folder, followlinks=rules > 1):
+    for parent, folders, files in os.walk(folder, onerror=on_error, followlinks=rules > 1):
         if (place := os.path.realpath(parent)) in seen:  # under another name, or through a link to a parent folder
             folders.clear()
             continue

@@ -65,14 +65,15 @@ _Found = tuple[str, str | None, dict[str, int]]
 def _find_local(path: str, rules: int) -> _Found:
     place, pattern = Path(path.removeprefix("file://")).expanduser(), None
     if place.is_dir():
-        folder, pattern, names = place, "", walk(str(place), rules=rules)
+        folder, pattern, names = place, "", attempted(path, lambda: walk(str(place), rules=rules))
     elif place.is_file():
         folder, names = place.parent, [place.name]
     else:
         folder, pattern = Path(_fixed_part(str(place))), place.name
         wanted = place.relative_to(folder)
         if "**" in wanted.parts and rules > 1:
-            matches = [name for name in walk(str(folder)) if _fits(name.split("/"), wanted.parts)]
+            found = attempted(path, lambda: walk(str(folder)))
+            matches = [name for name in found if _fits(name.split("/"), wanted.parts)]
         else:
             matches = glob.glob(str(wanted), root_dir=folder, recursive=True)
         names = [name for name in matches if (folder / name).is_file()]

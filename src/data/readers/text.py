@@ -124,8 +124,18 @@ class TextSource(Source):
         return {**self.files.fingerprint(), **cuts, **column}
 
     def read_text(self, file: str, piece: int, size: int, max_bytes: int) -> str:
-        """Reads piece `piece` of a file of `size` bytes, cut at `max_bytes`; raises UserError if it is not text."""
-        data = read_piece(piece, size, max_bytes, functools.partial(files.read, file))
+        """Reads piece `piece` of a file of `size` bytes, cut at `max_bytes`; raises UserError if it is not text.
+
+        Also raises UserError if the file has fewer bytes by now.
+        """
+
+        def read(begin: int, end: int) -> bytes:
+            data = files.read(file, begin, end)
+            if len(data) < min(end, size) - begin:
+                raise UserError(f"{file} is shorter than when the run opened it: restore it and repeat the command")
+            return data
+
+        data = read_piece(piece, size, max_bytes, read)
         is_beginning = piece == 0 and self._rules > 1
         if not self._is_library:
             from src.data.readers.text_files import EXPECTED, HEAD_BYTES, other_format

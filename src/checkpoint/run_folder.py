@@ -117,16 +117,15 @@ class RunFolder:
     def set_aside(self, name: str) -> str:
         """Renames the file `name`, such as metrics.jsonl, to the next unused name, such as metrics.1.jsonl.
 
-        Returns the new name; "" if the file is missing or empty.
+        Returns the new name; "" if the file is missing or empty, and on all processes but the first.
         """
         file = self.path / name
-        if not (file.exists() and file.stat().length):
+        if jax.process_index() != 0 or not (file.exists() and file.stat().length):
             return ""
         names = (f"{file.stem}.{number}{file.suffix}" for number in itertools.count(1))
         aside = next(name for name in names if not (self.path / name).exists())
-        if jax.process_index() == 0:
-            (self.path / aside).write_bytes(file.read_bytes())  # a store has no rename
-            file.unlink()
+        (self.path / aside).write_bytes(file.read_bytes())  # a store has no rename
+        file.unlink()
         return aside
 
     def sync(self) -> None:

@@ -1,5 +1,7 @@
 """Finds the version of the data rules that a run keeps, so that an older run continues with its own."""
 
+import os
+
 from src.checkpoint.agreement import of_process_0
 from src.checkpoint.run_folder import absolute, steps_in
 from src.config.schema import Checkpoint, Run
@@ -14,7 +16,7 @@ def run_rules(run: Run, loading: Checkpoint) -> int:
     and so has one with `data_rules` in `accept_changes`. Raises UserError for a version that only a later MinText
     knows, and as `newest_meta` does.
     """
-    own = absolute(f"{run.base_output_directory}/{run.run_name}/checkpoints")
+    own = absolute(os.path.join(run.base_output_directory, run.run_name, "checkpoints"))
     has_own = run.run_name and of_process_0(lambda: steps_in(own))
     if not (path := own if has_own else loading.load_full_state_path) or "data_rules" in run.accept_changes:
         return PRESENT_RULES

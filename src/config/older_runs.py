@@ -1,6 +1,7 @@
 """Keeps the value of `logical_axis_rules.latent` that an older run began with: its default has changed since."""
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 
 from src.config import run_configs
@@ -15,7 +16,7 @@ def former_defaults(settings: Sequence[Setting]) -> list[Setting]:
     chosen |= {setting.key: str(setting.value) for setting in settings}
     if not chosen["run_name"]:
         return []
-    path = f"{chosen['base_output_directory']}/{chosen['run_name']}"
+    path = os.path.join(chosen["base_output_directory"], chosen["run_name"])
     # Only latent attention uses the rule: for other models, do not ask a remote store.
     if "://" in path and "mla" not in f"{chosen.get('attention_type')} {chosen.get('decoder_segments')}":
         return []

@@ -31,7 +31,7 @@ def environment() -> dict[str, str]:
     """
     command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--exclude=*"]
     commit = ""  # "" without git, or if pip has installed MinText: git might describe another repository around it
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # PATH has no git, or only one that may not be executed
         if CHECKOUT:
             commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return {

@@ -4,10 +4,15 @@ import re
 import socket
 from pathlib import Path
 
+import jax
 import pytest
 
+from src.checkpoint import restore
 from src.checkpoint.run_folder import FILES, FOLDERS, RunFolder, dated_name
+from src.checkpoint.run_rules import run_rules
+from src.run.environment import environment
 from src.system.errors import TransientError, UserError
+from src.system.version import version
 from tests.tiny import load
 
 
@@ -141,3 +146,39 @@ def test_what_stands_where_the_run_writes_must_be_of_its_kind(tmp_path, name, ki
         place.mkdir()
     with pytest.raises(UserError, match=f"{place} is not a {'folder' if name in FOLDERS else 'file'}"):
         RunFolder(str(tmp_path), "a").check_writable()
+
+
+def test_only_process_0_looks_at_metrics_that_it_sets_aside(tmp_path, monkeypatch):
+    """On others the file may disappear between two looks at it."""
+    folder = RunFolder(str(tmp_path), "a")
+    file = folder.fetch("metrics.jsonl")
+    file.write_text("1\n")
+
+    def exists(path):
+        file.unlink()  # as process 0 does
+        return True
+
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(type(folder.path), "exists", exists)
+    assert folder.set_aside("metrics.jsonl") == ""
+
+
+def test_an_empty_output_folder_is_the_working_folder_for_all_that_look_for_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert Path(RunFolder("", "a").path) == tmp_path / "a"
+    (tmp_path / "a/checkpoints/3").mkdir(parents=True)
+    (tmp_path / "a/config.yml").write_text("logical_axis_rules: {latent: []}\n")
+    monkeypatch.setattr(restore, "newest_meta", lambda path: ({"data": {}}, ""))
+    config = load(base_output_directory="", run_name="a")
+    assert config.mesh.logical_axis_rules["latent"] == ()
+    assert run_rules(config.run, config.checkpoint) == 1
+
+
+def test_a_git_that_may_not_be_executed_is_as_none(tmp_path, monkeypatch):
+    (tmp_path / "git").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    environment.cache_clear()
+    try:
+        assert environment()["MinText"] == version()
+    finally:
+        environment.cache_clear()

@@ -1,5 +1,6 @@
 """Reads the keys of models that a configuration names: Hugging Face folders, and models of the hub (hf://)."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def pinned_keys(keys: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]
     A resumed run keeps the commits that it began with. Raises as `pinned` does.
     """
     rules = keys["load_weights_rules"]
-    run = run_folder(f"{keys['base_output_directory']}/{keys['run_name']}") if keys["run_name"] else None
+    run = run_folder(os.path.join(keys["base_output_directory"], keys["run_name"])) if keys["run_name"] else None
     saved = read_file(run / CONFIG) if run else {}
     saved_rules = [*(saved.get("load_weights_rules") or ()), *[{}] * len(rules)]
     paths = [pinned(rule["path"], str(was.get("path"))) for rule, was in zip(rules, saved_rules, strict=False)]

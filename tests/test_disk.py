@@ -46,3 +46,22 @@ def test_a_folder_is_locked_until_its_descriptor_is_closed(tmp_path):
         lock(folder, "it is taken")
     os.close(held)
     os.close(lock(folder, "it is taken"))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_folder_that_its_last_holder_removes_meanwhile_is_made_and_locked_again(tmp_path, monkeypatch, when):
+    """A lock of the removed folder would keep nobody out of the one that is made in its place."""
+    folder, removed = tmp_path / "folder", []
+
+    def open_beside_holder(path, flags, open_it=os.open):
+        descriptor = open_it(path, flags) if when == "after" or removed else -1
+        if not removed:
+            removed.append(os.rmdir(path))
+        return descriptor if descriptor >= 0 else open_it(path, flags)
+
+    monkeypatch.setattr(os, "open", open_beside_holder)
+    held = lock(folder, "it is taken")
+    with pytest.raises(UserError, match="it is taken"):
+        lock(folder, "it is taken")
+    os.close(held)
+    assert len(removed) == 1

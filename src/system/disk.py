@@ -50,11 +50,15 @@ def lock(folder: Path, message: str) -> int:
 
     The lock ends when the process ends, in any way, or when the returned descriptor is closed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise UserError(message) from None
-    return descriptor
+    while True:  # another process, which had locked the empty folder, may remove it at its end
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as opened:
+            descriptor = os.open(folder, os.O_RDONLY)
+            opened.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(message) from None
+            if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+                opened.pop_all()
+                return descriptor

@@ -35,6 +35,6 @@ def run_keys(folder: Path) -> dict[str, Any]:
 
     PER_LAUNCH_KEYS are left out; base_output_directory and run_name name this folder, which may have been moved.
     """
-    folder = folder if folder.name else folder.resolve()
+    folder = folder.resolve() if folder.name in ("", "..") else folder
     keys = {key: value for key, value in read_file(folder / CONFIG).items() if key not in PER_LAUNCH_KEYS}
     return keys | {"base_output_directory": os.fspath(folder.parent), "run_name": folder.name}

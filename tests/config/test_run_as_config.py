@@ -264,3 +264,12 @@ def test_the_average_that_a_run_began_with_is_not_asked_of_itself(tmp_path):
     assert load([str(tmp_path)]).checkpoint.load_ema
     assert not load([str(tmp_path)], uses_weights=True).checkpoint.load_ema
     assert load([str(tmp_path), "load_ema=true"], uses_weights=True).checkpoint.load_ema
+
+
+@pytest.mark.parametrize("path", ["..", "../.", "."])
+def test_a_runs_folder_is_named_from_within_it(tmp_path, monkeypatch, path):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/config.yml").write_text("steps: 5\n")
+    monkeypatch.chdir(tmp_path / "run" / ("" if path == "." else "checkpoints"))
+    run = load([path]).run
+    assert (run.base_output_directory, run.run_name) == (str(tmp_path), "run")

@@ -178,7 +178,8 @@ def remapped_streams(streams: np.ndarray, meta: Facts, data: Data, rows: int) ->
     columns = [np.zeros_like(streams[:, 0]) if name in new else streams[:, old_names.index(name)] for name in names]
     if rows != len(streams):
         taken = sum(int(documents_consumed(column).sum()) for column in columns)
-        messages.append(f"the global batch changed: the data continue after {taken:,} documents or pieces of them")
+        note = f"the global batch changed: the data continue after {taken:,} documents or pieces of them"
+        messages += [note] * bool(streams.any())  # all positions of numbered rows are 0
         columns = [remap_position(column, rows) for column in columns]
     return np.stack(columns, axis=1), messages
 

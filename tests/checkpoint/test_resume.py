@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from src.checkpoint.data_position import Fact, accepted_by, rows_consumed
+from src.checkpoint.data_position import Fact, accepted_by, remapped_streams, rows_consumed
 from src.checkpoint.load_weights import check_tokenizer
 from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer
@@ -369,6 +369,14 @@ def test_rows_of_tokens_go_on_after_a_change_of_weights_batch_and_length():
     assert so_far(same, **{"global batch": 16}) == (0, {"b": 900, "a": 107})
     old = {"data": meta["data"]}  # of one source, before rows were counted
     assert rows_consumed(125, old, resolve_config.load(runs.arguments()).data, meta["data"]) == (1000, {})
+
+
+def test_rows_without_documents_are_not_counted_in_documents():
+    """The positions of synthetic rows, and of ids in rows, are zeros."""
+    meta, data = {"data": {"global batch": 8}}, resolve_config.load(runs.arguments()).data
+    assert remapped_streams(np.zeros((8, 1, 2), np.int32), meta, data, 16)[1] == []
+    (line,) = remapped_streams(np.full((8, 1, 2), 3, np.int32), meta, data, 16)[1]
+    assert line.endswith("the data continue after 24 documents or pieces of them")
 
 
 # ---- Damaged checkpoints

@@ -216,7 +216,10 @@ def write_error(checkpoints: epath.Path, step: int, size: int, error: Exception)
     intact = "No other checkpoint was found" if newest is None else f"Checkpoint {newest} is intact"
     failure = failure_of(error)
     if failure is Failure.FULL:
-        free = "" if is_remote(checkpoints) else f", and {_gib(shutil.disk_usage(checkpoints).free)} are free"
+        free = ""
+        if not is_remote(checkpoints):
+            disk = _nearest_existing(checkpoints)  # the folder itself may be what could not be made
+            free = f", and {_gib(shutil.disk_usage(disk).free)} are free"
         return UserError(
             f"no space is left in {checkpoints}: checkpoint {step} has {_gib(size)} of arrays{free}. {intact}. Free "
             "space, or keep fewer checkpoints (max_num_checkpoints_to_keep); then run the same command to resume."

@@ -1,3 +1,4 @@
+import errno
 import logging
 import os
 import re
@@ -8,7 +9,7 @@ import jax
 import pytest
 
 from src.checkpoint import restore
-from src.checkpoint.run_folder import FILES, FOLDERS, RunFolder, dated_name
+from src.checkpoint.run_folder import FILES, FOLDERS, RunFolder, dated_name, write_error
 from src.checkpoint.run_rules import run_rules
 from src.run.environment import environment
 from src.system.errors import TransientError, UserError
@@ -182,3 +183,11 @@ def test_a_git_that_may_not_be_executed_is_as_none(tmp_path, monkeypatch):
         assert environment()["MinText"] == version()
     finally:
         environment.cache_clear()
+
+
+def test_a_disk_too_full_for_the_folder_of_checkpoints_is_answered_like_any_full_disk(tmp_path):
+    answer = write_error(RunFolder(str(tmp_path), "a").path / "checkpoints", 5, 2**30, OSError(errno.ENOSPC, "full"))
+    assert isinstance(answer, UserError)
+    assert re.search(
+        r"checkpoint 5 has 1 GiB of arrays, and .* GiB are free\. No other checkpoint was found", str(answer)
+    )

@@ -67,6 +67,7 @@ def _read_setting(known: Mapping[str, Any], name: str, value: Any) -> Any:
     typed = convert(value, known[name], name)
     if name in _RANGES and not _RANGES[name].holds(typed):
         raise ValueError(f"{name}={dump(typed)} must be {_RANGES[name].words}")
-    if name in KEYS and (problem := check_value(name, typed)):
-        raise ValueError(problem)
+    key = "load_parameters_path" if name == "path" else name  # a rule's path may be whatever that key's is
+    if key in KEYS and (problem := check_value(key, typed)):
+        raise ValueError(problem.replace(key, name, 1))
     return typed

@@ -376,3 +376,17 @@ def test_a_synthetic_mixture_is_not_evaluated_on_data_that_nobody_named():
     assert "set eval_datasets" in error_of(synthetic, "eval_interval=5")
     data = load([BASE, synthetic, "dataset_type=synthetic", "eval_interval=5"]).data
     assert [spec.dataset_type for spec in eval_specs(data)] == ["synthetic"]
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("~no_user/run", "path=~no_user/run: ~no_user is not a user of this machine"),
+        ("a" * 300, "is too long for a path"),
+        ("gs://", "path=gs:// names no bucket"),
+        ("ftp://host/run", "expected a path on this machine"),
+    ],
+)
+def test_the_path_of_a_rule_is_checked_as_that_of_all_weights_is(path, problem):
+    for key in (f"load_parameters_path={path}", f"load_weights_rules=[{{match: embedding, path: '{path}'}}]"):
+        assert problem in error_of(key)

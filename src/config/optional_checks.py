@@ -61,7 +61,7 @@ def ramp(config: Config) -> Iterator[str]:
     full, start = batch.per_device_batch_size, batch.per_device_batch_size_start
     increment = batch.per_device_batch_size_increment
     increments = (full - start) / increment
-    if increments < 0.5 or abs(increments - round(increments)) > 1e-6:
+    if not 0.5 <= increments <= 2**20 or abs(increments - round(increments)) > 1e-6:
         yield (
             f"enable_rampup_batch_size: per_device_batch_size_start={start:g} does not grow to per_device_batch_size="
             f"{full:g} by per_device_batch_size_increment={increment:g}: start with less, and let the increment divide "

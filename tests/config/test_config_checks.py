@@ -390,3 +390,9 @@ def test_a_synthetic_mixture_is_not_evaluated_on_data_that_nobody_named():
 def test_the_path_of_a_rule_is_checked_as_that_of_all_weights_is(path, problem):
     for key in (f"load_parameters_path={path}", f"load_weights_rules=[{{match: embedding, path: '{path}'}}]"):
         assert problem in error_of(key)
+
+
+@pytest.mark.parametrize("increment", ["1e-320", "1e-300"])
+def test_a_ramp_with_more_sizes_than_memory_can_list_is_refused(increment):
+    keys = ("enable_rampup_batch_size=true", f"per_device_batch_size_increment={increment}")
+    assert "does not grow to per_device_batch_size=12" in error_of(*keys)

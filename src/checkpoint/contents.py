@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from src.checkpoint.run_folder import RunFolder, absolute
+from src.checkpoint.run_folder import RunFolder, absolute, steps_in
 from src.config.load import compare_runs, from_yaml
 from src.config.schema import Config
 from src.data.batch_schedule import BatchSchedule
@@ -72,7 +72,7 @@ def compare_configs(config: Config, folder: RunFolder) -> list[str]:
 
     A run without checkpoints may change in any way; one that has some must keep enable_checkpointing.
     """
-    if not (folder.path / "checkpoints").exists():
+    if not steps_in(folder.path / "checkpoints"):  # a start that was killed may leave an empty folder
         return []
     if not config.checkpoint.enable_checkpointing:
         raise UserError(

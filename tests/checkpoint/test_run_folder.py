@@ -9,8 +9,10 @@ import jax
 import pytest
 
 from src.checkpoint import restore
+from src.checkpoint.contents import compare_configs
 from src.checkpoint.run_folder import FILES, FOLDERS, RunFolder, dated_name, write_error
 from src.checkpoint.run_rules import run_rules
+from src.config.load import to_yaml
 from src.run.environment import environment
 from src.system.errors import TransientError, UserError
 from src.system.version import version
@@ -191,3 +193,14 @@ def test_a_disk_too_full_for_the_folder_of_checkpoints_is_answered_like_any_full
     assert re.search(
         r"checkpoint 5 has 1 GiB of arrays, and .* GiB are free\. No other checkpoint was found", str(answer)
     )
+
+
+def test_a_start_that_was_killed_before_its_first_checkpoint_binds_no_later_one(tmp_path):
+    folder = RunFolder(str(tmp_path), "a")
+    folder.write_text("config.yml", to_yaml(load()))
+    changed = load(max_target_length=32, enable_checkpointing="false")
+    (tmp_path / "a/checkpoints/5.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert compare_configs(changed, folder) == []
+    (tmp_path / "a/checkpoints/5").mkdir()
+    with pytest.raises(UserError, match="has checkpoints"):
+        compare_configs(changed, folder)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import fsspec
 import pytest
@@ -14,6 +16,7 @@ from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
 from src.extras.preferences.pairs import PairRows, PairSource
 from src.system.errors import UserError
+from tests import runs
 from tests.data import every_source
 
 NEEDS = {
@@ -136,3 +139,17 @@ def test_of_many_files_some_are_watched_that_lie_evenly(tmp_path, monkeypatch):
     assert sorted(map(str, {path for path in looked_at if str(path).endswith(".txt")})) == [
         f"{tmp_path}/{number:02}.txt" for number in range(0, 95, 10)
     ]
+
+
+def test_python_without_assertions_notices_changes_too(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    script = f"""
+from src.data.readers.find_files import list_files
+listing = list_files({str(tmp_path)!r}, "dataset_path")
+listing.fingerprint
+open({str(tmp_path / "a.txt")!r}, "w").write("two")
+print(listing.written_since())
+"""
+    command = [sys.executable, "-O", "-c", script]
+    ended = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, check=True)
+    assert "changed while the run reads it', True" in ended.stdout

@@ -9,7 +9,7 @@ from typing import Any
 from src.config import not_found, run_configs
 from src.config.requirements import Setting, to_settings
 from src.config.schema import KEYS, keys_of
-from src.config.yaml import CONFIGS, convert, dump, read_file
+from src.config.yaml import CONFIGS, Plain, convert, dump, read_file
 from src.system.errors import UserError, first_few
 
 
@@ -91,6 +91,6 @@ def _keys_of_run(folder: Path) -> dict[str, Any]:
     keys = read_file(folder / run_configs.CONFIG)
     if keys.get("position_type") == "learned" and keys.get("trainable_position_size") == "-1":
         # -1 meant the run's length, and would now mean the command's.
-        keys["trainable_position_size"] = keys["max_target_length"]
+        keys["trainable_position_size"] = keys.get("max_target_length", Plain(KEYS["max_target_length"].default))
     wanted = {*keys_of("model"), "model_name", "tokenizer_type", "tokenizer_path"}
     return {key: value for key, value in keys.items() if key in wanted}

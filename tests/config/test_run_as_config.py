@@ -273,3 +273,8 @@ def test_a_runs_folder_is_named_from_within_it(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path / "run" / ("" if path == "." else "checkpoints"))
     run = load([path]).run
     assert (run.base_output_directory, run.run_name) == (str(tmp_path), "run")
+
+
+def test_learned_positions_of_a_model_whose_config_has_no_length_have_the_default_length(tmp_path):
+    (tmp_path / "config.yml").write_text("position_type: learned\ntrainable_position_size: -1\n")
+    assert load([f"model_name={tmp_path}"]).model.trainable_position_size == 2048

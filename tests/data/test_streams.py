@@ -84,6 +84,14 @@ class Iterator:
         self.left = state["left"]
 
 
+def once(config, split):
+    return Iterator(30)
+
+
+def once_of_grain(config, split):
+    return iter(stream(config, split))
+
+
 def cut(config, split):
     Cut.counts[:] = [1, 30, 30, 20]
     return Cut()
@@ -413,3 +421,10 @@ def test_a_run_goes_on_with_the_state_of_its_stream(open_data, tmp_path, capsys)
     runs.run_here(**keys)
     again = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in again] == [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.parametrize("name", ["once", "once_of_grain"])
+def test_an_iterator_in_place_of_its_dataset_is_refused(open_data, name):
+    """Comparing the hosts' first documents would take them from the run."""
+    with pytest.raises(UserError, match=r"returned an iterator, .*: return the dataset whose iterator it is"):
+        open_data(name)

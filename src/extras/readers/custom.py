@@ -28,7 +28,8 @@ def open_source(spec: DatasetSpec, inputs: InputSpec) -> Source:
     """Calls the function `dataset_factory`, and reads the object that it returns.
 
     That is read as a stream if it can save and restore a state, else by number (`CustomSource`). Raises as
-    `load_function` and `CustomSource` do, and as `call` does if the function raises.
+    `load_function` and `CustomSource` do, as `call` does if the function raises, and UserError if it returns a stream's
+    iterator.
     """
     name, factory = spec.setting("dataset_factory"), load_function(spec.dataset_factory, spec.key("dataset_factory"))
     digests = code_digests(spec.dataset_factory, spec.key("dataset_factory"))
@@ -36,7 +37,15 @@ def open_source(spec: DatasetSpec, inputs: InputSpec) -> Source:
     dataset = call(name, factory, inputs.config, spec.split)
     read = functools.partial(document_of, name, spec.dataset_column, inputs.vocab_size, Nulls(name))
     is_iterable = isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__")
-    if hasattr(dataset, "load_state_dict") or (is_iterable and hasattr(call(name, iter, dataset), "get_state")):
+    has_state = hasattr(dataset, "load_state_dict")
+    if is_iterable and not has_state:
+        has_state = hasattr(iterator := call(name, iter, dataset), "get_state")
+        if has_state and iterator is dataset:
+            raise UserError(
+                f"{name} returned an iterator, which is read only once, and is read from its start several times: "
+                "return the dataset whose iterator it is"
+            )
+    if has_state:
         facts = {**_facts(name, dataset), **code, "type": "custom", "column": spec.dataset_column}
         return StreamSource(name, dataset, read, facts, shuffles=False)
     return CustomSource(name, dataset, read, code)

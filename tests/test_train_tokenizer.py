@@ -1,11 +1,14 @@
+import json
+
 import pytest
+import sentencepiece
 from transformers import AutoTokenizer
 
 from src.data.open import open_sources
 from src.data.readers.text import TextSource
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec
-from src.extras.datasets.train_tokenizer import main, train
+from src.extras.datasets.train_tokenizer import _parts, main, train
 from src.extras.hf.sentencepiece_tokenizer import SentencePieceTokenizer
 from src.run.resolve_config import load
 from src.system.errors import UserError
@@ -108,6 +111,31 @@ def test_documents_held_out_for_evaluation_are_not_trained_on(command, corpus, e
 def test_a_vocabulary_the_text_does_not_give_is_an_error(vocab_size):
     with pytest.raises(UserError, match=f"vocab_size={vocab_size} does not suit this text: Vocabulary size"):
         train(["abcdefghijklmnopqrstuvwxyz " * 10] * 10, vocab_size)
+
+
+def test_lines_that_sentencepiece_would_leave_out_are_trained_on_too():
+    texts = ["the cat sat on the mat\n" * 100, "zebra quagga " * 400, "斑馬" * 1000]
+    model = sentencepiece.SentencePieceProcessor(model_proto=train(texts, 320))
+    assert {"▁zebra", "▁quagga", "斑馬", "▁cat"} <= {model.id_to_piece(i) for i in range(320)}
+    for line in ("x " * 3000, "é\x1f" * 3000, "斑" * 3000 + " x", " " * 5000):
+        parts = _parts(line)
+        assert "".join(parts) == line
+        assert max(len(part.encode()) for part in parts) <= 4192
+
+
+def test_data_without_text_are_an_error(command, tmp_path):
+    make, _ = command
+    for line, message in (({"text": ""}, "contains no text"), ({"text": [1, 2]}, "has lists of ids")):
+        (tmp_path / "data.jsonl").write_text(json.dumps(line) + "\n")
+        with pytest.raises(UserError, match=message):
+            main(make(dataset_path=tmp_path / "data.jsonl"))
+
+
+def test_a_path_may_begin_with_the_home_folder(command, tmp_path, monkeypatch):
+    make, _ = command
+    monkeypatch.setenv("HOME", str(tmp_path))
+    main(make(tokenizer_path="~/t.model"))
+    assert SentencePieceTokenizer("~/t.model").model == (tmp_path / "t.model").read_bytes()
 
 
 def test_an_existing_file_is_kept(command):

@@ -5,6 +5,7 @@ and tokenizer_config.json, which other programs read.
 """
 
 import io
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ python -m src.train_tokenizer CONFIG dataset_path=TEXT tokenizer_type=sentencepi
 # Train on a random sample of documents up to these limits: enough for merges to settle, and about a minute of work.
 _MAX_DOCUMENTS = 50_000
 _MAX_CHARACTERS = 30_000_000
+_MAX_LINE_BYTES = 4192  # SentencePiece's default limit: it leaves out longer lines, without a word
 
 
 def main(argv: Sequence[str] | ConfigDict) -> None:
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
         )
     if keys.tokenizer_path.startswith(HUB):
         raise UserError(f"tokenizer_path={keys.tokenizer_path}: a new tokenizer is written to a path on this machine")
-    path = Path(keys.tokenizer_path)
+    path = Path(keys.tokenizer_path).expanduser()
     file = path if keys.tokenizer_type == "sentencepiece" else path / "tokenizer.model"
     data, _ = open_sources(InputSpec.of(config, None), config.evaluation)
     source: Any = data.sources[0]
@@ -84,14 +86,16 @@ def train(texts: Sequence[str], vocab_size: int) -> bytes:
 
     It decodes ids to the encoded text: text is neither normalized nor trimmed, runs of spaces may become pieces
     (indentation), and characters without a piece are encoded as bytes. Only U+2581, SentencePiece's symbol for a space,
-    is lost: it decodes to a space. Raises UserError if `vocab_size` doesn't suit the texts.
+    is lost: it decodes to a space. Raises UserError if all texts are empty, or if `vocab_size` doesn't suit them.
     """
     import sentencepiece
 
+    if not any(map(str.strip, texts)):
+        raise UserError("the data contains no text: there is nothing to train on")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(line for text in texts for line in text.splitlines()),
+            sentence_iterator=(part for text in texts for line in text.splitlines() for part in _parts(line)),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -108,10 +112,20 @@ def train(texts: Sequence[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
+def _parts(line: str) -> list[str]:
+    """Cuts a line that is too long for SentencePiece into parts that it takes, before spaces if there are any."""
+    if len(line.encode()) <= _MAX_LINE_BYTES:
+        return [line]
+    most = _MAX_LINE_BYTES // 4  # characters, of at most four bytes each
+    return re.findall(rf"(?s).{{1,{most}}}(?= |$)|.{{1,{most}}}", line)
+
+
 def _sample(source: Any, seed: int) -> Iterator[str]:
     characters = 0
     for i in range(min(len(source), _MAX_DOCUMENTS)):
         text = source[order.permute(i, len(source), seed, source=0, epoch=0)]
+        if not isinstance(text, str):
+            raise UserError("the data has lists of ids, from which no tokenizer can be trained: give texts")
         characters += len(text)
         if i > 0 and characters > _MAX_CHARACTERS:
             return

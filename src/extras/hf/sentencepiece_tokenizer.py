@@ -17,11 +17,12 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     def __init__(self, path: str) -> None:
-        if not Path(path).is_file():
+        file = Path(path).expanduser()
+        if not file.is_file():
             raise UserError(
                 f"tokenizer_path={path}: there is no such file (python -m src.train_tokenizer trains a tokenizer)"
             )
-        self.model = Path(path).read_bytes()
+        self.model = file.read_bytes()
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=self.model)
         except RuntimeError:

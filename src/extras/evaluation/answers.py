@@ -148,14 +148,14 @@ class Answers:
 def split_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[np.ndarray, int]:
     """Tokenizes a context and its continuation as the harness does; also returns the continuation's number of ids.
 
-    Spaces at the context's end count as part of the continuation. An empty context is replaced by bos, unless the
+    Spaces at the context's end count as part of the continuation. A context without ids is replaced by bos, unless the
     continuation begins with bos.
     """
-    if not context:
-        ids = tokenizer.encode_prompt(continuation)
+    if not (before := len(tokenizer.encode_default(context.rstrip()))):
+        ids = tokenizer.encode_prompt(context + continuation)
         return ids, len(ids) - 1
     ids = tokenizer.encode_default(context + continuation)
-    return ids, max(len(ids) - len(tokenizer.encode_default(context.rstrip())), 0)
+    return ids, max(len(ids) - before, 0)
 
 
 def rolling_windows(tokenizer: Tokenizer, text: str, length: int) -> Iterator[tuple[np.ndarray, int]]:
@@ -181,7 +181,8 @@ def read_keywords(keywords: Mapping[str, Any]) -> tuple[Sampling, int, tuple[str
     rest = {name: value for name, value in keywords.items() if _IDLE.get(name, ...) != value}
     lengths = [value for name in _LENGTHS if (value := rest.pop(name, None)) is not None]
     until, temperature = rest.pop("until", None) or (), float(rest.pop("temperature", None) or 0.0)
-    sample, top_k, top_p = rest.pop("do_sample", None), rest.pop("top_k", None) or 0, rest.pop("top_p", None) or 1.0
+    sample, top_k, top_p = rest.pop("do_sample", None), rest.pop("top_k", None) or 0, rest.pop("top_p", None)
+    top_p = 1.0 if top_p is None else top_p
     if rest:
         raise UserError(
             f"a task's generation_kwargs: {', '.join(map(str, rest))} is not one of do_sample, temperature, top_k, "
@@ -193,6 +194,11 @@ def read_keywords(keywords: Mapping[str, Any]) -> tuple[Sampling, int, tuple[str
         temperature = 1.0
     until = (until,) if isinstance(until, str) else tuple(until)
     length = int(lengths[0]) if lengths else _DEFAULT_LENGTH
+    if length < 1 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+        raise UserError(
+            f"a task's generation_kwargs: max_gen_toks={length}, temperature={temperature:g}, top_k={top_k}, top_p="
+            f"{top_p}: expected 1 or more, 0 or more, 0 or more, and more than 0 up to 1"
+        )
     return Sampling(temperature, int(top_k), float(top_p)), length, tuple(filter(None, until))
 
 

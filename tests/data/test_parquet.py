@@ -84,6 +84,8 @@ def test_a_field_of_structs_and_a_name_with_a_dot(tmp_path, open_parquet):
     write(tmp_path / "a.parquet", text=structs, **{"x.y": [f"dotted {n}" for n in range(5)]})
     assert items(open_parquet(tmp_path, "text.content.text")) == [f"inner {n}" for n in range(5)]
     assert items(open_parquet(tmp_path, "x.y")) == [f"dotted {n}" for n in range(5)]
+    write(tmp_path / "a.parquet", text=structs, **{"text.content.text": [f"dotted {n}" for n in range(5)]})
+    assert items(open_parquet(tmp_path, "text.content.text")) == [f"dotted {n}" for n in range(5)]
 
 
 def test_empty_row_groups_and_files_are_passed_over(tmp_path, open_parquet):

@@ -114,7 +114,8 @@ class ParquetSource(Source):
                 return opened.read_row_group(number, columns=[self._column], use_threads=False)
 
         table = attempted(self._name(group), read_column, "can't be read, the file is damaged")
-        column = table.column(0)
+        # A struct with such a field is read too if its own name and a dot begin the name of a column.
+        column = table.column(self._column if self._column in table.column_names else 0)
         while pa.types.is_struct(column.type):
             (column,) = column.flatten()
         return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column

@@ -244,9 +244,9 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path, place):
         ({"a": ["model.safetensors"]}, "expected the name of a file"),
         ("model.safetensors", 'no "weight_map"'),
         ({}, 'no "weight_map"'),
-        ({"a": "x" * 5000}, "lacks x"),
-        ({"a": "b\0c"}, "lacks b"),
-        ({"a": "."}, "lacks"),
+        ({"a": "x" * 5000, "b": "model.safetensors"}, "lacks x"),
+        ({"a": "b\0c", "b": "model.safetensors"}, "lacks b"),
+        ({"a": ".", "b": "model.safetensors"}, "lacks"),
         ({"b": "model.safetensors", "a": "other.safetensors"}, "model.safetensors has the tensor a"),
     ],
 )
@@ -256,6 +256,21 @@ def test_an_index_that_is_no_map_of_the_folders_files_is_refused(tmp_path, weigh
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(UserError, match=message):
         open_folder(folder)
+
+
+def test_a_single_file_beside_the_index_of_an_earlier_model_is_read_as_transformers_reads_it(tmp_path):
+    folder = saved.save(tmp_path, "llama", shard="10KB")
+    shard = (folder / "model-00001-of-00008.safetensors").read_bytes()
+    model = saved.transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.model.norm.weight.data += 5
+    model.save_pretrained(folder)
+    (folder / "model-00001-of-00008.safetensors").write_bytes(shard)
+    assert (folder / "model.safetensors.index.json").is_file()
+    tensors = open_folder(folder).tensors
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        name: tuple(tensor.shape) for name, tensor in model.state_dict().items()
+    }
+    assert np.array_equal(whole(tensors["model.norm.weight"]), model.model.norm.weight.detach())
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path):

@@ -61,6 +61,9 @@ def _weight_files(path: Path) -> tuple[dict[str, str], list[str]]:
             if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise UserError(f"{index} places {tensor} in {name}: expected the name of a file in the folder")
         files = sorted(set(file_of.values()))
+        if SINGLE not in files and (path / SINGLE).is_file():
+            # transformers reads this file, and leaves the index there when it replaces an earlier model's files.
+            return {}, [SINGLE]
         if missing := [name for name in files if not os.path.isfile(path / name)]:
             raise UserError(f"{path} lacks {first_few(missing)}, which its {INDEX} names: fetch the whole folder")
         return file_of, files

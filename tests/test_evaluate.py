@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from src.config.dataset_spec import train_specs
+from src.config.load import to_yaml
 from src.data.open import open_eval_sets
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec
@@ -138,6 +139,29 @@ def test_a_folder_and_a_glob_of_the_same_files_are_the_same_data(corpus, tmp_pat
         argv = runs.arguments(**keys | {"dataset_path": f"{corpus}/*.txt"}, load_parameters_path=tmp_path / weights)
         with pytest.raises(UserError, match=r"held nothing out .eval_interval=-1"):
             evaluate.main(argv)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "changes"),
+    [
+        ("tokens", "folder", ["packing=false"]),
+        ("tokens", "folder", ["max_target_length=256"]),
+        ("text", "one.txt", ["max_document_bytes=100"]),
+        ("text", "one.txt", ["eval_fraction=0.5"]),
+    ],
+)
+def test_a_part_held_out_is_cut_as_the_run_cut_it(kind, name, changes, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "one.txt").write_text("a text")
+    argv = [runs.BASE, f"dataset_type={kind}", f"dataset_path={tmp_path / name}", "vocab_size=258"]
+    trained = load([*argv, "eval_interval=5"])
+    (tmp_path / "config.yml").write_text(to_yaml(trained))
+    evaluate._check_held_out(tmp_path, load(argv))
+    with pytest.raises(
+        UserError, match=rf"held out a part of its data by \w+=.*: {changes[0]} would select other data"
+    ):
+        evaluate._check_held_out(tmp_path, load([*argv, *changes]))
+    evaluate._check_held_out(tmp_path, load([*argv, *changes, f"eval_dataset_path={tmp_path / name}"]))
 
 
 def test_data_that_are_read_again_are_said(trained, capsys):

@@ -88,7 +88,7 @@ def test_a_run_ends_with_the_commands_that_use_it(trained):
 
 
 def test_a_run_is_not_measured_on_what_it_trained_on(trained, tmp_path):
-    with pytest.raises(UserError, match=r"eval_fraction=0.02 of its data: eval_fraction=0.5"):
+    with pytest.raises(UserError, match=r"by eval_fraction=0.02: eval_fraction=0.5"):
         evaluate.main([str(trained[0]), "eval_fraction=0.5"])
     keys = {"steps": 1, "max_target_length": 16, "base_output_directory": tmp_path, "run_name": "all"}
     runs.run_here(**keys, dataset_path=trained[0].parent / "corpus")

@@ -22,7 +22,7 @@ from src.config.dataset_spec import DatasetSpec, eval_specs, names_eval_data, tr
 from src.config.load import from_yaml
 from src.config.run_configs import CONFIG, HUB, run_folder
 from src.config.usage import Usage
-from src.config.yaml import file_name
+from src.config.yaml import dump, file_name
 from src.data.open import open_eval_sets
 from src.data.readers.find_files import list_files
 from src.data.tokenizer import make_tokenizer
@@ -50,11 +50,11 @@ python -m src.evaluate CONFIG load_parameters_path=PATH tokens_path=IN.npy logit
 )
 
 
-def _check_held_out(run: Any, data: schema.Data) -> None:
-    """Raises UserError if the run in the folder `run` may have trained on the part of `data` held out here."""
+def _check_held_out(run: Any, config: schema.Config) -> None:
+    """Raises UserError if the run in the folder `run` may have trained on the part of the data held out here."""
     keys = from_yaml((run / CONFIG).read_text())
     of_run = schema.Config.of({key: value for key, value in keys.items() if key in schema.KEYS})
-    trained, interval = of_run.data, of_run.evaluation.eval_interval
+    data, trained, interval = config.data, of_run.data, of_run.evaluation.eval_interval
     (place, *_), places = _places(train_specs(data)), _places(train_specs(trained))
     same = [_overlap(place, each) for each in places]
     if names_eval_data(data) or not any(same):
@@ -71,11 +71,17 @@ def _check_held_out(run: Any, data: schema.Data) -> None:
             f"{run} trained on some of these files: dataset_path={data.dataset_path} would hold out another part of "
             f"them than dataset_path={trained.dataset_path}. Use that, or name others by eval_dataset_path=FILES"
         )
-    if trained.eval_fraction != data.eval_fraction:
-        raise UserError(
-            f"{run} held out eval_fraction={trained.eval_fraction} of its data: "
-            f"eval_fraction={data.eval_fraction} would select other data, which it may have trained on"
-        )
+    # The last rows of a folder of tokens are held out, and the last pieces of a single text.
+    cut_by = {
+        "tokens": ("packing", "max_target_length"),
+        "text": ("max_document_bytes",) * (len(_listing(place[1])) == 1),
+    }
+    for key in ("eval_fraction", *cut_by.get(place[0], ())):
+        if config[key] != of_run[key]:
+            raise UserError(
+                f"{run} held out a part of its data by {key}={dump(of_run[key])}: {key}={dump(config[key])} would "
+                "select other data, which it may have trained on"
+            )
 
 
 def _places(specs: Sequence[DatasetSpec]) -> list[tuple[str, ...]]:
@@ -144,7 +150,7 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
             Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
     if not scores:
         for trained in filter(None, (run, _run_of(config.checkpoint.load_parameters_path))):
-            _check_held_out(trained, config.data)
+            _check_held_out(trained, config)
     needed_by = "tasks" if config.harness.tasks else "texts_path" * bool(config.evaluation.texts_path)
     tokenizer = make_tokenizer(config.data, config.model.vocab_size, needed_by)
     if config.harness.tasks:

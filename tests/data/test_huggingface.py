@@ -324,6 +324,12 @@ def test_a_template_goes_on_after_a_conversation_that_ended_its_process(plain, o
             lambda folder: (folder / "tokenizer_config.json").write_text(json.dumps({**TOKENS, "chat_template": [1]})),
             'tokenizer_config.json: "chat_template" is neither',
         ),
+        (
+            lambda folder: (folder / "tokenizer_config.json").write_text(
+                json.dumps({**TOKENS, "chat_template": [{"name": [], "template": ""}]})
+            ),
+            'tokenizer_config.json: "chat_template" is neither',
+        ),
     ],
 )
 def test_a_file_that_is_no_template_is_an_error(plain, open_folder, write, message):

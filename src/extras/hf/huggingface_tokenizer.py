@@ -241,8 +241,9 @@ def _chat_templates(folder: Path, named: dict[str, dict[str, Any]]) -> tuple[Pat
             raise UserError(f"{file} is not a chat template: it is not UTF-8 ({error.reason})") from None
     file = folder / "tokenizer_config.json"
     templates = {"default": named["tokenizer_config.json"].get("chat_template")}
-    if isinstance(several := templates["default"], list) and all(isinstance(each, dict) for each in several):
-        templates = {each.get("name"): each.get("template") for each in several}
+    several = templates["default"]
+    if isinstance(several, list) and all(isinstance(each, dict) and type(each.get("name")) is str for each in several):
+        templates = {each["name"]: each.get("template") for each in several}
     of_tools = templates.get("default"), templates.get("tool_use")
     if not all(isinstance(template, str | None) for template in of_tools):
         raise UserError(f'{file}: "chat_template" is neither a text nor a list of {{"name": ..., "template": ...}}')

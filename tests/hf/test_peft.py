@@ -110,14 +110,18 @@ def test_a_base_that_peft_cannot_load_is_said(tmp_path):
         ({"modules_to_save": ["lm_head"]}, r'modules_to_save=\["lm_head"\]'),
         ({"an_entry_of_tomorrow": 3}, "an_entry_of_tomorrow=3"),
         ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
+        ({"base_model_name_or_path": "{adapter}"}, "adapter, which is not a Hugging Face model folder"),
         ({"lora_alpha": None}, "has no number lora_alpha"),
+        ({"alpha_pattern": [1]}, r"alpha_pattern \[1\]: expected names and numbers"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "expected names and numbers"),
     ],
 )
 def test_what_is_not_plain_lora_is_refused_by_name(tmp_path, entries, message):
     base = saved.save(tmp_path / "hf", "llama")
     save_adapters(tmp_path / "adapter", base, **ADAPTERS["llama"])
     file = tmp_path / "adapter" / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+    entries = json.dumps(json.loads(file.read_text()) | entries)
+    file.write_text(entries.replace("{adapter}", str(tmp_path / "adapter")))
     with pytest.raises(UserError, match=message):
         convert.from_hf(tmp_path / "adapter", tmp_path / "ours")
 

@@ -47,7 +47,7 @@ def base_model(folder: Path) -> str:
     revision = f"@{entries['revision']}" if entries.get("revision") else ""
     if not (place := Path(base).expanduser()).is_dir():
         return base if base.startswith(HUB) else f"{HUB}{base}{revision}"
-    if not is_hf_folder(place):
+    if not is_hf_folder(place) or place.resolve() == folder.resolve():
         raise UserError(
             f"{folder / ADAPTER_CONFIG} has base_model_name_or_path={base}, which is not a Hugging Face model folder: "
             "write the folder, or the name on the hub, of the same model in that format there"
@@ -81,15 +81,20 @@ def adapted(folder: Path, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
         raise UserError(
             f"{folder / ADAPTER_CONFIG} has {listed}: only plain LoRA is supported; merge the others with peft"
         )
+    patterns = entries.get("alpha_pattern") or {}
     if not isinstance(entries.get("lora_alpha"), int | float):
         raise UserError(f"{folder / ADAPTER_CONFIG} has no number lora_alpha, which scales adapters: write it there")
+    if not isinstance(patterns, dict) or not all(isinstance(alpha, int | float) for alpha in patterns.values()):
+        raise UserError(
+            f"{folder / ADAPTER_CONFIG} has alpha_pattern {json.dumps(patterns)}: expected names and numbers"
+        )
     if not file.is_file():
         raise UserError(f"{folder} has {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS}: fetch the whole folder again")
     stored, merged = open_tensors(file), dict(base)
     for name in [name for name in stored if name.endswith(".base_layer.weight")]:  # peft's copy of an output projection
         merged[name.removeprefix("base_model.model.").replace(".base_layer", "")] = stored.pop(name)
     modules = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in stored}
-    fan_in_first, patterns = bool(entries.get("fan_in_fan_out")), entries.get("alpha_pattern") or {}
+    fan_in_first = bool(entries.get("fan_in_fan_out"))
     for module in sorted(modules):
         pair = [each for letter in "AB" if (each := stored.pop(_NAME.format(module, letter), None))]
         if len(pair) < 2 or (under := merged.get(f"{module}.weight")) is None:

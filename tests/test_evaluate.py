@@ -164,6 +164,27 @@ def test_a_part_held_out_is_cut_as_the_run_cut_it(kind, name, changes, tmp_path)
     evaluate._check_held_out(tmp_path, load([*argv, *changes, f"eval_dataset_path={tmp_path / name}"]))
 
 
+@pytest.mark.parametrize(
+    ("trained", "measured", "refused"),
+    [
+        ("train", "train[:50%]", True),
+        ("train[:10%]+test", "test", True),
+        ("all", "train", True),
+        ("train[:10%]", "train[:10%]", False),
+        ("train", "test", False),
+        ("train[:10%]+test", "validation", False),
+    ],
+)
+def test_a_split_that_shares_examples_with_the_runs_is_refused(trained, measured, refused, tmp_path):
+    argv = [runs.BASE, "dataset_type=tfds", f"dataset_path={tmp_path}", "dataset_name=stories", "vocab_size=258"]
+    (tmp_path / "config.yml").write_text(to_yaml(load([*argv, "eval_interval=5", f"train_split={trained}"])))
+    config = load([*argv, f"train_split={measured}"])
+    if not refused:
+        return evaluate._check_held_out(tmp_path, config)
+    with pytest.raises(UserError, match=f"train_split={re.escape(measured)} would hold out another part"):
+        evaluate._check_held_out(tmp_path, config)
+
+
 def test_data_that_are_read_again_are_said(trained, capsys):
     """As often as there are more tokens than in an epoch, but for documents that are not finished."""
 

@@ -66,6 +66,11 @@ def _check_held_out(run: Any, config: schema.Config) -> None:
             f"{run} held nothing out ({why}) and trained on these data, or on some of their files: name others to "
             "evaluate on by eval_dataset_path=FILES or dataset_path=FILES"
         )
+    if place[3] != places[0][3]:
+        raise UserError(
+            f"{run} trained on some of these examples: train_split={place[3]} would hold out another part of them than "
+            f"train_split={places[0][3]}. Use that, or name others by eval_dataset_name=NAME eval_split=SPLIT"
+        )
     if place != places[0] and _listing(place[1]) != _listing(places[0][1]):
         raise UserError(
             f"{run} trained on some of these files: dataset_path={data.dataset_path} would hold out another part of "
@@ -98,9 +103,15 @@ def _places(specs: Sequence[DatasetSpec]) -> list[tuple[str, ...]]:
 
 def _overlap(place: tuple[str, ...], other: tuple[str, ...]) -> bool:
     """Whether two of `_places` have documents in common: by their paths, or else by the local files that they name."""
-    kind, path, *name = place
-    other_kind, other_path, *other_name = other
-    if (kind, name) != (other_kind, other_name):
+    kind, path, name, split, factory = place
+    other_kind, other_path, other_name, other_split, other_factory = other
+    if (kind, name, factory) != (other_kind, other_name, other_factory):
+        return False
+    if kind == "tfds":  # train[:10%]+test has a part of train, and all has both
+        splits, others = ({part.partition("[")[0] for part in each.split("+")} for each in (split, other_split))
+        if not splits & others and "all" not in splits | others:
+            return False
+    elif split != other_split:
         return False
     return path == other_path or bool({*_listing(path).values()} & {*_listing(other_path).values()})
 

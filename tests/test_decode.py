@@ -226,6 +226,12 @@ def test_an_interactive_conversation_goes_on_and_begins_anew_when_it_is_full(lla
     assert texts[2:] == [answer("user: he\nassistant:")]
 
 
+def test_a_line_that_is_not_text_is_an_error(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8"))
+    with pytest.raises(UserError, match=r"standard input has a line that is not text in utf-8: invalid continuation"):
+        decode.converse(None, None, None)
+
+
 def test_interactive_texts_stand_alone_without_a_template(llama, monkeypatch, capsys):
     folder, reference = llama
     monkeypatch.setattr(sys, "stdin", io.StringIO("zz top\nx = 1\n"))

@@ -316,7 +316,7 @@ def converse(decoding: Decoding, tokenizer: Tokenizer, generator: Generator) -> 
     """Completes each line of standard input until its end; returns the generated texts.
 
     With a chat template, the lines form one conversation, which restarts when it no longer fits; otherwise each line is
-    a separate prompt.
+    a separate prompt. Raises UserError for a line that is not text.
     """
     conversation: tuple[Message, ...] = ()
     texts: list[str] = []
@@ -342,4 +342,7 @@ def converse(decoding: Decoding, tokenizer: Tokenizer, generator: Generator) -> 
 
 def _read_line() -> str:
     write_now("> ")
-    return sys.stdin.readline()
+    try:
+        return sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input has a line that is not text in {error.encoding}: {error.reason}") from None

@@ -386,6 +386,30 @@ def test_a_folder_with_only_a_sentencepiece_model_is_read_by_sentencepiece(open_
     assert isinstance(open_folder(tmp_path), SentencePieceTokenizer)
 
 
+@pytest.mark.parametrize(
+    ("settings", "added", "unread"),
+    [
+        ({}, {}, ""),
+        ({"eos_token": {"content": "</s>"}, "added_tokens_decoder": {"1": {"content": "<s>"}}}, {}, ""),
+        ({"eos_token": "<|end|>"}, {"<|end|>": 300, "<s>": 1}, "no added tokens (<|end|>) of the files beside it"),
+        ({"eos_token": "<s>"}, {}, "no eos_token <s> of"),
+        (
+            {"chat_template": "x", "added_tokens_decoder": {"300": {"content": "<x>"}}},
+            {},
+            "(<x>), nor chat template of",
+        ),
+        ({"eos_token": [], "added_tokens_decoder": [1]}, {}, ""),
+    ],
+)
+def test_what_lies_beside_a_sentencepiece_model_and_is_not_read_is_said(open_folder, tmp_path, settings, added, unread):
+    (tmp_path / "tokenizer.model").write_bytes(train(TEXTS, 300))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+    caveat = open_folder(tmp_path).caveat
+    assert unread in caveat
+    assert bool(unread) == bool(caveat)
+
+
 def test_unfit_folders_are_errors(plain, open_folder, tmp_path):
     with pytest.raises(UserError, match=r"neither tokenizer.json nor tokenizer.model"):
         open_folder(tmp_path)

@@ -46,5 +46,10 @@ class SentencePieceTokenizer(Tokenizer):
         ids = np.asarray(ids)
         return self._processor.decode(ids[ids < self.vocab_size].tolist())
 
+    def piece_id(self, piece: str) -> int | None:
+        """Returns the id of the model's piece with this spelling; None if there is none."""
+        found = self._processor.piece_to_id(piece)
+        return found if self._processor.id_to_piece(found) == piece else None
+
     def fingerprint(self) -> Fingerprint:
         return {"type": "sentencepiece", "vocab_size": self.vocab_size, "digest": self._digest}

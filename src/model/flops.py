@@ -39,7 +39,7 @@ def count_params(spec: ModelSpec) -> int:
 def count_active_params(spec: ModelSpec) -> int:
     """Counts the parameters that a token goes through: in each layer, only the experts that it is sent to."""
     idle = 0
-    for layer, count in all_layers(spec).items():
+    for layer, count in (all_layers(spec) - repeated_layers(spec)).items():
         idle += count * sum(round(weight.size - weight.used) for weight in block_weights(layer, spec))
     return count_params(spec) - idle
 
@@ -48,6 +48,12 @@ def count_active_params(spec: ModelSpec) -> int:
 def all_layers(spec: ModelSpec) -> collections.Counter[LayerSpec]:
     """Counts layers by their settings, including multi-token prediction layers."""
     return collections.Counter([*spec.layers, *(spec.layers[-1:] * spec.mtp_num_layers)])
+
+
+def repeated_layers(spec: ModelSpec) -> collections.Counter[LayerSpec]:
+    """Counts the layers, by their settings, that use the weights of an earlier layer."""
+    repeats = (group.pattern * (group.repeats - 1) for group in spec.layer_groups if group.shared)
+    return collections.Counter(layer for layers in repeats for layer in layers)
 
 
 class BlockWeight(NamedTuple):

@@ -107,6 +107,18 @@ def test_what_a_step_asks_of_a_device_is_its_share_of_the_mesh():
     assert sum(whole.operations[:4]) == pytest.approx(whole.model_flops.palm + whole.recomputed_flops.palm)
 
 
+def test_shared_layers_read_their_weights_as_often_as_layers_apart():
+    experts = "{num_experts: 8, base_moe_mlp_dim: 64}"
+    moved = []
+    for shared in ("true", "false"):
+        segments = f"[{{repeats: 4, shared: {shared}, pattern: [{experts}]}}]"
+        mesh = {"ici_expert_parallelism": 8, "ici_fsdp_parallelism": 1}
+        _, plan = make(8, base_num_decoder_layers=4, decoder_segments=segments, **mesh)
+        work = step_work(plan.spec, plan.execution, plan.kernel, plan.layout, tokens=128, length=LENGTH, state_bytes=0)
+        moved.append(work.memory_bytes)
+    assert moved[0] == moved[1]
+
+
 def test_what_is_computed_again_moves_through_memory_again():
     spec = spec_of(load())
     arguments = {"layout": make()[1].layout, "tokens": 64, "length": 16, "state_bytes": 0}

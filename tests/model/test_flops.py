@@ -11,7 +11,7 @@ from src.extras.verify.counts import matmuls, traced_step
 from src.extras.verify.subject import ROWS
 from src.model.attention import Attention
 from src.model.execution import Execution
-from src.model.flops import FlopsPerToken, block_weights, count_params, flops_per_token
+from src.model.flops import FlopsPerToken, block_weights, count_active_params, count_params, flops_per_token
 from src.model.params import Weights, matmul, weight
 from src.model.parts import MIXERS
 from src.run import resolve_config
@@ -57,6 +57,14 @@ def test_shared_layers_are_parameters_once_and_operations_each_time():
     apart = load(base_num_decoder_layers=3)
     assert count_params(spec_of(shared)) == count_params(spec_of(once))
     assert flops_per_token(spec_of(shared), 16) == flops_per_token(spec_of(apart), 16)
+
+
+def test_experts_of_shared_layers_are_inactive_once():
+    """A token goes through one of eight experts; the prediction layer has experts of its own, like the last layer."""
+    experts = "{num_experts: 8, base_moe_mlp_dim: 64}"
+    shared = f"[{{repeats: 3, shared: true, pattern: [{experts}]}}]"
+    spec = spec_of(load(base_num_decoder_layers=3, decoder_segments=shared, mtp_num_layers=1))
+    assert count_params(spec) - count_active_params(spec) == 2 * 7 * 3 * 64 * spec.emb_dim
 
 
 def test_operations_of_llama_2_7b():

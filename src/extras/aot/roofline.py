@@ -245,7 +245,12 @@ def step_work(
         for each in flops.block_weights(layer, spec)
         if each.used < each.size
     )
-    elements = flops.count_params(spec) - of_experts * (1 - 1 / layout.shards("expert"))
+    again_read = sum(
+        count * each.size
+        for layer, count in flops.repeated_layers(spec).items()
+        for each in flops.block_weights(layer, spec)
+    )
+    elements = flops.count_params(spec) + again_read - of_experts * (1 - 1 / layout.shards("expert"))
     weights = 6 * micro_batches * elements / sharing * itemsize
     rows = tokens * sharing / micro_batches
     of_token = operations(spec, length, execution, vocab_tiles, kernel, quantized, rows, sharing, masked)

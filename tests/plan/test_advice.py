@@ -132,6 +132,28 @@ def test_a_sequence_that_is_too_long_for_a_device_is_shared(axis, rules):
     assert memory(after).temporaries[kept] == memory(before).temporaries[kept] / 2
 
 
+@pytest.mark.parametrize(
+    ("sizes", "offered"),
+    [
+        (
+            {"ici_expert_parallelism": -1, "ici_fsdp_parallelism": 4},
+            {"ici_expert_parallelism": 4, "ici_fsdp_parallelism": -1},
+        ),
+        ({"ici_data_parallelism": -1, "ici_fsdp_parallelism": 1}, {"ici_expert_parallelism": 2}),
+    ],
+)
+def test_an_axis_that_takes_the_rest_is_still_a_number_of_devices(sizes, offered):
+    """If another one takes the rest, it takes what experts leave."""
+    experts = {"num_experts": 8, "base_moe_mlp_dim": 512, "weight_dtype": "bfloat16"}
+    config = configured(**experts, **sizes, opt_type="sgd")
+    total = needed(config)
+    change = offer("ici_expert_parallelism", config, total, total - 1)
+    assert change.keys == offered
+    mesh = traced(change.config).plan.layout.mesh.shape
+    assert mesh["expert"] == offered["ici_expert_parallelism"]
+    assert mesh["expert"] * max(mesh["fsdp"], mesh["data"]) == 8
+
+
 def test_keys_of_fewer_heads_than_devices_are_copied():
     config = configured(per_device_batch_size=1, base_num_kv_heads=1)
     total = needed(config)

@@ -147,9 +147,13 @@ def _candidates(config: Config, planned: Step, state_decides: bool) -> Iterator[
 
     yield "the same global batch in more passes, each gathering the weights", *map(in_passes, FACTORS[:4])
 
+    # Other sizes than -1 are typed or follow from -1, "the rest", which one axis may be.
+    sizes = dict(zip(layout.mesh.axis_names, layout.within, strict=True))
+    takes_rest = [axis for axis in sizes if config[size_key("ici", axis)] == -1]
+
     def over(axis: str, n: int) -> dict[str, Any]:
-        key = size_key("ici", axis)
-        return {key: config[key] * n, "ici_fsdp_parallelism": -1}
+        rest = {} if {*takes_rest} - {axis} else {"ici_fsdp_parallelism": -1}
+        return {size_key("ici", axis): sizes[axis] * n, **rest}
 
     if spec.has_experts:
         yield "tokens travel to their experts", *(over("expert", n) for n in FACTORS)

@@ -119,6 +119,8 @@ def _rope(layer: Model) -> Iterator[str]:
         factors = getattr(layer, key)
         if len(factors) != rotated // 2 or not all(type(x) in (int, float) and x > 0 for x in factors):
             yield f"rope_type=longrope needs {key}: a list of {rotated // 2} positive numbers, one for each pair"
+    if layer.rope_type == "yarn" and layer.rope_max_timescale == 1:
+        yield "rope_max_timescale=1 rotates all pairs alike, and rope_type=yarn tells pairs apart: set it to 2 or more"
     low, high = layer.rope_low_freq_factor, layer.rope_high_freq_factor
     if high < low and layer.rope_type == "llama3.1":
         yield f"rope_high_freq_factor={high} must be at least rope_low_freq_factor={low}"

@@ -46,4 +46,9 @@ def _checked(function: LossFunction, model: Decoder, batch: Batch, plan: StepPla
             f"loss={plan.step.loss} returned LossSums with router={sums.router}: expected the layers' reports, "
             "the third result of hidden_states"
         )
+    if "mtp" in plan.split(plan.shapes).stats and "mtp" not in sums.router:
+        raise UserError(
+            f"loss={plan.step.loss} returned LossSums without the prediction layers' reports, by which routed_bias "
+            "moves: add the second result of mtp_hidden_states to router, as next_token_loss does"
+        )
     return sums

@@ -96,5 +96,10 @@ def test_what_is_no_sum_is_refused(monkeypatch):
     trace_train_step(
         tiny.load(loss=f"{__name__}:refused", base_num_decoder_layers=1), jax.devices()
     )  # where nothing reads them
+    experts = {"num_experts": 4, "base_moe_mlp_dim": 64, "routed_bias": "true", "mtp_num_layers": 1}
+    of_layers = returning(router={"segments": {}}, mtp=jnp.zeros(1))
+    monkeypatch.setattr(sys.modules[__name__], "refused", of_layers)
+    with pytest.raises(UserError, match="without the prediction layers' reports, by which routed_bias moves"):
+        trace_train_step(tiny.load(loss=f"{__name__}:refused", **experts), jax.devices())
     with pytest.raises(UserError, match="loss=my_loss: expected module:function"):
         trace_train_step(tiny.load(loss="my_loss"), jax.devices())

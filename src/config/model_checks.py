@@ -1,5 +1,6 @@
 """Checks each key's value, and the keys that describe a model against each other."""
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -117,7 +118,7 @@ def _rope(layer: Model) -> Iterator[str]:
         yield f"position_type=rope rotates pairs: {name}={size}{part} must be even"
     for key in ("rope_short_factor", "rope_long_factor") if layer.rope_type == "longrope" else ():
         factors = getattr(layer, key)
-        if len(factors) != rotated // 2 or not all(type(x) in (int, float) and x > 0 for x in factors):
+        if len(factors) != rotated // 2 or not all(type(x) in (int, float) and 0 < x < math.inf for x in factors):
             yield f"rope_type=longrope needs {key}: a list of {rotated // 2} positive numbers, one for each pair"
     if layer.rope_type == "yarn" and layer.rope_max_timescale == 1:
         yield "rope_max_timescale=1 rotates all pairs alike, and rope_type=yarn tells pairs apart: set it to 2 or more"

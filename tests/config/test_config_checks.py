@@ -58,6 +58,10 @@ def error_of(*arguments, config=BASE):
         (["hardware=quantum"], ["hardware=quantum", "(empty), cpu, gpu, tpu"]),
         (["remat_policy=save"], ["remat_policy=save", "save_qkv_proj"]),
         (["remat_policy=custom"], ["remat_custom"]),
+        (
+            ["rope_type=longrope", "head_dim=2", "rope_short_factor=[1e400]", "rope_long_factor=[2]"],
+            ["rope_short_factor"],
+        ),
         (["rope_type=yarn", "rope_factor=4", "rope_max_timescale=1"], ["rope_max_timescale=1", "2 or more"]),
         (["weight_dtype=bfloat16", "adam_b2=0.999"], ["adam_b2=0.999", "never decay", "weight_dtype=float32"]),
         (["mu_dtype=bfloat16", "adam_b1=0.997"], ["adam_b1=0.997", "mu_dtype=float32"]),

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from src.data import mixture
+from src.data import document_stream, mixture, source_packer
+from src.data.document_stream import layout_of
 from src.extras import conversations
 from src.extras.generation import generate
 from src.extras.verify import decoding, documents, locate, logits
 from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS
 from src.extras.verify.subject import Subject
-from src.model import attention, decoder, gated_delta, lora, sinusoidal
+from src.model import attention, decoder, gated_delta, lora, low_precision, sinusoidal
 from src.model.attention_kernels import scores
 from src.step import loss, train_step
 from tests.parallel.axes import MODELS
@@ -193,7 +194,48 @@ def test_finds_dropout_masks_that_rows_share(monkeypatch):
 
     patched(monkeypatch, locate, "with_dropout_keys", of_one_row)
     note = failed(documents, DROPOUT, dropout_rate=0.2)
-    assert note == "7 of 8 rows have the mask of another"
+    assert note == "14 of 16 rows, half in a second step, have another's mask"
+
+
+def test_finds_dropout_masks_that_steps_share(monkeypatch):
+    patched(monkeypatch, locate, "with_dropout_keys", lambda original, batch, _, plan: original(batch, 0, plan))
+    assert failed(documents, DROPOUT, dropout_rate=0.2).startswith("8 of 16 rows")
+
+
+def test_finds_a_mean_over_tokens_whatever_their_weights(monkeypatch):
+    def unweighted(count, batch, plan):
+        return count({**batch, "loss_mask": jnp.sign(batch["loss_mask"])}, plan)
+
+    patched(monkeypatch, train_step, "count_tokens", unweighted)
+    assert "loss is " in failed(documents, "the step's loss is its tokens' mean")
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_an_epoch_has_each_target_once(packing, monkeypatch):
+    config = load(max_target_length=48, packing=packing)
+    assert documents.of_epochs(config).status == PASS
+    monkeypatch.setattr(source_packer, "layout_of", lambda inputs: lambda *given: _cut_late(layout_of(inputs), *given))
+    assert "are not one document's" in documents.of_epochs(config).note
+    monkeypatch.undo()
+    patched(monkeypatch, document_stream.Shuffle, "__call__", lambda order, self, ordinal: order(self, ordinal // 2))
+    assert "has one of them twice" in documents.of_epochs(config).note
+
+
+def _cut_late(layout, sizes_of, position, length):
+    """A layout that resumes one target late in a document that a row has cut."""
+    segments, (item, offset) = layout(sizes_of, position, length)
+    return segments, (item, offset + (0 < offset < sizes_of(item)[0] - 1))
+
+
+def test_finds_a_scale_that_layers_share(monkeypatch):
+    def of_all(bound, self, weight, dims):
+        found = bound(self, weight, dims)
+        return jnp.full_like(found, jnp.max(found))
+
+    kind = {"base_num_decoder_layers": 2, "scan_layers": "true"}
+    assert documents.of_quantized(subject(**kind), "int8").status == PASS
+    patched(monkeypatch, low_precision.EightBitMatmuls, "bound", of_all)
+    assert "layer 0's " in documents.of_quantized(subject(**kind), "int8").note
 
 
 @pytest.mark.long

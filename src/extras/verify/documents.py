@@ -16,10 +16,11 @@ from src.data.packing import empty_batch, fill_row
 from src.data.tokenizer import make_tokenizer
 from src.data.types import Conversation, Document, InputSpec, TrainData
 from src.extras.verify.evaluation import Texts
-from src.extras.verify.locate import UNROLLED, forward_values, parting
+from src.extras.verify.locate import LAYER, UNROLLED, forward_values, parting
 from src.extras.verify.logits import Arrays, evaluated, log_softmax, of_ids, single_layers, unlimited
 from src.extras.verify.rows import FAIL, PASS, Row, attempted, none_of, not_applicable, unless_refused, verdict
 from src.extras.verify.subject import PLAIN_DESCENT, ROWS, Context, Subject, mesh_keys, of_pairs
+from src.model.params import by_path, nested
 from src.model.parts import mixer
 from src.system.errors import Unsupported, UserError
 from src.system.imports import optional
@@ -29,6 +30,8 @@ from src.system.imports import optional
 # targets in another document 0.003.
 BOUND = 5e-5
 MIXED = 12  # batches of a mixture of datasets, after each of which shares are counted
+APART, LARGER = "layers are quantized by themselves", 1e4
+ITEMS = 3  # documents that are read from each packing stream
 OFTEN = 4  # with this many pairs of tokens at a distance, at least one score is large enough to change a logit
 
 
@@ -45,6 +48,7 @@ def rows(context: Context) -> Iterator[Row]:
     subject, limited = unlimited(context.subject)
     yield from limited
     yield _of_packer(subject)
+    yield of_epochs(subject.config)
     if len(context.whole.data.datasets) > 1:
         yield _of_mixture(context)
     if context.whole.data.use_sft:
@@ -57,6 +61,8 @@ def rows(context: Context) -> Iterator[Row]:
     if context.whole.step.quantization == "int8":
         rows_of_int8 = _of_model(subject, 1, {"quantization": "int8"}, ", quantization=int8")
         yield from itertools.islice(rows_of_int8, 3)  # not the row on packing, which may change int8's rounding
+    if kind := context.whole.step.quantization:
+        yield unless_refused(APART, functools.partial(of_quantized, subject, kind))
     try:
         yield from _of_model(subject, 2, mesh_keys({"context": 2}), ", context 2")
     except Unsupported as error:
@@ -76,8 +82,40 @@ def _of_packer(subject: Subject) -> Row:
         documents = map(Document, ids, masks)
         fill_row(found, row, [(each, 0, len(each.ids) - 1) for each in documents])
     real = batch["segment_ids"] > 0
+    batch = batch | {"loss_mask": batch["loss_mask"] > 0}  # a packer gives no weights but 0 and 1
     wrong = [name for name in batch if np.any((found[name] != batch[name]) & real) or np.any(found["loss_mask"] > real)]
     return verdict(name, len(wrong), 0, failure=f"{', '.join(wrong)} are not those of the documents")
+
+
+def of_epochs(config: Config) -> Row:
+    """Reads rows of training from a few long documents, then from more short ones: ITEMS documents of each stream.
+
+    All documents have the same number of targets, `size`, so each next `size` targets of a packing stream must be those
+    of one document, each once. Each epoch must have every document once. No id occurs twice.
+    """
+    name, batch, wrong = "an epoch of training has each target once", config.batch, list[str]()
+    if not batch.packing and batch.long_documents == "truncate":
+        return not_applicable(name, "long_documents=truncate leaves targets out")
+    length, inputs = batch.max_target_length, InputSpec.of(config.replace(batch_transform=""), None)
+    for count, size in ((ROWS // 2 - 1, 2 * length + 5), (ROWS + 3, length // 2 - 1)):
+        ids = np.arange(count * (size + 1), dtype=np.int32).reshape(count, size + 1)
+        data = TrainData(("",), (Texts([*ids]),), (1.0,))
+        with contextlib.closing(train_batches(inputs._replace(vocab_size=ids.size), data, range(ROWS), ROWS)) as read:
+            batches = [each.arrays for each in itertools.islice(read, ITEMS * -(-size // length))]
+        tokens, targets, real = (
+            np.stack([each[it] for each in batches], 1) for it in ("tokens", "targets", "segment_ids")
+        )
+        order = dict[int, int]()
+        for stream, number in itertools.product(range(ROWS), range(ITEMS)):
+            at = np.flatnonzero(real[stream])[number * size :][:size]
+            inputs_, outputs = tokens[stream].flat[at], targets[stream].flat[at]
+            document = order[number * ROWS + stream] = int(inputs_[0]) // (size + 1)
+            if not np.array_equal(np.sort(inputs_), ids[document, :-1]) or np.any(outputs != inputs_ + 1):
+                wrong.append(f"targets {number * size} to {(number + 1) * size} of row {stream} are not one document's")
+        for epoch in range(len(order) // count):
+            if len({order[at] for at in range(epoch * count, (epoch + 1) * count)}) < count:
+                wrong.append(f"epoch {epoch} of {count} documents has one of them twice")
+    return none_of(name, wrong, f"{ITEMS} documents in each of {ROWS} rows, long and short ones")
 
 
 def _of_mixture(context: Context) -> Row:
@@ -204,14 +242,36 @@ def _of_layer(subject: Subject, number: int) -> Row:
 
 
 def _of_dropout(subject: Subject) -> Row:
-    """Evaluates copies of one row with dropout: their logits must all differ, because each row has its own mask."""
+    """Evaluates copies of one row with the dropout of two steps: all logits must differ, because all masks do."""
     name, plan = "each row has its own dropout", subject.plan(**UNROLLED)
     if not any(layer.dropout_rate for layer in plan.spec.layers):
         return not_applicable(name, "dropout_rate is 0")
     copies = {name: np.repeat(array[:1], subject.rows, axis=0) for name, array in subject.batch.items()}
-    logits = dict(forward_values(subject, plan, copies))["logits"]
-    same = subject.rows - len({row.tobytes() for row in logits})
-    return verdict(name, same, 0, failure=f"{same} of {subject.rows} rows have the mask of another")
+    logits = [row for step in (0, 1) for row in dict(forward_values(subject, plan, copies, step))["logits"]]
+    same = len(logits) - len({row.tobytes() for row in logits})
+    return verdict(name, same, 0, failure=f"{same} of {len(logits)} rows, half in a second step, have another's mask")
+
+
+def of_quantized(subject: Subject, kind: str) -> Row:
+    """Multiplies weights of the last of several layers by LARGER, which must not change the layers before it.
+
+    These layers are the repeats of the group with the most layers. Their weights are stacked in arrays, from which a
+    scale could be taken for all of them.
+    """
+    plan, weights = subject.plan(quantization=kind, **UNROLLED), by_path(subject.weights)
+    index = plan.spec.largest_group
+    group, before = plan.spec.layer_groups[index], plan.spec.layer_groups[:index]
+    if group.repeats == 1 or group.shared:
+        return not_applicable(APART, "no weights of several layers are in one array")
+    for path in [path for path in weights if path[:2] == ("segments", index)]:
+        weights[path] = np.concatenate([weights[path][:-1], weights[path][-1:] * np.float32(LARGER)])
+    last = sum(len(each.pattern) * each.repeats for each in before) + len(group.pattern) * (group.repeats - 1)
+    expected, found = (
+        forward_values(each, plan, subject.batch) for each in (subject, subject.with_weights(nested(weights)))
+    )
+    end = [label for label, _ in expected].index(f"layer {last}'s {LAYER}") + 1
+    wrong = parting(found[:end], expected[:end], subject.batch["segment_ids"] > 0, 0.0)
+    return none_of(APART, [f"{wrong} changes with the weights of layer {last}"] * bool(wrong), f"quantization={kind}")
 
 
 def _of_steps(subject: Subject, logits: np.ndarray) -> Iterator[Row]:

@@ -26,16 +26,16 @@ INLINED = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "
 Values = list[tuple[str, np.ndarray]]  # labels and arrays of a forward pass, in the order of computation
 
 
-def forward_values(subject: Subject, plan: StepPlan, batch: Mapping[str, Any]) -> Values:
+def forward_values(subject: Subject, plan: StepPlan, batch: Mapping[str, Any], step: int = 0) -> Values:
     """Computes the model's named arrays for a batch, its final hidden states and its logits without padded ids.
 
     Tokens are in the batch's order, also if `plan` shards sequences in zigzag order. Named arrays within loops and
-    shard_map are left out, and with pipeline stages all of them.
+    shard_map are left out, and with pipeline stages all of them. Dropout is that of the step with this number.
     """
     names: list[str] = []
 
     def evaluate(weights: Weights) -> list[jax.Array]:
-        decoder, keyed = plan.decoder(weights), with_dropout_keys({**batch}, jnp.int32(0), plan)
+        decoder, keyed = plan.decoder(weights), with_dropout_keys({**batch}, jnp.int32(step), plan)
         hidden_BTD, context, _ = hidden_states(decoder, in_zigzag(keyed, plan.layout), plan)
         # Logits of padded ids are masked with a huge number, relative to which no difference would show.
         return [hidden_BTD, decoder.logits(hidden_BTD, context)[..., : plan.spec.vocab_size]]

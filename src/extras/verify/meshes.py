@@ -5,12 +5,15 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from src.config.schema import MESH_AXES, Config, Mesh
 from src.extras.verify.comparison import compared
-from src.extras.verify.locate import parting_of
+from src.extras.verify.locate import UNROLLED, forward_values, parting_of
 from src.extras.verify.rewrites import repeated_stages
-from src.extras.verify.rows import Row, mesh_name, not_applicable, unless_refused
+from src.extras.verify.rows import Row, mesh_name, not_applicable, unless_refused, verdict
 from src.extras.verify.subject import PLAIN_DESCENT, Context, Result, Sizes, Subject, mesh_keys
+from src.model.params import by_path, nested
 from src.model.spec import model_spec
 from src.system.errors import UserError
 
@@ -18,6 +21,10 @@ DEVICES = 8  # virtual ones
 # Relative. Sums in another order give 1e-6 to 3e-5 (Gemma 2, whose logits are capped), and a term that is missing or
 # counted twice gives 0.04 or more.
 BOUND = 3e-4
+# Relative to the root mean square of the logits. Rounding gives 0.03 in int8 and 7e-4 in fp8, scales of one device that
+# are used for the sum of two give 1.
+QUANTIZED_BOUND = 0.2
+HALVES, UNEVEN = {"tensor": 2}, 16  # a mesh, and the factor of the hidden units on one of its devices
 
 
 def rows(context: Context) -> Iterator[Row]:
@@ -35,6 +42,9 @@ def rows(context: Context) -> Iterator[Row]:
         yield unless_refused(mesh_name(sizes), of_mesh, required=is_own(sizes, context.whole.mesh))
     if is_own({"stage": 2}, context.whole.mesh):  # in the rows above, each stage has one turn
         yield repeated_stages(context.subject)
+    if kind := context.whole.step.quantization:
+        name = f"logits with quantization={kind}, {mesh_name(HALVES)}"
+        yield unless_refused(name, functools.partial(_quantized, name, context.subject, kind))
 
 
 def _of_mesh(subject: Subject, sizes: Sizes, expected: Result) -> Row:
@@ -42,6 +52,28 @@ def _of_mesh(subject: Subject, sizes: Sizes, expected: Result) -> Row:
     found = subject.result(subject.plan(devices, **keys))
     parts = functools.partial(parting_of, subject, devices, keys, subject.batch, BOUND)
     return compared(mesh_name(sizes), found, expected, BOUND, parts)
+
+
+def _quantized(name: str, subject: Subject, kind: str) -> Row:
+    """Compares logits of quantized matmuls on the mesh HALVES with those of one device, by their root mean squares.
+
+    Half of the hidden units of feed-forward layers are multiplied by UNEVEN, so that a device's scales for its half
+    are not those of the other. Only rounding may differ.
+    """
+    weights = by_path(subject.weights)
+    for path in [path for path in weights if path[-1] == "wi"]:
+        units = weights[path].shape[-1]
+        weights[path] = weights[path] * np.where(np.arange(units) < units // 2, UNEVEN, 1).astype(np.float32)
+    subject = subject.with_weights(nested(weights))
+
+    def logits(devices: int, mesh: Sizes) -> np.ndarray:
+        plan = subject.plan(devices, quantization=kind, **mesh_keys(mesh), **UNROLLED)
+        return dict(forward_values(subject, plan, subject.batch))["logits"]
+
+    expected, found = logits(1, {}), logits(2, HALVES)
+    real = subject.batch["segment_ids"] > 0
+    size = np.sqrt(np.mean(np.square(found - expected)[real]) / np.mean(np.square(expected)[real]))
+    return verdict(name, size, QUANTIZED_BOUND)
 
 
 def is_own(sizes: Sizes, configured: Mesh) -> bool:

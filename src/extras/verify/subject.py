@@ -25,6 +25,7 @@ from src.step.train_step import compile_steps
 ROWS = 8  # rows of a micro-batch, which every mesh of eight devices can shard
 LENGTH, LONGER = 48, 80  # tokens of a row; for models with the gated delta rule, more than one of its chunks
 COUNTED = 0.7  # share of the documents' targets that count in the loss
+HALVED = 0.5  # share of these targets that count half
 # Means of random weights, by a part of their names; others have 0. With this decay_bias a delta rule's state lasts
 # about 20 tokens. With 0 it lasted two, and its faults hardly showed: over three seeds, a wrong gradient of its inverse
 # changed some weight's gradient by 2 to 4 times check b's bound, and now by 19 to 27 times.
@@ -101,8 +102,9 @@ class Subject:
     def batch(self) -> dict[str, Any]:
         """Rows of two or three documents of random lengths, or one without packing, and padding.
 
-        The last row is one document, without padding. Some targets do not count in the loss, like a prompt's. For
-        the loss of DPO, documents 1 and 2 of a row are a pair of answers, and the reference is random.
+        The last row is one document, without padding. Some targets do not count in the loss, like a prompt's, and some
+        count half, as a batch_transform may weigh them. For the loss of DPO, documents 1 and 2 of a row are a pair of
+        answers, and the reference is random.
         """
         rng, vocab, length = np.random.default_rng(self.seed), self.config.model.vocab_size, self.length
         tokens = rng.integers(0, vocab, (self.rows, length + 1), dtype=np.int32)
@@ -115,6 +117,7 @@ class Subject:
                 segment_ids[row, start:end] = index
                 positions[row, start:end] = np.arange(end - start)
         mask = ((segment_ids > 0) & (rng.random(segment_ids.shape) < COUNTED)).astype(np.float32)
+        mask[rng.random(mask.shape) < HALVED] /= 2
         texts = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": mask}
         batch = {**texts, "segment_ids": segment_ids, "positions": positions}
         if not of_pairs(self.config):

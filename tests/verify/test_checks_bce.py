@@ -268,6 +268,19 @@ def test_a_bias_moved_on_the_wrong_layer_is_found(monkeypatch):
     assert "segments.0.0.feed_forward.correction_bias" in row.note
 
 
+def test_choices_that_depend_on_the_size_of_biases_are_found(monkeypatch):
+    choose = router.choose
+    assert movement.router_choices(subject("dense")).status == NOT_APPLICABLE
+    of = subject("experts", routed_bias="true")
+    row = movement.router_choices(of)
+    assert (row.status, row.figure) == (PASS, 0)
+    monkeypatch.setattr(router, "choose", lambda scores, bias, spec: choose(scores, jnp.maximum(bias, 0.0), spec))
+    row = movement.router_choices(of)
+    assert row.status == FAIL
+    assert row.figure >= 3 * row.bound
+    assert "correction_bias" in row.note
+
+
 def test_what_low_precision_cannot_move_is_counted():
     old, updates = {"w": np.full(4, 0.25, np.float32)}, {"w": np.array([1e-2, 1e-2, 1e-6, 0.0])}
     row = movement.stuck(old, updates, "bfloat16")

@@ -35,6 +35,9 @@ CLIP_BOUND = 5e-3
 # Larger than any score of a router, but a float32 bias of this size can still change by 0.001. If a weight that is used
 # changes by it, at least the rounding of the loss changes.
 FAR = 64.0
+# Makes all scores of experts negative, and rounds them by 2e-7. The bound is relative to all choices: rounding gives 0
+# in DeepSeek V3, and experts outside the chosen groups whose score is 0 instead of the least give 1.7.
+SHIFT, SHIFT_BOUND = 4.0, 0.01
 
 Arrays = dict[str, np.ndarray]  # by the weights' dotted paths
 
@@ -73,6 +76,7 @@ def rows(context: Context) -> Iterator[Row]:
     yield decay(subject)
     yield clipping(subject)
     yield router_biases(subject)
+    yield router_choices(subject)
     yield stuck(old, updates, context.whole.step.weight_dtype)
 
 
@@ -228,9 +232,8 @@ def _moves_wrongly(subject: Subject, stats: Sequence[Path]) -> dict[str, float]:
     It rises by the rate if the expert's load, without padding, is below the mean of all experts, and falls by the rate
     if it is above.
     """
-    plan, rate = subject.reference_plan, subject.config.step.routed_bias_update_rate
-    reports = subject.forward(plan, lambda decoder: totals(subject.loss(decoder, subject.batch, plan).router))
-    loads, biases, wrong = by_path(reports), by_path(subject.weights), {}
+    rate, biases, wrong = subject.config.step.routed_bias_update_rate, by_path(subject.weights), {}
+    (loads,) = _loads(subject)
     for path in stats:
         old, load = biases[path], loads[(*path[:-1], "expert_load")]
         load = np.mean(load, axis=tuple(range(load.ndim - old.ndim)))  # layers may share the bias
@@ -238,6 +241,27 @@ def _moves_wrongly(subject: Subject, stats: Sequence[Path]) -> dict[str, float]:
         move = subject.reference.stats[dotted(path)] - old
         wrong[dotted(path)] = float(np.sum(np.abs(move - rate * np.sign(even - load)) > rate / 2))
     return wrong
+
+
+def _loads(*subjects: Subject) -> list[dict[Path, np.ndarray]]:
+    """Sums routers' reports over the batch's tokens, by their paths, for subjects that differ only in their weights."""
+    subject, plan = subjects[0], subjects[0].reference_plan
+    reports = jax.jit(lambda weights: totals(subject.loss(plan.decoder(weights), subject.batch, plan).router))
+    return [by_path(jax.device_get(reports(each.placed(plan)))) for each in subjects]
+
+
+def router_choices(subject: Subject) -> Row:
+    """Subtracts SHIFT from all biases of routers, which must not change the experts' loads: only differences count."""
+    name, weights = "a constant in routers' biases changes no choice", by_path(subject.weights)
+    stats = [path for path in weights if dotted(path) in subject.reference.stats]
+    if not stats:
+        return not_applicable(name, "no router has a bias that the loads move")
+    shifted = subject.with_weights(nested(weights | {path: weights[path] - np.float32(SHIFT) for path in stats}))
+    (expected, found), moved = _loads(subject, shifted), {}
+    for path in stats:
+        old, new = (loads[(*path[:-1], "expert_load")] for loads in (expected, found))
+        moved[dotted(path)] = float(np.sum(np.abs(new - old)) / np.sum(old))
+    return worst(name, moved, SHIFT_BOUND)
 
 
 def stuck(old: Arrays, updates: Arrays, dtype: str) -> Row:

@@ -4,19 +4,21 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
+from src.checkpoint.load_weights import undotted
 from src.config.model_folders import is_hf_folder
 from src.config.run_configs import HUB
 from src.config.schema import Config
 from src.config.yaml import BASE, CONFIGS
 from src.extras.verify.locate import EMBEDDED, LAYER, UNROLLED, forward_values, parting
-from src.extras.verify.logits import NO_PATTERNS
-from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS, Row, first_line, none_of, not_applicable
-from src.extras.verify.subject import Context, Subject
-from src.model.params import by_path, dotted, nested
+from src.extras.verify.logits import NO_PATTERNS, of_adapters
+from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS, Row, first_line, none_of, not_applicable, worst
+from src.extras.verify.subject import Context, Subject, flat
+from src.model.params import Tree, by_path, dotted, nested
 from src.run import resolve_config
 from src.step.plan import StepPlan
 from src.system.errors import UserError
@@ -30,14 +32,16 @@ BOUND = 10
 # In standard deviations of the logits. If BOUND units are more than LARGEST_BOUND, rounding could hide a fault, so the
 # row is not applicable; but a difference above both BOUND units and SURELY_WRONG still fails.
 LARGEST_BOUND = 0.1
+# Relative to the largest entry that an adapter adds to its weight: rounding gives 7e-8, and another factor 0.5 or more.
+ADAPTER_BOUND = 1e-4
 SURELY_WRONG = 0.5
 
 
 def rows(context: Context) -> Iterator[Row]:
     """Exports the random weights, reads them back, and compares logits with transformers if it and torch are installed.
 
-    Adapters are left out. A model without a Hugging Face family is not applicable, unless it is an `unchanged_model`:
-    then the row fails, as it does if the folder cannot be read back.
+    Adapters are left out, but for a row of their own. A model without a Hugging Face family is not applicable, unless
+    it is an `unchanged_model`: then the row fails, as it does if the folder cannot be read back.
     """
     if not optional("hf") or not optional("evaluation"):
         yield not_applicable("Hugging Face folder", "src/extras/hf or src/extras/evaluation is missing")
@@ -64,8 +68,34 @@ def rows(context: Context) -> Iterator[Row]:
         try:
             yield _same_bits(plan, weights, by_path(load_weights(name, tree)))
             yield _same_logits(subject, plan, weights, name)
+            yield _same_adapters(subject, family, tree, name)
         except UserError as error:
             yield Row("written and read back", FAIL, note=str(error))
+
+
+def _same_adapters(subject: Subject, family: Any, tree: Tree, base: str) -> Row:
+    """Writes the adapters as a folder of peft, for the model in the folder `base`, and reads both back, merged."""
+    name, step = "adapters written for peft and read back", subject.config.step
+    if not step.lora_rank:
+        return not_applicable(name, "lora_rank is 0")
+    from src.extras.hf.load import load_weights
+    from src.extras.hf.peft import save_adapters
+
+    weights, adapters = by_path(subject.weights), by_path(subject.weights["lora"])
+    pairs = {path[:-1]: (adapters[(*path[:-1], "down")], adapters[path]) for path in adapters if path[-1] == "up"}
+    facts = {"rank": step.lora_rank, "alpha": step.lora_alpha, "base": base}
+    shapes = {path: leaf.shape for path, leaf in by_path(tree).items()}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            save_adapters(Path(folder), family, shapes, subject.config.model.vocab_size, pairs, facts)
+        except UserError as error:
+            return not_applicable(name, error)
+        found = by_path(load_weights(folder, tree))
+    errors = {}
+    for path, added in of_adapters(subject, flat(subject.weights)).items():
+        key = undotted(path)
+        errors[path] = float(np.max(np.abs(np.asarray(found[key]) - weights[key] - added)) / np.max(np.abs(added)))
+    return worst(name, errors, ADAPTER_BOUND)
 
 
 def unchanged_model(config: Config) -> str:

@@ -1,5 +1,6 @@
 """Check j: the step as compiled for virtual devices: replicated arrays, donation, collectives, dtypes of matmuls."""
 
+import functools
 import itertools
 import math
 import os
@@ -15,12 +16,15 @@ import jax.numpy as jnp
 from src.extras.verify.counts import equations, matmuls, traced_step
 from src.extras.verify.meshes import is_own
 from src.extras.verify.rows import FAIL, NOT_APPLICABLE, Row, first_line, mesh_name, none_of, not_applicable
-from src.extras.verify.subject import ROWS, Context, Sizes, Subject, mesh_keys
-from src.model.params import STACKED, Axes, by_path, dotted
+from src.extras.verify.subject import ROWS, Context, Sizes, Subject, flat, mesh_keys
+from src.model.params import STACKED, Axes, Weights, by_path, dotted
+from src.parallel.accumulate import accumulate
 from src.parallel.mesh import MeshLayout, axes_of_dim
+from src.step.loss import count_tokens
 from src.step.matrices import MatrixDims
-from src.step.plan import StepPlan
+from src.step.plan import Batch, StepPlan
 from src.step.state import TrainState, abstract_state
+from src.step.train_step import loss_gradient, with_dropout_keys
 from src.system.errors import Unsupported
 from src.system.imports import optional
 
@@ -42,6 +46,7 @@ def rows(context: Context) -> Iterator[Row]:
             status = FAIL if is_own(sizes, context.whole.mesh) else NOT_APPLICABLE
             yield Row(mesh_name(sizes), status, note=first_line(error))
     yield from _dtypes(context.subject, context.whole.step.dtype)
+    yield _sums(context.subject, context.whole.step.weight_dtype)
 
 
 def _of_mesh(subject: Subject, sizes: Sizes) -> Iterator[Row]:
@@ -97,6 +102,23 @@ def _dtypes(subject: Subject, dtype: str) -> Iterator[Row]:
         if rounds and eqn.outvars[0].aval.dtype in (jnp.bfloat16, jnp.float16):
             narrow.append(f"{eqn.primitive.name} at /{eqn.source_info.name_stack}")
     yield none_of("norms, softmax and positions are in float32", narrow)
+
+
+def _sums(subject: Subject, dtype: str) -> Row:
+    """Finds gradients of weights stored in `dtype` that are summed over micro-batches in less than float32."""
+    name = "micro-batches are summed in float32"
+    if dtype == "float32" or subject.config.step.gradient_accumulation_steps == 1:
+        return not_applicable(name, "weight_dtype=float32, or one micro-batch")
+    plan = subject.plan(weight_dtype=dtype)
+    subject.check_fields(plan)
+
+    def summed(weights: Weights, batch: Batch) -> Any:
+        rows = with_dropout_keys(batch, jnp.int32(0), plan)
+        gradient = functools.partial(loss_gradient, plan=plan, loss=subject.loss)
+        return accumulate(gradient, (weights, count_tokens(batch, plan)), rows, plan.accumulation)[0]
+
+    found = jax.eval_shape(summed, plan.split(plan.shapes), subject.batch)
+    return none_of(name, [f"{path} in {leaf.dtype}" for path, leaf in flat(found).items() if leaf.dtype != jnp.float32])
 
 
 class Weight(NamedTuple):

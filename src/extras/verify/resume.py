@@ -10,14 +10,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from src.checkpoint.initial_weights import initial_weights
 from src.checkpoint.load_weights import load_weights
 from src.checkpoint.resume import all_weights
 from src.config.schema import Config
+from src.data.types import InputSpec
 from src.extras.verify import short_runs
 from src.extras.verify.logits import NO_PATTERNS, of_adapters
 from src.extras.verify.rows import FAIL, PASS, Row, largest, none_of, not_applicable, verdict, worst
 from src.extras.verify.subject import Context, Subject, flat, mesh_keys, of_pairs
+from src.model.params import ROLES
 from src.step.state import abstract_state
+from src.system.imports import optional
 
 STEPS, SAVED = 6, 3  # steps of a run, and the step of its first checkpoint
 # Relative, for losses on another mesh: sums in another order give at most 1e-7 over three seeds of five kinds of
@@ -66,6 +70,7 @@ def rows(context: Context) -> Iterator[Row]:
         yield _same("restored state on another mesh", _resumed(other.replace(**half), "restored elsewhere"), saved)
         yield _same("resumed run", _resumed(config, "resumed"), whole)
         yield _loaded("weights as other commands load them", config, whole)
+        yield _by_rules("weights that load_weights_rules replaces", config, saved, whole)
         weights = config.replace(load_parameters_path=f"{folder}/whole/checkpoints/{SAVED}")
         differ = _same("", _run(weights, "weights"), whole).figure
         note = f"{differ:.0f} losses and arrays differ" if differ else "the same as with all of the state"
@@ -92,6 +97,26 @@ def _loaded(name: str, config: Config, whole: End) -> Row:
             wanted = expected[weight]
             errors[f"{role} {weight}"] = float(np.max(np.abs(x - wanted)) / (np.max(np.abs(wanted)) or 1.0))
     return worst(name, errors, BOUND)
+
+
+def _by_rules(name: str, config: Config, first: End, last: End) -> Row:
+    """Loads a run's weights of step SAVED, but by a rule the embedding of its last step, as a new run begins with."""
+    if config.step.lora_rank or not optional("weights_by_rules"):
+        return not_applicable(name, "lora_rank is set, or src/extras/weights_by_rules.py was deleted")
+    config = config.replace(**mesh_keys({}))
+    folder, plan = f"{config.run.base_output_directory}/whole/checkpoints", Subject(config).plan()
+    rule = {"match": "embedding", "path": f"{folder}/{STEPS}"}
+    keys = {"load_parameters_path": f"{folder}/{SAVED}", "load_weights_rules": (rule,)}
+    inputs = InputSpec.of(config.replace(**keys), None)
+    loaded, _ = initial_weights(inputs, (), all_weights(abstract_state(plan)), plan.axes)
+    wrong = []
+    for path, x in flat(jax.device_get(loaded)).items():
+        expected = last if path == "embedding" else first
+        of_run = {
+            name.partition(".")[2]: array for name, array in expected.arrays.items() if name.split(".")[0] in ROLES
+        }
+        wrong += [path] * (x.tobytes() != of_run[path].tobytes())
+    return none_of(name, wrong)
 
 
 def _of_entry(arrays: Mapping[str, np.ndarray], entry: str) -> dict[str, np.ndarray]:

@@ -22,9 +22,11 @@ from src.config.yaml import dump
 from src.extras.command_files import check_outputs
 from src.extras.command_words import separate
 from src.extras.verify import golden, meshes, report
+from src.extras.verify.rewrites import TILE
 from src.extras.verify.rows import FAIL, NOT_APPLICABLE, PASS, NotApplicable, Row, first_line, not_applicable
 from src.extras.verify.shrink import Shrunk, shrink
 from src.extras.verify.subject import LENGTH, LONGER, Context, Subject, optimized
+from src.model.attention_kernels import blocked
 from src.model.params import STACKED
 from src.model.spec import layer_models
 from src.run.run_setup import configured
@@ -170,7 +172,8 @@ def _found(context: Context, letter: str, module: str) -> Iterator[Row]:
     checked = _checked(nnx.Variable.__init__, context.whole.mesh.logical_axis_rules)
     try:
         # Compiling takes most of the time, and optimizations change only rounding. `j` reads the optimized program.
-        with optimized(letter == "j"), mock.patch.object(nnx.Variable, "__init__", checked):
+        declares, tiled = mock.patch.object(nnx.Variable, "__init__", checked), mock.patch.dict(blocked.TILE, cpu=TILE)
+        with optimized(letter == "j"), declares, tiled:
             for row in named(f"src.extras.verify.{module}:rows")(context):
                 yield row._replace(check=letter)
     except NotApplicable as error:

@@ -29,6 +29,7 @@ NEUTRAL: dict[str, Any] = {key: KEYS[key].default for key in LOST} | {
     **{"global_parameter_scale": 1, "dataset_type": "synthetic", "enable_checkpointing": False, "log_internals": 0},
     **{size_key("dcn", axis): 1 for axis in MESH_AXES},
 }
+PORTABLE = ("dot_product", "blocked")  # values of `attention` that are kept: these kernels run on CPUs
 AT_MOST = {"vocab_size": 97, "mtp_num_layers": 1, "gradient_accumulation_steps": 2, "lora_rank": 2, "shared_experts": 2}
 # The sizes of layers, in families: the sizes of a family keep their order, and equal ones stay equal.
 FAMILY = dict.fromkeys(("base_emb_dim", "base_mlp_dim", "base_moe_mlp_dim"), "widths")
@@ -64,6 +65,7 @@ def shrink(config: Config, length: int = 48, meshes: Sequence[Mapping[str, int]]
     base, *small_layers = _small_layers([model, *layers], length, _multiples(config, meshes))
     keys = {key: config[key] for key in (*keys_of("step"), *FURTHER)} | base | NEUTRAL | {"max_target_length": length}
     keys |= {key: min(config[key], most) for key, most in AT_MOST.items()}
+    keys |= {"attention": step.attention} if step.attention in PORTABLE else {}
     keys["lora_alpha"] = step.lora_alpha * (keys["lora_rank"] / step.lora_rank if step.lora_rank else 1)
     if (rows := model.trainable_position_size) != -1:  # a table of positions may be longer than a sequence
         keys["trainable_position_size"] = length + 16 * (rows > config.batch.max_target_length)
@@ -263,7 +265,7 @@ def _grown(plain: Config, grown: Config) -> list[str]:
 
 def _hidden(config: Config, length: int) -> list[str]:
     layers, step = _spec(config).layers, config.step
-    lost = [key for key in LOST if config[key] not in (KEYS[key].default, NEUTRAL[key])]
+    lost = [key for key in LOST if config[key] not in (KEYS[key].default, NEUTRAL[key], *PORTABLE)]
     hidden = [f"{key}={dump(config[key])}: {dump(NEUTRAL[key]) if NEUTRAL[key] else 'off'} here" for key in lost]
     if "bfloat16" in (step.dtype, step.weight_dtype):
         hidden.append("rounding of bfloat16: float32 here")

@@ -58,10 +58,10 @@ class Conversations:
 @group
 class Preferences:
     """Finetuning: preferences (docs/dpo.md)"""
-    dpo_beta: float = key(0.1, "reward per nat of log-probability above the reference model's", POSITIVE,
-        commands=("src.train_dpo",), resume_invariant=True)
-    dpo_label_smoothing: float = key(0.0, "share of pairs assumed to be labelled the wrong way round",
-        Range("at least 0 and less than 0.5", lambda x: 0 <= x < 0.5, None), commands=("src.train_dpo",),
+    dpo_beta: float = key(0.1, "DPO: reward per nat of log-probability above the reference model's", POSITIVE,
+        commands=("src.train_dpo", "src.verify"), resume_invariant=True)
+    dpo_label_smoothing: float = key(0.0, "DPO: share of pairs assumed to be labelled the wrong way round",
+        Range("at least 0 and less than 0.5", lambda x: 0 <= x < 0.5, None), commands=("src.train_dpo", "src.verify"),
         resume_invariant=True)
 
 

@@ -284,8 +284,9 @@ def test_a_check_that_lacks_memory_is_run_again(checks, tmp_path):
 
 def test_without_torch_the_row_says_so(monkeypatch):
     monkeypatch.setattr(conversion, "find_spec", lambda name: None if name == "torch" else name)
-    bits, logits = command.main([*TINY, "checks=i"]).rows
+    bits, logits, adapters = command.main([*TINY, "checks=i"]).rows
     assert (bits.status, logits.status, logits.note) == (PASS, NOT_APPLICABLE, "torch is not installed")
+    assert adapters.note == "lora_rank is 0"
 
 
 def test_meshes_are_chosen_by_the_config():

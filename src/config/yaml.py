@@ -168,8 +168,9 @@ def literal(value: Any) -> Any:
         return BOOLS[value]
     for number in (int, float):
         with contextlib.suppress(ValueError, OverflowError):
-            math.isfinite(number(value))  # an integer of more than 308 digits raises OverflowError
-            return number(value)
+            found = number(value)
+            math.isfinite(found)  # an integer of more than 308 digits raises OverflowError
+            return found
     return str(value)
 
 

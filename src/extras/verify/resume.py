@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,8 +88,7 @@ def _loaded(name: str, config: Config, whole: End) -> Row:
     config = config.replace(**mesh_keys({}))
     plan, errors = Subject(config.replace(**NO_PATTERNS)).reference_plan, dict[str, float]()
     for role in ("trainable", *["ema"] * bool(config.step.ema_decay)):
-        entries = (role, "frozen", "stats")
-        of_run = {path: x for entry in entries for path, x in _of_entry(whole.arrays, entry).items()}
+        of_run = _of_entries(whole.arrays, (role, "frozen", "stats"))
         expected = of_run | {path: of_run[path] + x for path, x in of_adapters(Subject(config), of_run).items()}
         path = f"{config.run.base_output_directory}/whole"
         loaded = load_weights(path, all_weights(abstract_state(plan)), ema=role == "ema")
@@ -109,19 +108,19 @@ def _by_rules(name: str, config: Config, first: End, last: End) -> Row:
     keys = {"load_parameters_path": f"{folder}/{SAVED}", "load_weights_rules": (rule,)}
     inputs = InputSpec.of(config.replace(**keys), None)
     loaded, _ = initial_weights(inputs, (), all_weights(abstract_state(plan)), plan.axes)
-    wrong = []
-    for path, x in flat(jax.device_get(loaded)).items():
-        expected = last if path == "embedding" else first
-        of_run = {
-            name.partition(".")[2]: array for name, array in expected.arrays.items() if name.split(".")[0] in ROLES
-        }
-        wrong += [path] * (x.tobytes() != of_run[path].tobytes())
+    replaced, others = (_of_entries(end.arrays, ROLES) for end in (last, first))
+    wrong = [
+        path
+        for path, x in flat(jax.device_get(loaded)).items()
+        if x.tobytes() != (replaced if path == "embedding" else others)[path].tobytes()
+    ]
     return none_of(name, wrong)
 
 
-def _of_entry(arrays: Mapping[str, np.ndarray], entry: str) -> dict[str, np.ndarray]:
-    prefix = f"{entry}."
-    return {path.removeprefix(prefix): x for path, x in arrays.items() if path.startswith(prefix)}
+def _of_entries(arrays: Mapping[str, np.ndarray], entries: Collection[str]) -> dict[str, np.ndarray]:
+    """Finds the arrays of some entries of a state, such as `trainable`, by their paths within these."""
+    parts = ((path.partition("."), x) for path, x in arrays.items())
+    return {name: x for (entry, _, name), x in parts if entry in entries}
 
 
 def _run(config: Config, name: str) -> End:
